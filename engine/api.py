@@ -1,0 +1,181 @@
+"""The value types that cross Holdfast's borders, under AReaL's names, and the protocols of what may stand behind them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..utils.config import require_range
+from ..utils.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+"""Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
+(``rewards``). Everything per token is aligned with the token itself: ``logprobs[i, t]`` is the log-probability of
+``input_ids[i, t]`` given what stands before it, and is 0 at the first token."""
+
+LossFn = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is ``[tokens, vocab]`` logits of an
+actor, or ``[tokens]`` values of a critic; every per-token tensor of ``micro_batch`` is packed to ``[tokens]``."""
+
+LossWeightFn = Callable[[Batch], torch.Tensor]
+"""``loss_weight_fn(micro_batch)`` -> scalar: how much the mean of this micro-batch counts, usually its loss tokens."""
+
+
+@dataclass
+class SaveLoadMeta:
+    """What to save or load, and where.
+
+    Attributes:
+        path: folder; a save creates it and never writes over one.
+        weight_format: ``"dcp"`` (sharded, resumable) or ``"hf"`` (Hugging Face safetensors).
+        with_optim: with ``"dcp"``, also optimizer, schedule, RNG and counters.
+        tokenizer: with ``"hf"``, saved beside the weights (chat template included).
+        processor: with ``"hf"``, likewise.
+        base_model_path: with ``"hf"``, a folder whose files other than weights are copied where nothing else wrote them.
+    """
+
+    path: str
+    weight_format: str
+    with_optim: bool
+    tokenizer: Any = None
+    processor: Any = None
+    base_model_path: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """How weights get to the inference servers.
+
+    Attributes:
+        type: ``"disk"``: Hugging Face weights in a shared folder.
+        path: folder that holds the ``v<N>`` folders.
+        version: the version to publish; None takes the engine's own.
+        keep: how many of the newest versions stay.
+    """
+
+    type: str
+    path: str
+    version: int | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.type != "disk":
+            raise ConfigError(f"weight update type {self.type!r} is unknown; expected 'disk'")
+        require_range("keep", self.keep, low=1)
+        require_range("version", self.version, low=0)
+
+    def with_version(self, version: int) -> "WeightUpdateMeta":
+        """The same target for another version."""
+        return replace(self, version=version)
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """The mesh. Only its data-parallel (shard) dimension exists so far.
+
+    Attributes:
+        data_parallel_size: number of ranks; None takes all of them.
+    """
+
+    data_parallel_size: int | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """How long the run is; the schedule and the epochs follow from it."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    def __post_init__(self) -> None:
+        require_range("total_train_epochs", self.total_train_epochs, low=1)
+        require_range("train_batch_size", self.train_batch_size, low=1)
+        if self.dataset_size < self.train_batch_size:
+            raise ConfigError(f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in one epoch (the last, short one is dropped)."""
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_train_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.total_train_epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where a run is. Steps count from 0; ``global_step`` is the step this is about."""
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
+
+    def next(self) -> "StepInfo":
+        """The step after this one: where a run that restored this step goes on."""
+        last = self.epoch_step == self.steps_per_epoch - 1
+        return StepInfo(
+            epoch=self.epoch + last,
+            epoch_step=0 if last else self.epoch_step + 1,
+            global_step=self.global_step + 1,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be captured and put back: torch modules, samplers, a user's own object."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of tensors and plain values only."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a state back."""
+        ...
+
+
+class InferenceServer(Protocol):
+    """A rollout worker, or a client of an inference server, that can be told to serve new weights."""
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Load the Hugging Face folder ``path`` and return the version served from now on."""
+        ...
+
+
+class TrainEngine(Protocol):
+    """What `holdfast.engine.rl` needs of an engine; `FSDPEngine` is one."""
+
+    def train(self, mode: bool = True) -> "TrainEngine":
+        """Switch to training mode."""
+        ...
+
+    def eval(self) -> "TrainEngine":
+        """Switch to evaluation mode."""
+        ...
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch."""
+        ...
+
+    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
+        """The loss `train_batch` would have, without gradients."""
+        ...
+
+    def forward_batch(
+        self, batch: Batch, post_fn: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Per-token results ``[batch, seqlen]`` without gradients."""
+        ...
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the schedule by one, if the optimizer has stepped since the last call."""
+        ...
+
+    def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sum each named number over the data-parallel ranks."""
+        ...

@@ -1,0 +1,124 @@
+"""What a training engine can be told, under AReaL's names wherever AReaL has one.
+
+Plain dataclasses, read by `holdfast.utils.config.load_config`. Values are checked here, so that a bad one fails
+before a process group or a model exists.
+"""
+
+from dataclasses import dataclass, field
+
+from ..utils.config import require_choice, require_range
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    type: str = "adam"
+    """``adam`` (AdamW, decoupled weight decay) or ``sgd``."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Applied to matrices only; vectors (norms, biases) are never decayed."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.999
+    """AdamW's second-moment decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    momentum: float = 0.0
+    """SGD's momentum."""
+    lr_scheduler_type: str = "constant"
+    """``constant``, ``linear`` or ``cosine``, after the warm-up."""
+    warmup_steps_proportion: float = 0.001
+    """Share of all training steps during which the rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where ``linear`` and ``cosine`` end, as a share of ``lr``."""
+    gradient_clipping: float = 1.0
+    """Largest global L2 norm of the gradient; longer ones are scaled down."""
+
+    def __post_init__(self) -> None:
+        require_choice("optimizer.type", self.type, ("adam", "sgd"))
+        require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
+        require_range("optimizer.lr", self.lr, low=0.0)
+        require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
+        require_range("optimizer.beta1", self.beta1, low=0.0, high=1.0)
+        require_range("optimizer.beta2", self.beta2, low=0.0, high=1.0)
+        require_range("optimizer.momentum", self.momentum, low=0.0, high=1.0)
+        require_range("optimizer.warmup_steps_proportion", self.warmup_steps_proportion, low=0.0, high=1.0)
+        require_range("optimizer.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
+        require_range("optimizer.gradient_clipping", self.gradient_clipping, low=1e-12)
+
+
+@dataclass
+class MicroBatchSpec:
+    """How a rank's share of a batch is cut into micro-batches."""
+
+    n_mbs: int = 1
+    """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set."""
+    max_tokens_per_mb: int | None = None
+    """Most tokens in one micro-batch. A single longer sequence still gets a micro-batch of its own."""
+    packing_algorithm: str = "ffd"
+    """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
+
+    def __post_init__(self) -> None:
+        require_range("mb_spec.n_mbs", self.n_mbs, low=1)
+        require_range("mb_spec.max_tokens_per_mb", self.max_tokens_per_mb, low=1)
+        require_choice("mb_spec.packing_algorithm", self.packing_algorithm, ("ffd", "kk"))
+
+
+@dataclass
+class FSDPConfig:
+    """How the model is sharded."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the blocks that get a shard group each; None takes the model's ``_no_split_modules``."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a block after its forward (less memory, one more gather)."""
+
+
+@dataclass
+class TrainEngineConfig:
+    """One model, its optimizer, and how both are spread over ranks."""
+
+    experiment_name: str = "experiment"
+    """Groups trials; the second folder of every path."""
+    trial_name: str = "trial"
+    """Names one run; the third folder of every path."""
+    path: str = ""
+    """Folder of a Hugging Face model: its config and, unless ``init_from_scratch``, its weights."""
+    init_from_scratch: bool = False
+    """Take only the config from ``path`` and draw the weights from ``seed``."""
+    seed: int = 1
+    """Seed of weights drawn from scratch and of a new critic head; the same at every world size."""
+    is_critic: bool = False
+    """Put a value head (one output a token) in the place of the language-model head."""
+    dtype: str = "bfloat16"
+    """Compute dtype. Parameters, gradients and optimizer state are always float32."""
+    grad_reduce_dtype: str = "float32"
+    """Dtype in which gradients are summed over ranks."""
+    attn_impl: str = "sdpa"
+    """Attention implementation of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward instead of keeping its activations."""
+    disable_dropout: bool = True
+    """Set every dropout probability to zero, as RL needs (log-probabilities must repeat)."""
+    temperature: float = 1.0
+    """Logits are divided by this before log-probabilities, as the sampler did."""
+    pack_sequences: bool = True
+    """Forward micro-batches packed into one row; False pads them, for models that cannot tell packed sequences apart."""
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    """Micro-batching."""
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """None for an engine that only evaluates (a reference model)."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+    timeout_s: float = 600.0
+    """Longest wait for a peer in any collective."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
+        require_range("temperature", self.temperature, low=1e-6)
+        require_range("timeout_s", self.timeout_s, low=1e-3)

@@ -1,0 +1,1 @@
+"""Reinforcement learning on top of an engine: losses, advantages, actor, critic."""

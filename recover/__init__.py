@@ -1,0 +1,1 @@
+"""When to snapshot, where snapshots live, and how a job comes back."""

@@ -1,0 +1,1 @@
+"""Small things the engine and recovery both need, none of which knows about training."""

@@ -1,0 +1,63 @@
+"""A YAML file plus ``key=value`` overrides become a dataclass, or one error that names the key.
+
+OmegaConf does the merging and the type checks; the dataclasses check values in ``__post_init__``. A bad
+configuration therefore fails before any process starts.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> T:
+    """Read an instance of the dataclass ``cls``.
+
+    Args:
+        cls: dataclass of the configuration; nested dataclasses are sections.
+        path: YAML file, or None for the defaults.
+        overrides: ``section.key=value`` strings that win over the file.
+
+    Raises:
+        ConfigError: the file does not exist or is not YAML, a key is unknown, a value has the wrong type or is
+            missing, or a ``__post_init__`` refused it. The message names the key.
+    """
+    source = f"{path}" if path is not None else f"the defaults of {cls.__name__}"
+    try:
+        config: Any = OmegaConf.structured(cls)
+        if path is not None:
+            if not Path(path).is_file():
+                raise ConfigError(f"config file {path} does not exist")
+            config = OmegaConf.merge(config, OmegaConf.load(path))
+        for override in overrides:
+            if "=" not in override:
+                raise ConfigError(f"override {override!r} is not of the form key=value")
+        source = f"{source} with overrides {list(overrides)}" if overrides else source
+        config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or getattr(error, "key", None)
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
+    except YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+
+
+def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``; for use in ``__post_init__``."""
+    if value not in choices:
+        raise ConfigError(f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+
+
+def require_range(key: str, value: float | None, *, low: float, high: float = float("inf")) -> None:
+    """Raise ConfigError unless ``value`` is None or within ``[low, high]``; for use in ``__post_init__``."""
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")

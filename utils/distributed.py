@@ -1,0 +1,81 @@
+"""Agreement between ranks: everybody succeeded, or everybody raises; rank zero decides, all follow.
+
+Every function takes a process group (``None`` is the default group) and also works in a process that never
+initialised torch.distributed, as a world of one. Objects travel pickled, but only between live ranks of one
+job; nothing here ever reads a file. Waits are bounded by the timeout of the group.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .errors import PeerError
+
+T = TypeVar("T")
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``; 0 without torch.distributed."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in ``group``; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's ``value``, in rank order, on every rank."""
+    if get_world_size(group) == 1:
+        return [value]
+    gathered: list[Any] = [None] * get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+@contextmanager
+def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on all ranks; when it fails on one, it fails on all.
+
+    The rank that failed raises its own error, the others a `PeerError` that names it. The block itself must not
+    leave a collective half-done: a rank that fails skips the rest of it while its peers go on.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    reports = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if failed:
+        raise PeerError(what, failed)
+
+
+def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call ``decide`` on rank 0 of ``group`` and return its result, or raise its error, on every rank."""
+    if get_world_size(group) == 1:
+        return decide()
+    outcome: list[Any] = [None, None]
+    if get_rank(group) == 0:
+        try:
+            outcome[0] = decide()
+        except Exception as error:
+            outcome[1] = _picklable(error)
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return PeerError("the decision of rank 0", {0: f"{type(error).__name__}: {error}"})
+    return error

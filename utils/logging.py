@@ -1,0 +1,34 @@
+"""Log lines that name the rank: ``12:00:01 rank 1 holdfast.engine.dcp_checkpoint | ...``.
+
+Libraries must not configure logging, so nothing here runs by itself: a job calls `configure_logging` once per
+process, and everything else asks for `get_logger`.
+"""
+
+import logging
+import sys
+
+from .distributed import get_rank
+
+
+class _RankFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = get_rank()
+        return True
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger for a module; pass ``__name__``."""
+    return logging.getLogger(name)
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Send this process's ``holdfast`` log to stderr, each line with its rank. Calling it twice changes nothing."""
+    logger = logging.getLogger("holdfast")
+    logger.setLevel(level)
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_RankFilter())
+    handler.setFormatter(logging.Formatter("%(asctime)s rank %(rank)s %(name)s | %(message)s", datefmt="%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.propagate = False
