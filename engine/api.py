@@ -1,4 +1,4 @@
-"""The value types that cross Holdfast's borders, under AReaL's names, and the protocols of what may stand behind them."""
+"""The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class SaveLoadMeta:
         with_optim: with ``"dcp"``, also optimizer, schedule, RNG and counters.
         tokenizer: with ``"hf"``, saved beside the weights (chat template included).
         processor: with ``"hf"``, likewise.
-        base_model_path: with ``"hf"``, a folder whose files other than weights are copied where nothing else wrote them.
+        base_model_path: with ``"hf"``, a folder whose other files are copied unless written already.
     """
 
     path: str
@@ -93,7 +93,9 @@ class FinetuneSpec:
         require_range("total_train_epochs", self.total_train_epochs, low=1)
         require_range("train_batch_size", self.train_batch_size, low=1)
         if self.dataset_size < self.train_batch_size:
-            raise ConfigError(f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}")
+            raise ConfigError(
+                f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}"
+            )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -107,7 +107,7 @@ class TrainEngineConfig:
     temperature: float = 1.0
     """Logits are divided by this before log-probabilities, as the sampler did."""
     pack_sequences: bool = True
-    """Forward micro-batches packed into one row; False pads them, for models that cannot tell packed sequences apart."""
+    """Forward micro-batches packed into one row; False pads them, for models that cannot be packed."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batching."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
