@@ -1,0 +1,86 @@
+"""Real ranks for tests: spawn processes with a gloo group, run a function on each, bring results and errors back."""
+
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        result = fn(rank, world_size, *args)
+        pipe.send(("ok", result))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call the top-level ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks; results in rank order.
+
+    Raises:
+        AssertionError: with the traceback of every rank that failed (first reporter first), or naming the ranks
+            that did not answer within ``timeout_s``.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, world_size, f"{folder}/store", fn, args, theirs))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    errors, silent = [], []
+    for rank, pipe in enumerate(pipes):
+        try:
+            if not pipe.poll(5 if errors else timeout_s):
+                silent.append(rank)
+                continue
+            status, value = pipe.recv()
+        except EOFError:
+            status, value = "error", "the process died without a word"
+        if status == "ok":
+            results[rank] = value
+        else:
+            errors.append(f"--- rank {rank}\n{value}")
+    assert not errors and not silent, "\n".join(errors) + (f"\nranks {silent} did not answer" if silent else "")
+    return results
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for programs that insist on being given one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
