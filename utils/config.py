@@ -36,7 +36,7 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         if path is not None:
             if not Path(path).is_file():
                 raise ConfigError(f"config file {path} does not exist")
-            config = OmegaConf.merge(config, OmegaConf.load(path))
+            config = OmegaConf.merge(config, OmegaConf.load(Path(path)))
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
