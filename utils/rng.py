@@ -1,0 +1,164 @@
+"""Every random generator of a process as plain tensors: capture, put back bit for bit, derive for a new rank.
+
+Owns the global generators of python (``random``), numpy (the legacy ``np.random``), torch on the CPU and torch on
+each CUDA device. A state is a flat dict of CPU tensors, so that it goes into a checkpoint as tensors do and no
+reader has to unpickle anything. It is about 15 kB and takes well under a millisecond. Generator *objects* that
+user code holds (``np.random.default_rng()``, ``torch.Generator()``) are not global and are their owner's to save.
+"""
+
+import random
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import xxhash
+
+from .errors import CheckpointMismatchError, ConfigError
+from .logging import get_logger
+
+logger = get_logger(__name__)
+
+RngState = dict[str, torch.Tensor]
+"""What `capture_rng` returns; all on the CPU:
+
+- ``python`` int64 ``[625]``: the 624 words of the Mersenne Twister and the position in them.
+- ``python_gauss`` float64 ``[2]``: 1.0 and the second half of a Box-Muller pair if one is cached, else zeros.
+- ``numpy``, ``numpy_gauss``: likewise.
+- ``torch`` uint8 ``[5056]``: ``torch.get_rng_state()``.
+- ``cuda`` uint8 ``[devices, 16]``: one row a device, the current device first and the others after it, cyclically.
+  Absent when the process has not used CUDA.
+"""
+
+_MT_WORDS = 625
+_PYTHON_STATE_VERSION = 3
+
+
+def capture_rng() -> RngState:
+    """The state of every generator of this process, on copies that later draws do not change.
+
+    Reading does not advance a generator and does not start CUDA in a process that has not used it.
+
+    Raises:
+        ConfigError: numpy's global generator was replaced by one that is not MT19937.
+    """
+    _, words, gauss = random.getstate()
+    state = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": _pack_gauss(gauss),
+        **_numpy_tensors(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.stack([torch.cuda.get_rng_state(device) for device in _cuda_devices()])
+    return state
+
+
+def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
+    """Put every generator back to ``state``; draws after this equal the draws after its `capture_rng`.
+
+    CUDA devices are matched from the current one on, so a rank that trained on ``cuda:3`` and now sees a single
+    device finds its stream there. Rows without a device here are dropped with a warning; devices without a row
+    keep the state they have.
+
+    Raises:
+        CheckpointMismatchError: a tensor is missing or has another shape or dtype; no generator was touched.
+    """
+    _check(state)
+    words = state["python"].tolist()
+    random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
+    *key, position = state["numpy"].tolist()
+    gauss = _unpack_gauss(state["numpy_gauss"])
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        devices = _cuda_devices() if torch.cuda.is_available() else []
+        if len(devices) < len(state["cuda"]):
+            logger.warning("RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices))
+        for device, row in zip(devices, state["cuda"], strict=False):
+            torch.cuda.set_rng_state(row.contiguous(), device)
+
+
+def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
+    """A state for ``rank`` when the checkpoint has none for it because the world has grown.
+
+    Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state`` in the order of their names,
+    followed by ``rank`` as a little-endian int64. The result therefore repeats from one restart to the next,
+    differs between ranks and steps, and depends on nothing else. CUDA device i (in the order of `RngState`) gets
+    that seed + i.
+
+    Args:
+        state: the state of rank 0.
+        rank: the rank that needs one.
+    """
+    digest = xxhash.xxh3_64()
+    for name in sorted(state):
+        digest.update(state[name].contiguous().numpy().tobytes())
+    digest.update(struct.pack("<q", rank))
+    seed = digest.intdigest()
+    _, words, gauss = random.Random(seed).getstate()
+    numpy_rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+    derived = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": _pack_gauss(gauss),
+        **_numpy_tensors(numpy_rng.get_state(legacy=False)),
+        "torch": torch.Generator().manual_seed(_torch_seed(seed)).get_state(),
+    }
+    if torch.cuda.is_initialized():
+        derived["cuda"] = torch.stack(
+            [
+                torch.Generator(device).manual_seed(_torch_seed(seed + index)).get_state()
+                for index, device in enumerate(_cuda_devices())
+            ]
+        )
+    return derived
+
+
+def _cuda_devices() -> list[torch.device]:
+    """This process's devices, the current one first."""
+    count, current = torch.cuda.device_count(), torch.cuda.current_device()
+    return [torch.device("cuda", (current + index) % count) for index in range(count)]
+
+
+def _torch_seed(seed: int) -> int:
+    return seed & (2**63 - 1)
+
+
+def _pack_gauss(gauss: float | None) -> torch.Tensor:
+    return torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64)
+
+
+def _unpack_gauss(packed: torch.Tensor) -> float | None:
+    cached, value = packed.tolist()
+    return value if cached else None
+
+
+def _numpy_tensors(state: Mapping) -> RngState:
+    if state["bit_generator"] != "MT19937":
+        raise ConfigError(
+            f"numpy's global generator is {state['bit_generator']}; only MT19937 (numpy's default) can be captured. "
+            f"Keep the other one as a np.random.Generator of your own and register it with the handler."
+        )
+    words = np.append(state["state"]["key"].astype(np.int64), state["state"]["pos"])
+    return {
+        "numpy": torch.from_numpy(words),
+        "numpy_gauss": _pack_gauss(state["gauss"] if state["has_gauss"] else None),
+    }
+
+
+def _check(state: Mapping[str, torch.Tensor]) -> None:
+    expected = {
+        "python": (torch.int64, (_MT_WORDS,)),
+        "python_gauss": (torch.float64, (2,)),
+        "numpy": (torch.int64, (_MT_WORDS,)),
+        "numpy_gauss": (torch.float64, (2,)),
+        "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
+    }
+    for name, (dtype, shape) in expected.items():
+        if name not in state:
+            raise CheckpointMismatchError(f"RNG state has no {name!r}; it has {sorted(state)}")
+        tensor = state[name]
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise CheckpointMismatchError(
+                f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
+            )
