@@ -1,1 +1,8 @@
 """Reinforcement learning on top of an engine: losses, advantages, actor, critic."""
+
+from .actor import PPOActor
+from .config import NormConfig, PPOActorConfig, PPOCriticConfig
+from .critic import PPOCritic
+from .sft import sft_loss_fn
+
+__all__ = ["NormConfig", "PPOActor", "PPOActorConfig", "PPOCritic", "PPOCriticConfig", "sft_loss_fn"]

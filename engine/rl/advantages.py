@@ -1,0 +1,144 @@
+"""From rewards to advantages: normalisation over groups or the batch, GRPO, and GAE.
+
+Pure functions over padded tensors. Sums are taken in float64 (a group of equal rewards must give exactly
+equal advantages of 0, not amplified rounding), results are float32.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ...utils.errors import BatchError
+from .config import NormConfig
+
+SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
+"""Sums each named number over all ranks; `TrainEngine.all_reduce_stats` is one."""
+
+
+def normalise(
+    values: torch.Tensor, norm: NormConfig, mask: torch.Tensor | None = None, sum_over_ranks: SumOverRanks = dict
+) -> torch.Tensor:
+    """``(x - mean) / (std + eps)`` over groups of rows or over the whole batch.
+
+    Args:
+        values: ``[B]`` or ``[B, S]``.
+        norm: levels; ``group_size`` rows next to each other are a group (None: 1).
+        mask: same shape; entries where it is 0 do not count and come out as 0. None counts all.
+        sum_over_ranks: called (the same number of times on every rank) for a level of ``batch``.
+
+    Returns:
+        float32, shaped as ``values``. The standard deviation of a single value is 0; the mean that leaves out the
+        only value is 0.
+
+    Raises:
+        BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    x = torch.where(mask, values.double(), 0.0)
+    if "group" in (norm.mean_level, norm.std_level):
+        check_groups(len(x), norm.group_size or 1)
+    result = x
+    if norm.mean_level is not None:
+        rows, row_mask = _arrange(x, mask, norm, norm.mean_level)
+        count, total = _sums(norm.mean_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
+        if norm.mean_leave1out:
+            means = (total[:, None] - rows) / (count[:, None] - 1).clamp(min=1)
+        else:
+            means = (total / count.clamp(min=1))[:, None].expand_as(rows)
+        result = x - means.reshape(x.shape)
+    if norm.std_level is not None:
+        rows, row_mask = _arrange(x, mask, norm, norm.std_level)
+        count, total = _sums(norm.std_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
+        deviations = torch.where(row_mask, rows - (total / count.clamp(min=1))[:, None], 0.0)
+        (squares,) = _sums(norm.std_level, sum_over_ranks, deviations.square().sum(1))
+        std = (squares / (count - int(norm.std_unbiased)).clamp(min=1)).sqrt()
+        result = result / (std[:, None].expand_as(rows).reshape(x.shape) + norm.eps)
+    return torch.where(mask, result, 0.0).float()
+
+
+def _arrange(x: torch.Tensor, mask: torch.Tensor, norm: NormConfig, level: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as ``[units, entries of a unit]``: a unit is a group, or the whole batch."""
+    units = len(x) // (norm.group_size or 1) if level == "group" else 1
+    return x.reshape(units, -1), mask.reshape(units, -1)
+
+
+def _sums(level: str, sum_over_ranks: SumOverRanks, *sums: torch.Tensor) -> list[torch.Tensor]:
+    if level == "group":
+        return list(sums)
+    reduced = sum_over_ranks({str(i): value.item() for i, value in enumerate(sums)})
+    return [torch.full_like(value, reduced[str(i)]) for i, value in enumerate(sums)]
+
+
+def check_groups(batch_size: int, group_size: int) -> None:
+    """Raise BatchError unless ``batch_size`` rows are whole groups of ``group_size``."""
+    if batch_size % group_size:
+        raise BatchError(
+            f"{batch_size} sequences are not whole groups of {group_size}; put all samples of a prompt next to each "
+            "other on the same rank"
+        )
+
+
+def grpo_advantages(
+    rewards: torch.Tensor, loss_mask: torch.Tensor, norm: NormConfig | None, sum_over_ranks: SumOverRanks = dict
+) -> torch.Tensor:
+    """Every loss token of a sequence has the sequence's normalised reward as its advantage.
+
+    ``A[i, t] = (r[i] - mean(group)) / (std(group) + eps)``: Shao et al., "DeepSeekMath", 2024, section 4.1.2 (outcome
+    supervision); without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
+    2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024).
+
+    Args:
+        rewards: ``[B]``.
+        loss_mask: ``[B, S]``.
+        norm: None takes the rewards as they are.
+        sum_over_ranks: see `normalise`.
+
+    Returns:
+        ``[B, S]`` float32, 0 outside the loss mask.
+    """
+    scores = rewards.float() if norm is None else normalise(rewards, norm, sum_over_ranks=sum_over_ranks)
+    return torch.where(loss_mask.bool(), scores[:, None], 0.0)
+
+
+def rewards_at_last_token(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Put the reward ``[B]`` of each sequence on its last loss token: ``[B, S]`` float32; none if it has no such."""
+    mask = loss_mask.bool()
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(is_last, rewards.float()[:, None], 0.0)
+
+
+def gae_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    loss_mask: torch.Tensor,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation over the loss tokens of each row.
+
+    ``delta[t] = r[t] + discount * V[t'] - V[t]`` and ``A[t] = delta[t] + discount * gae_lambda * A[t']``, where t' is
+    the *next loss token* (tokens in between, such as a tool's answer, are not actions: they are stepped over) and both
+    V[t'] and A[t'] are 0 after the last. Schulman et al., "High-Dimensional Continuous Control Using
+    Generalized Advantage Estimation", 2015, eq. 16.
+
+    Args:
+        rewards: ``[B, S]``; what stands outside the loss mask is ignored.
+        values: ``[B, S]``, the value before token t is chosen.
+        loss_mask: ``[B, S]``.
+        discount: gamma.
+        gae_lambda: lambda.
+
+    Returns:
+        advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
+    """
+    mask = loss_mask.bool()
+    rewards, values = (torch.where(mask, x.float(), 0.0) for x in (rewards, values))
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        advantage = delta + discount * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)

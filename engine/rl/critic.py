@@ -1,0 +1,72 @@
+"""The value function of PPO on top of any `TrainEngine` with a value head.
+
+The engine's output at a position is the value after that token was read. Everything here is aligned with the token
+that is *chosen next*, as log-probabilities are: ``values[t]`` is the value before token t, 0 at the first token.
+"""
+
+import torch
+
+from ..api import Batch, LossFn, TrainEngine
+from ..microbatch import validate_batch
+from .config import PPOCriticConfig
+from .functional import align_with_tokens
+from .losses import ppo_critic_loss
+from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
+
+_TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
+
+
+class PPOCritic:
+    """Value estimates of, and updates to, the model in ``engine``."""
+
+    def __init__(self, config: PPOCriticConfig, engine: TrainEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    def compute_values(self, batch: Batch) -> torch.Tensor:
+        """``[B, S]`` float32: the value before each token was chosen; 0 at the first token and at padding."""
+        self.engine.eval()
+        return self.engine.forward_batch(batch, _token_values)
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """``ppo_n_minibatches`` optimizer steps towards ``returns``, held near ``values`` (both ``[B, S]``).
+
+        Returns:
+            over all ranks: means over loss tokens of ``value``, ``value_clip_fraction`` and ``value_error``, and what
+            `train_minibatches` gives.
+
+        Raises:
+            BatchError: ``values`` or ``returns`` are missing or not finite, there is no loss token on any rank, or the
+                batch of another rank was refused.
+        """
+        with all_ranks_accept(self.engine):
+            validate_batch(batch)
+            mask = loss_mask_of(batch)
+            require_per_token(batch, "values", mask, "call compute_values first")
+            require_per_token(
+                batch, "returns", mask, "call the actor's compute_advantages on a batch with values first"
+            )
+        share = {key: batch[key] for key in ("input_ids", "attention_mask", "values", "returns")}
+        share["loss_mask"] = loss_mask_of(batch)
+        stats = TokenStats()
+        self.engine.train()
+        result = train_minibatches(self.engine, share, self.config.ppo_n_minibatches, self._loss_fn(stats))
+        return {**stats.reduce(self.engine, _TOKEN_STATS), **result}
+
+    def _loss_fn(self, stats: TokenStats) -> LossFn:
+        def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+            loss, seen = ppo_critic_loss(
+                _token_values(output, micro_batch),
+                micro_batch["values"],
+                micro_batch["returns"],
+                micro_batch["loss_mask"],
+                self.config.value_eps_clip,
+            )
+            stats.add(seen, micro_batch["loss_mask"])
+            return loss
+
+        return loss_fn
+
+
+def _token_values(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+    return align_with_tokens(output.float(), micro_batch["cu_seqlens"])

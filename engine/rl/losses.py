@@ -1,0 +1,116 @@
+"""Losses of PPO, GRPO and supervised fine-tuning as pure functions of per-token tensors.
+
+All per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32 and are aligned
+with the token they are about. Entries where ``loss_mask`` is 0 may hold anything, NaN included: they
+touch neither the result nor the gradient.
+"""
+
+import torch
+
+from ..api import Batch
+
+_MAX_LOG_RATIO = 20.0
+"""Beyond e^20 a ratio says nothing but can overflow, and an infinite ratio would make the gradient NaN."""
+
+Stats = dict[str, torch.Tensor]
+"""Detached per-token tensors, to be averaged over the loss mask."""
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``values`` where ``mask`` is not 0; 0 (still connected to the graph) where it is 0 everywhere."""
+    mask = mask.bool()
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def count_loss_tokens(micro_batch: Batch) -> torch.Tensor:
+    """The weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a `LossWeightFn`)."""
+    return micro_batch["loss_mask"].bool().sum().float()
+
+
+def sft_loss(logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Cross entropy: mean of ``-log p(token)`` over the loss tokens, a scalar."""
+    return masked_mean(-logprobs, loss_mask)
+
+
+def ppo_actor_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+) -> tuple[torch.Tensor, Stats]:
+    """Clipped surrogate: mean of ``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``, ``r = p / p_old``.
+
+    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
+    Yu et al., "DAPO", 2025; with ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
+    "Mastering Complex Control in MOBA Games", 2020, eq. 5). ``|log r|`` is limited to 20.
+
+    Returns:
+        the scalar loss, and the stats ``ratio``, ``clip_fraction`` (tokens whose clipped branch was taken),
+        ``dual_clip_fraction`` (those held by ``c_clip``) and ``kl`` (k3 of KL(p_old || p)).
+    """
+    mask = loss_mask.bool()
+    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    advantages = torch.where(mask, advantages.float(), 0.0)
+    upper = eps_clip if eps_clip_higher is None else eps_clip_higher
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + upper)
+    loss = torch.maximum(plain, clipped)
+    dual = torch.zeros_like(mask)
+    if c_clip is not None:
+        dual = (advantages < 0) & (loss > -advantages * c_clip)
+        loss = torch.where(dual, -advantages * c_clip, loss)
+    stats = {
+        "ratio": ratio,
+        "clip_fraction": (clipped > plain).float(),
+        "dual_clip_fraction": dual.float(),
+        "kl": torch.expm1(log_ratio) - log_ratio,
+    }
+    return masked_mean(loss, mask), {name: value.detach() for name, value in stats.items()}
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
+    """Per-token estimate of ``KL(policy || reference)`` from tokens the policy drew.
+
+    With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
+    Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss:
+    Shao et al., "DeepSeekMath", 2024, eq. 4. ``l`` is limited to 20 under the exponential.
+    """
+    log_ratio = ref_logprobs.float() - logprobs.float()
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(max=_MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def ppo_critic_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    loss_mask: torch.Tensor,
+    value_eps_clip: float = 0.5,
+) -> tuple[torch.Tensor, Stats]:
+    """Clipped value loss: mean of ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
+    function near the old one; the clipped form is that of the reference implementation of PPO (OpenAI baselines).
+
+    Returns:
+        the scalar loss, and the stats ``value``, ``value_clip_fraction`` and ``value_error`` (``|v - R|``).
+    """
+    mask = loss_mask.bool()
+    values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
+    held = torch.maximum(torch.minimum(values, old_values + value_eps_clip), old_values - value_eps_clip)
+    plain, clipped = (values - returns).square(), (held - returns).square()
+    stats = {
+        "value": values,
+        "value_clip_fraction": (clipped > plain).float(),
+        "value_error": (values - returns).abs(),
+    }
+    loss = masked_mean(torch.maximum(plain, clipped) / 2, mask)
+    return loss, {name: value.detach() for name, value in stats.items()}

@@ -1,0 +1,140 @@
+"""What the updates of actor and critic share: mini-batches every rank agrees on, and statistics over all ranks.
+
+A mini-batch is one optimizer step, and every step is a collective: a rank with fewer sequences than mini-batches joins
+the rest with a token that counts for nothing. No sequence is dropped, whatever the sizes.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...utils.errors import BatchError
+from ..api import Batch, LossFn, TrainEngine
+from ..microbatch import partition, select_rows, sequence_lengths
+from .losses import Stats, count_loss_tokens
+
+
+class TokenStats:
+    """Sums of per-token statistics, kept on the device until `reduce` (no synchronisation per micro-batch)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._tokens: torch.Tensor | float = 0.0
+
+    def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
+        """Add one micro-batch: tensors shaped as ``loss_mask``, of which the masked-in entries count."""
+        mask = loss_mask.bool()
+        self._tokens = self._tokens + mask.sum().double()
+        for name, values in stats.items():
+            total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
+            self._sums[name] = self._sums.get(name, 0.0) + total
+
+    def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
+        """Mean of each of ``names`` over the loss tokens of all ranks; a collective. 0 for what nobody added."""
+        sums = {name: float(self._sums.get(name, 0.0)) for name in names}
+        reduced = engine.all_reduce_stats({**sums, "tokens": float(self._tokens)})
+        return {name: reduced[name] / max(reduced["tokens"], 1.0) for name in names}
+
+
+@contextmanager
+def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
+    """Run the checks of a batch on every rank; a `BatchError` on one is a `BatchError` on all, so that nobody waits."""
+    error: BatchError | None = None
+    try:
+        yield
+    except BatchError as caught:
+        error = caught
+    refused = engine.all_reduce_stats({"refused": float(error is not None)})["refused"]
+    if error is not None:
+        raise error
+    if refused:
+        raise BatchError(f"{refused:.0f} other rank(s) refused their share of the batch; their errors say why")
+
+
+def loss_mask_of(batch: Batch) -> torch.Tensor:
+    """``[B, S]`` bool: the loss mask (else the attention mask) without padding and without first tokens."""
+    mask = batch.get("loss_mask", batch["attention_mask"]).bool() & batch["attention_mask"].bool()
+    mask[:, 0] = False
+    return mask
+
+
+def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str) -> torch.Tensor:
+    """The ``[B, S]`` entry ``key``.
+
+    Raises:
+        BatchError: it is missing (the message ends with ``hint``) or not finite at a loss token.
+    """
+    if key not in batch:
+        raise BatchError(f"the batch has no {key!r}; {hint}")
+    if not bool(torch.isfinite(batch[key].float()[loss_mask]).all()):
+        rows = (~torch.isfinite(batch[key].float()) & loss_mask).any(dim=1).nonzero().flatten().tolist()
+        raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")
+    return batch[key]
+
+
+def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
+    """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts, deterministically.
+
+    Every sequence is in one of them. With fewer sequences than mini-batches the last ones hold only the first token
+    of row 0, with loss mask 0. Within a mini-batch the rows keep their order.
+    """
+    lengths = sequence_lengths(batch)
+    parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
+    parts.sort(key=lambda rows: rows[0])
+    minibatches = [select_rows(batch, rows) for rows in parts]
+    filler = {key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in batch.items()}
+    filler["loss_mask"] = torch.zeros_like(filler["input_ids"])
+    return minibatches + [filler] * (n_minibatches - len(parts))
+
+
+def train_minibatches(engine: TrainEngine, batch: Batch, n_minibatches: int, loss_fn: LossFn) -> dict[str, float]:
+    """Take one optimizer step for each mini-batch that has a loss token on any rank.
+
+    Args:
+        engine: stepped once a mini-batch; its schedule is left to the caller.
+        batch: this rank's share, with an explicit ``loss_mask``.
+        n_minibatches: the same on every rank.
+        loss_fn: see `LossFn`.
+
+    Returns:
+        ``loss`` (weighted by loss tokens), ``grad_norm`` (mean of the steps taken), ``lr`` (of the last step),
+        ``n_updates``, ``update_skipped`` (steps the engine refused), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs``
+        (over all ranks).
+
+    Raises:
+        BatchError: no rank has a loss token.
+    """
+    minibatches = split_minibatches(batch, n_minibatches)
+    weights = {str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)}
+    own = {"n_tokens": float(sum(sequence_lengths(batch))), "n_seqs": float(len(batch["input_ids"]))}
+    totals = engine.all_reduce_stats({**weights, **own})
+    counts = {"n_tokens": totals["n_tokens"], "n_seqs": totals["n_seqs"]}
+    counts["n_loss_tokens"] = sum(totals[key] for key in weights)
+    if not counts["n_loss_tokens"]:
+        raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
+
+    trained = [(totals[str(i)], minibatch) for i, minibatch in enumerate(minibatches) if totals[str(i)]]
+    results = [engine.train_batch(minibatch, loss_fn, count_loss_tokens) for _, minibatch in trained]
+    loss = sum(weight * result["loss"] for (weight, _), result in zip(trained, results, strict=True))
+    return {"loss": loss / counts["n_loss_tokens"], **_summarise(results), **counts}
+
+
+def _summarise(results: list[dict[str, float]]) -> dict[str, float]:
+    applied = [result for result in results if not result["update_skipped"]] or results[-1:]
+    return {
+        "grad_norm": sum(result["grad_norm"] for result in applied) / len(applied),
+        "lr": results[-1]["lr"],
+        "n_updates": float(len(results)),
+        "update_skipped": sum(float(result["update_skipped"]) for result in results),
+    }
+
+
+def mean_over_ranks(engine: TrainEngine, values: torch.Tensor | None) -> float:
+    """Mean of all entries over all ranks, NaN when no rank has any; a collective."""
+    own = {"sum": 0.0, "count": 0.0}
+    if values is not None:
+        own = {"sum": values.double().sum().item(), "count": float(values.numel())}
+    reduced = engine.all_reduce_stats(own)
+    return reduced["sum"] / reduced["count"] if reduced["count"] else math.nan
