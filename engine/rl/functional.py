@@ -1,8 +1,8 @@
 """From a model's packed output to per-token log-probabilities, entropies and values.
 
-A vocabulary of 150k makes ``[T, V]`` logits the largest tensor of a step, and autograd through ``log_softmax`` would keep
-a second one in float32. Here both directions go through chunks of rows, and only ``[T]`` tensors are kept beside the
-logits. The backward computes the softmax again: one more exp, in exchange for 4 bytes x T x V.
+A vocabulary of 150k makes ``[T, V]`` logits the largest tensor of a step, and autograd through ``log_softmax`` would
+keep a second one in float32. Here both directions go through chunks of rows, and only ``[T]`` tensors are kept beside
+the logits. The backward computes the softmax again: one more exp, in exchange for 4 bytes x T x V.
 """
 
 from collections.abc import Iterator

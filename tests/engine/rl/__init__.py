@@ -1,0 +1,1 @@
+"""Losses, advantages, actor and critic."""

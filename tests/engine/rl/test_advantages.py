@@ -1,0 +1,122 @@
+"""Advantages against straight loops in float64, and the groups that break naive formulas."""
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.engine.rl import NormConfig
+from holdfast.engine.rl.advantages import gae_advantages, grpo_advantages, normalise, rewards_at_last_token
+from holdfast.utils.errors import BatchError
+
+RNG = np.random.default_rng(0)
+
+
+def grpo_norm(group_size: int) -> NormConfig:
+    return NormConfig("group", std_level="group", group_size=group_size)
+
+
+def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
+    """``x`` and ``mask`` are ``[B, S]``."""
+    size, result = norm.group_size or 1, np.zeros_like(x)
+    for row, column in zip(*np.nonzero(mask), strict=True):
+
+        def members(level: str | None, row: int = row) -> list[tuple[int, int]]:
+            first = row // size * size
+            rows = range(first, first + size) if level == "group" else range(len(x))
+            return [(i, j) for i in rows for j in range(x.shape[1]) if mask[i, j]]
+
+        mean, std = 0.0, 1.0 - norm.eps
+        if norm.mean_level:
+            others = [x[i] for i in members(norm.mean_level) if not norm.mean_leave1out or i != (row, column)]
+            mean = np.mean(others) if others else 0.0
+        if norm.std_level:
+            values = [x[i] for i in members(norm.std_level)]
+            std = np.std(values, ddof=1 if norm.std_unbiased else 0) if len(values) > 1 else 0.0
+        result[row, column] = (x[row, column] - mean) / (std + norm.eps)
+    return result
+
+
+@pytest.mark.parametrize("mean_level", ["group", "batch", None])
+@pytest.mark.parametrize("std_level", ["group", "batch", None])
+@pytest.mark.parametrize(("leave1out", "unbiased"), [(False, True), (True, False)])
+def test_normalise_equals_a_loop_at_every_level(
+    mean_level: str | None, std_level: str | None, leave1out: bool, unbiased: bool
+) -> None:
+    norm = NormConfig(mean_level, leave1out, std_level, unbiased, 1e-5, group_size=3)
+    rewards = RNG.normal(size=12)
+    expected = normalise_by_loop(rewards[:, None], np.ones((12, 1)), norm)[:, 0]
+    np.testing.assert_allclose(normalise(torch.tensor(rewards), norm).numpy(), expected, rtol=1e-5, atol=1e-6)
+    tokens, mask = RNG.normal(size=(6, 5)), RNG.random((6, 5)) < 0.6
+    got = normalise(torch.tensor(tokens), norm, torch.tensor(mask)).numpy()
+    np.testing.assert_allclose(got, normalise_by_loop(tokens, mask, norm), rtol=1e-5, atol=1e-6)
+
+
+def test_batch_level_sums_over_ranks() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0])
+    norm = NormConfig("batch", std_level="batch")
+    twice = normalise(rewards, norm, sum_over_ranks=lambda sums: {name: 2 * value for name, value in sums.items()})
+    both = normalise(torch.cat([rewards, rewards]), norm)
+    torch.testing.assert_close(twice, both[:3])
+
+
+def test_grpo_advantages_spread_the_group_normalised_reward_over_the_loss_tokens() -> None:
+    rewards = torch.tensor([0.0, 1.0, 0.25, 0.75])
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]])
+    advantages = grpo_advantages(rewards, mask, grpo_norm(2))
+    high, low = 0.5 / (np.sqrt(0.5) + 1e-5), 0.25 / (np.sqrt(0.125) + 1e-5)
+    np.testing.assert_allclose(advantages.numpy(), [[0, -high, -high], [0, high, 0], [0, 0, 0], [0, 0, low]], rtol=1e-6)
+    plain = grpo_advantages(rewards, mask, None)
+    assert plain.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0.75]]
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e4, -7.7])
+def test_a_group_of_equal_rewards_has_no_advantage(reward: float) -> None:
+    advantages = grpo_advantages(torch.full((7,), reward), torch.ones(7, 2), grpo_norm(7))
+    assert advantages.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("leave1out", [False, True])
+def test_a_group_of_one_is_finite(leave1out: bool) -> None:
+    norm = NormConfig("group", leave1out, "group", group_size=1)
+    values = normalise(torch.tensor([3.0, -2.0]), norm)
+    assert bool(torch.isfinite(values).all()) and (leave1out or values.tolist() == [0, 0])
+
+
+def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
+    with pytest.raises(BatchError, match="5 sequences are not whole groups of 2"):
+        grpo_advantages(torch.zeros(5), torch.ones(5, 1), grpo_norm(2))
+
+
+def gae_by_loop(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, discount: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of discounted deltas over the actions alone, each from its definition."""
+    advantages, returns = np.zeros_like(values), np.zeros_like(values)
+    for i in range(len(values)):
+        actions = np.nonzero(mask[i])[0]
+        v, r = [*values[i, actions], 0.0], rewards[i, actions]
+        deltas = [r[k] + discount * v[k + 1] - v[k] for k in range(len(actions))]
+        for k, t in enumerate(actions):
+            advantages[i, t] = sum((discount * lam) ** (m - k) * deltas[m] for m in range(k, len(actions)))
+            returns[i, t] = advantages[i, t] + v[k]
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
+def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float, lam: float) -> None:
+    rewards, values = RNG.normal(size=(2, 6, 9))
+    mask = RNG.random((6, 9)) < 0.6
+    mask[0], mask[1] = False, True
+    expected = gae_by_loop(rewards, values, mask, discount, lam)
+    polluted = torch.tensor(np.where(mask, values, np.nan))
+    advantages, returns = gae_advantages(torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam)
+    np.testing.assert_allclose(advantages.numpy(), expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(returns.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_gae_without_discount_returns_the_reward_at_every_action() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
+    at_last = rewards_at_last_token(torch.tensor([2.0, 5.0]), mask)
+    assert at_last.tolist() == [[0, 0, 0, 0, 2, 0], [0] * 6]
+    _, returns = gae_advantages(at_last, torch.randn(2, 6), mask)
+    torch.testing.assert_close(returns, 2.0 * mask * torch.tensor([[1.0], [0.0]]), rtol=0, atol=1e-6)

@@ -1,0 +1,118 @@
+"""Losses against straight loops in float64, and what masked-out tokens must not do."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.engine.rl.losses import kl_estimate, masked_mean, ppo_actor_loss, ppo_critic_loss, sft_loss
+
+RNG = np.random.default_rng(0)
+N = 40
+LOGPROBS, OLD = -RNG.random(N) * 3, -RNG.random(N) * 3
+ADVANTAGES = RNG.normal(size=N)
+MASK = RNG.random(N) < 0.7
+
+
+def f32(values: np.ndarray) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def actor_by_loop(low: float, high: float, c_clip: float | None) -> dict[str, float]:
+    sums = dict.fromkeys(("loss", "ratio", "clip_fraction", "dual_clip_fraction", "kl"), 0.0)
+    for logp, old, adv, counts in zip(LOGPROBS, OLD, ADVANTAGES, MASK, strict=True):
+        if not counts:
+            continue
+        ratio = math.exp(logp) / math.exp(old)
+        unclipped, clipped = ratio * adv, min(max(ratio, 1 - low), 1 + high) * adv
+        objective = min(unclipped, clipped)
+        if c_clip is not None and adv < 0 and c_clip * adv > objective:
+            objective = c_clip * adv
+            sums["dual_clip_fraction"] += 1
+        sums["loss"] -= objective
+        sums["ratio"] += ratio
+        sums["clip_fraction"] += clipped < unclipped
+        sums["kl"] += ratio - 1 - (logp - old)
+    return {name: total / MASK.sum() for name, total in sums.items()}
+
+
+@pytest.mark.parametrize(("low", "high", "c_clip"), [(0.2, None, None), (0.2, 0.28, None), (0.1, 0.3, 1.5)])
+def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c_clip: float | None) -> None:
+    loss, stats = ppo_actor_loss(f32(LOGPROBS), f32(OLD), f32(ADVANTAGES), torch.tensor(MASK), low, high, c_clip)
+    expected = actor_by_loop(low, low if high is None else high, c_clip)
+    got = {"loss": loss, **{name: masked_mean(values, torch.tensor(MASK)) for name, values in stats.items()}}
+    assert got.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(float(got[name]), expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    if c_clip:
+        assert expected["dual_clip_fraction"] > 0
+    assert not any(values.requires_grad for values in stats.values())
+
+
+def test_ppo_actor_gradient_is_advantage_times_ratio_where_not_clipped_and_zero_where_clipped() -> None:
+    logp = torch.tensor([0.0, 0.5, 0.5, -0.5, -0.5], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
+    loss, _ = ppo_actor_loss(logp, torch.zeros(5), advantages, torch.ones(5), 0.2, 0.3)
+    loss.backward()
+    expected = [-1.0, 0.0, math.exp(0.5), -math.exp(-0.5), 0.0]
+    assert logp.grad is not None
+    np.testing.assert_allclose(logp.grad.numpy(), np.array(expected) / 5, rtol=1e-6)
+
+
+def test_masked_out_nan_reaches_neither_loss_nor_gradient() -> None:
+    mask = torch.tensor([1, 0, 1])
+    nan = torch.tensor([0.0, math.nan, 0.0])
+    logp = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    actor, stats = ppo_actor_loss(logp, nan - 1, nan + 1, mask)
+    critic, _ = ppo_critic_loss(logp, nan, nan, mask)
+    kl = masked_mean(kl_estimate(logp, nan - 1), mask)
+    (actor + critic + kl + sft_loss(logp, mask)).backward()
+    assert logp.grad is not None and bool(torch.isfinite(logp.grad).all()) and logp.grad[1] == 0
+    assert all(bool(torch.isfinite(values[mask.bool()]).all()) for values in stats.values())
+
+
+def test_a_ratio_beyond_float_range_keeps_loss_and_gradient_finite() -> None:
+    logp = torch.tensor([0.0, 0.0], requires_grad=True)
+    loss, _ = ppo_actor_loss(logp, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), torch.ones(2))
+    loss.backward()
+    assert math.isfinite(float(loss.detach())) and logp.grad is not None and bool(torch.isfinite(logp.grad).all())
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_an_all_masked_loss_is_zero_and_has_a_graph(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    zeros = torch.zeros(shape)
+    actor, _ = ppo_actor_loss(x, zeros, zeros + 1, zeros)
+    critic, _ = ppo_critic_loss(x, zeros, zeros, zeros)
+    total = actor + critic + sft_loss(x, zeros)
+    total.backward()
+    assert float(total.detach()) == 0 and x.grad is not None and not bool(x.grad.any())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimate_equals_its_formula_and_its_mean_approaches_the_true_kl(kind: str) -> None:
+    expected = {
+        "k1": LOGPROBS - OLD,
+        "k2": (LOGPROBS - OLD) ** 2 / 2,
+        "k3": np.exp(OLD) / np.exp(LOGPROBS) - 1 - (OLD - LOGPROBS),
+    }[kind]
+    np.testing.assert_allclose(kl_estimate(f32(LOGPROBS), f32(OLD), kind).numpy(), expected, rtol=2e-5, atol=1e-6)
+    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
+    per_token = kl_estimate(f32(np.log(policy)), f32(np.log(reference)), kind).double().numpy()
+    np.testing.assert_allclose((policy * per_token).sum(), (policy * np.log(policy / reference)).sum(), rtol=0.06)
+
+
+@pytest.mark.parametrize("eps", [0.2, 100.0])
+def test_ppo_critic_loss_equals_a_loop(eps: float) -> None:
+    values, old, returns = RNG.normal(size=(3, N))
+    total = clipped = 0.0
+    for v, v_old, target, counts in zip(values, old, returns, MASK, strict=True):
+        if counts:
+            near = min(max(v, v_old - eps), v_old + eps)
+            total += max((v - target) ** 2, (near - target) ** 2) / 2
+            clipped += (near - target) ** 2 > (v - target) ** 2
+    loss, stats = ppo_critic_loss(f32(values), f32(old), f32(returns), torch.tensor(MASK), eps)
+    np.testing.assert_allclose(float(loss), total / MASK.sum(), rtol=1e-5)
+    fraction = masked_mean(stats["value_clip_fraction"], torch.tensor(MASK))
+    np.testing.assert_allclose(float(fraction), clipped / MASK.sum(), rtol=1e-6)
