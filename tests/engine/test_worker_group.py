@@ -1,0 +1,223 @@
+"""WorkerGroup on a real Ray with real gloo ranks and real SIGKILLs."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from holdfast.engine.worker_group import RemoteServer, WorkerGroup, WorkerResources, place
+from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
+from tests.ray_helpers import (
+    ROOT,
+    Server,
+    StubbornServer,
+    UserBugError,
+    Worker,
+    kill_after,
+    local_ray,
+    running,
+)
+
+__all__ = ["local_ray"]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(60)]
+
+
+@pytest.fixture(scope="module")
+def placement(local_ray: None) -> Iterator[PlacementGroup]:
+    """Three bundles that most tests share, one after the other."""
+    group = place("test", 3, WorkerResources(), 30)
+    yield group
+    remove_placement_group(group)
+
+
+@pytest.fixture
+def pair(placement: PlacementGroup) -> Iterator[WorkerGroup]:
+    """A fresh group of two ranks."""
+    group = WorkerGroup(Worker, 10, world_size=2, name="pair", placement_group=placement)
+    yield group
+    group.kill()
+
+
+def multiply(worker: Worker, factor: int, offset: int) -> int:
+    return worker.base * factor + offset
+
+
+def divide_by_zero(worker: Worker) -> float:
+    return worker.base / 0
+
+
+def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[float], cause: str) -> None:
+    """The call raises WorkerLost within two seconds of the strike, when every process is gone."""
+    with pytest.raises(WorkerLost, match=cause) as caught:
+        call()
+    assert time.monotonic() - moment[0] < 2
+    assert (caught.value.group, caught.value.ranks) == (group.name, ranks)
+    assert not any(running(pid) for pid in group.pids())
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy)) == (WorkerLost, str(caught.value))
+    start = time.monotonic()
+    with pytest.raises(WorkerLost):
+        group.call_all("add")
+    assert time.monotonic() - start < 0.1
+
+
+def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: PlacementGroup) -> None:
+    env = {"HOLDFAST_TEST_EXTRA": "here"}
+    group = WorkerGroup(Worker, world_size=2, name="calls", placement_group=placement, env=env, base=10)
+    descriptions = group.call_all("describe")
+    for rank, described in enumerate(descriptions):
+        env_values = [str(rank), "2", str(rank)]
+        assert described == {
+            "env": env_values, "dist": (rank, 2), "threads": 1, "same_thread": True, "extra": "here"
+        }  # fmt: skip
+    assert group.call_all("add", 1, per_rank=[(5,), (6,)], times=2) == [32, 34]
+    assert group.call(1, "add", 3, times=3) == 39
+    assert group.run_all(multiply, 2, per_rank=[(0,), (1,)]) == [20, 21]
+    assert group.call_all("reduce") == [2.0, 2.0]
+    assert group.ping() == []
+    assert len(set(group.pids())) == 2 and all(running(pid) for pid in group.pids())
+    assert group.world_size == 2 and len(group.hosts()) == 2
+
+    with pytest.raises(UserBugError) as caught:
+        group.call_all("fail", 1)
+    assert type(caught.value) is UserBugError and caught.value.args == ("seven", 1)
+    assert isinstance(caught.value.__cause__, RayTaskError)
+    assert 'raise UserBugError("seven", dist.get_rank())' in str(caught.value.__cause__)
+    with pytest.raises(UserBugError, match=r"seven.*1"):
+        group.call_all("fail", 1, peers=True)
+    with pytest.raises(ZeroDivisionError):
+        group.run_all(divide_by_zero)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        group.call_all("no_such_method")
+    with pytest.raises(ConfigError, match="per_rank has 1 entries"):
+        group.call_all("add", per_rank=[(1,)])
+    assert group.call_all("reduce") == [2.0, 2.0]
+
+    group.shutdown()
+    group.shutdown()
+    assert not any(running(pid) for pid in group.pids())
+    with pytest.raises(HoldfastError):
+        group.call_all("add")
+
+
+def test_a_rank_killed_in_a_collective_is_lost(pair: WorkerGroup) -> None:
+    moment = kill_after(0.5, pair.pids()[1])
+    assert_lost(pair, [1], lambda: pair.call_all("reduce_forever"), moment, "died during reduce_forever")
+
+
+def test_a_rank_killed_while_idle_is_lost_at_the_next_call(pair: WorkerGroup) -> None:
+    os.kill(pair.pids()[0], signal.SIGKILL)
+    moment = [time.monotonic()]
+    assert_lost(pair, [0], lambda: pair.call_all("reduce"), moment, "died during reduce")
+
+
+def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: PlacementGroup) -> None:
+    group = WorkerGroup(Worker, world_size=3, name="ring", placement_group=placement)
+    moment = kill_after(0.5, group.pids()[2])
+    # Rank 1 is well but never comes to the collective, so only Ray can tell that rank 2 is dead.
+    assert_lost(group, [2], lambda: group.call_all("reduce_except", 1), moment, "died")
+
+
+def test_a_user_error_ends_the_ranks_that_wait_for_it(pair: WorkerGroup) -> None:
+    start = time.monotonic()
+    with pytest.raises(UserBugError, match="seven"):
+        pair.call_all("fail", 0, others_reduce=True)
+    assert time.monotonic() - start < 2
+    assert not any(running(pid) for pid in pair.pids())
+    with pytest.raises(WorkerLost, match="waited for rank 0, which failed"):
+        pair.call_all("add")
+
+
+def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup) -> None:
+    os.kill(pair.pids()[1], signal.SIGSTOP)
+    assert pair.ping(timeout_s=0.3) == [1]
+    moment = [time.monotonic()]
+    call = lambda: pair.call_all("add", deadline=0.5)  # noqa: E731
+    assert_lost(pair, [1], call, moment, r"no answer to add\(\) within 0.5 s")
+
+
+def test_ctrl_c_while_waiting_reaches_the_caller(pair: WorkerGroup) -> None:
+    kill_after(0.3, os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        pair.call_all("idle")
+    start = time.monotonic()
+    pair.shutdown()
+    assert time.monotonic() - start < 1
+    assert not any(running(pid) for pid in pair.pids())
+
+
+def test_an_error_in_the_constructor_is_raised_and_leaves_nothing(placement: PlacementGroup) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        WorkerGroup(Worker, world_size=2, placement_group=placement, colour="red")
+    group = WorkerGroup(Worker, world_size=2, placement_group=placement)
+    assert group.call_all("add", 1) == [1, 1]
+    group.kill()
+
+
+def test_a_remote_server_answers_and_its_death_is_a_loss_of_its_own_group(pair: WorkerGroup) -> None:
+    rollout = WorkerGroup(Server, name="rollout", process_group=False)
+    server = rollout.server()
+    assert pair.call_all("publish", server, "weights/v7", 7) == [7, None]
+    with pytest.raises(WorkerLost, match=r"within 0.3 s") as timed_out:
+        rollout.server(timeout_s=0.3).update_weights_from_disk("hang", 8)
+    assert (timed_out.value.group, timed_out.value.ranks) == ("rollout", [0])
+
+    os.kill(rollout.pids()[0], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        pair.call_all("publish", server, "weights/v9", 9)
+    assert time.monotonic() - start < 2
+    assert (caught.value.group, caught.value.ranks) == ("rollout", [0])
+    assert not any(running(pid) for pid in pair.pids())
+    rollout.shutdown()
+
+
+def test_a_remote_servers_own_error_keeps_its_type_and_a_slow_end_is_cut_short() -> None:
+    rollout = WorkerGroup(StubbornServer, name="rollout", process_group=False)
+    server: RemoteServer = rollout.server()
+    with pytest.raises(UserBugError, match="no such folder"):
+        server.update_weights_from_disk("raise", 1)
+    start = time.monotonic()
+    rollout.shutdown(timeout_s=0.5)
+    assert time.monotonic() - start < 2
+    assert not any(running(pid) for pid in rollout.pids())
+
+
+def test_resources_that_cannot_be_had_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"needs 2 x \{'CPU': 64\}.*within 0.5 s"):
+        WorkerGroup(Worker, world_size=2, resources=WorkerResources(cpus=64), start_timeout_s=0.5)
+    with pytest.raises(ConfigError, match="expected at least one"):
+        WorkerGroup(Worker, world_size=0)
+
+
+_DRIVER = """
+from tests.ray_helpers import Server, start_ray
+from holdfast.engine.worker_group import WorkerGroup
+start_ray(num_cpus=1)
+group = WorkerGroup(Server, process_group=False)
+print("pids", *group.pids(), flush=True)
+group.call(0, "update_weights_from_disk", "hang", 0)
+"""
+
+
+def test_workers_die_with_a_driver_that_is_killed() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", _DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    line = next(line for line in driver.stdout if line.startswith("pids"))
+    pids = [int(word) for word in line.split()[1:]]
+    assert all(running(pid) for pid in pids)
+    driver.kill()
+    end = time.monotonic() + 0.5
+    while any(running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(running(pid) for pid in pids)
+    driver.wait(timeout=5)
+    driver.stdout.close()

@@ -1,0 +1,140 @@
+"""A small local Ray for tests, and workers to try groups on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from holdfast.engine.worker_group import RemoteServer
+from holdfast.utils.errors import PeerError
+
+ROOT = str(Path(__file__).parents[1])
+SMALLEST_STORE_BYTES = 78643200
+
+
+def start_ray(num_cpus: int = 4) -> None:
+    """Start a local Ray whose workers can import ``tests``; its files stay under Ray's own short temporary folder."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        num_cpus=num_cpus,
+        object_store_memory=SMALLEST_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+    )
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """One Ray of four logical CPUs for a test module."""
+    start_ray()
+    yield
+    ray.shutdown()
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill_after(delay_s: float, pid: int, signum: int = signal.SIGKILL) -> list[float]:
+    """Signal ``pid`` after a while; the list holds the moment (monotonic seconds) once it is done."""
+    moment: list[float] = []
+
+    def strike() -> None:
+        os.kill(pid, signum)
+        moment.append(time.monotonic())
+
+    threading.Timer(delay_s, strike).start()
+    return moment
+
+
+class UserBugError(Exception):
+    """An exception of user code, with an argument to carry."""
+
+
+class Worker:
+    """What the tests do to a worker."""
+
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+        self.constructed_on = threading.get_ident()
+
+    def describe(self) -> dict[str, object]:
+        """How the process was set up."""
+        return {
+            "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
+            "dist": (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None,
+            "threads": torch.get_num_threads(),
+            "same_thread": self.constructed_on == threading.get_ident(),
+            "extra": os.environ.get("HOLDFAST_TEST_EXTRA"),
+        }
+
+    def add(self, *values: int, times: int = 1) -> int:
+        """Arguments arrive."""
+        return (self.base + sum(values)) * times
+
+    def reduce(self) -> float:
+        """One collective of all ranks."""
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item()
+
+    def reduce_forever(self) -> None:
+        """Collectives without end."""
+        while True:
+            self.reduce()
+
+    def reduce_except(self, absent: int) -> float | None:
+        """A collective that one rank never joins."""
+        return self.idle() if dist.get_rank() == absent else self.reduce()
+
+    def idle(self) -> None:
+        """Much longer than any test."""
+        time.sleep(600)
+
+    def fail(self, *ranks: int, others_reduce: bool = False, peers: bool = False) -> None:
+        """Some ranks raise; the others return, wait in a collective, or raise PeerError."""
+        if dist.get_rank() in ranks:
+            raise UserBugError("seven", dist.get_rank())
+        if others_reduce:
+            self.reduce()
+        if peers:
+            raise PeerError("a step", dict.fromkeys(ranks, "UserBugError"))
+
+    def publish(self, server: RemoteServer, path: str, version: int) -> int | None:
+        """What a trainer's rank 0 does after a step, while the others wait."""
+        served = server.update_weights_from_disk(path, version) if dist.get_rank() == 0 else None
+        dist.barrier()
+        return served
+
+
+class Server:
+    """A rollout worker that says what it serves, unless told to misbehave."""
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Serve ``version``."""
+        if path == "hang":
+            time.sleep(600)
+        if path == "raise":
+            raise UserBugError("no such folder")
+        return version
+
+
+class StubbornServer(Server):
+    """One whose end takes longer than anybody waits."""
+
+    def destroy(self) -> None:
+        """Never return."""
+        time.sleep(600)
