@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..utils.config import require_choice, require_range
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
@@ -20,7 +20,7 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
-    """Applied to matrices only; vectors (norms, biases) are never decayed."""
+    """Decoupled weight decay, on every parameter (as AReaL and verl do)."""
     beta1: float = 0.9
     """AdamW's first-moment decay."""
     beta2: float = 0.999

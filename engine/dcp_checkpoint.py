@@ -1,0 +1,249 @@
+"""Save and load a `DCPState` as a torch.distributed.checkpoint folder: durable, checked, all ranks or none.
+
+Writing goes through torch's writer with one thread (with more, it swallows errors) into a staging folder that becomes
+visible in one rename. Reading plans by itself instead of in place: each rank reads its part of every tensor into
+buffers of its own, and only when all ranks have all they need is anything copied into the model. Cost: one shard of
+host memory during a load.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, ReadItem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank
+from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointWriteError
+from ..utils.manifest import MANIFEST_NAME, FileEntry, seal_files, verify_folder, write_manifest
+from ..utils.staging import staged_folder
+from .dcp_metadata import CheckedReader, read_metadata, tensor_entry
+from .dcp_state import DCPState, rng_key
+
+ROOT = "dcp"
+"""The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
+
+
+def write_dcp(
+    folder: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None
+) -> list[FileEntry]:
+    """Write ``state`` into the existing, empty ``folder`` and fsync it; all ranks of ``group`` call it.
+
+    Returns:
+        what this rank wrote: its own data file, and on rank 0 also the metadata.
+
+    Raises:
+        CheckpointWriteError: any rank could not write.
+    """
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    try:
+        dcp.save(
+            {ROOT: state},
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+    except CheckpointException as error:  # derives from BaseException
+        causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
+        raise CheckpointWriteError(f"cannot write {folder}: {causes}") from error
+    rank = get_rank(group)
+    own = [name for name in os.listdir(folder) if name.startswith(f"__{rank}_") or (rank == 0 and name == ".metadata")]
+    return seal_files(folder, own)
+
+
+def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
+
+    Raises:
+        CheckpointExistsError: ``path`` exists.
+        CheckpointWriteError: any rank could not write; nothing is left behind.
+    """
+    with staged_folder(path, group) as staging:
+        entries = gather_objects(write_dcp(staging, state, group), group)
+        if get_rank(group) == 0:
+            write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
+
+
+def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
+
+    Nothing in ``state`` changes unless every rank has found the folder sound, of this model, and has read all of it.
+    A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
+    schedule, counters or generators: those stay as they are, with a warning.
+
+    Raises:
+        CheckpointNotFoundError: no such folder, or not a DCP folder.
+        CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
+        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``.
+        PeerError: all is well here, but not on another rank.
+    """
+    with all_ranks_succeed(f"checking {path}", group):
+        if get_rank(group) == 0 and (Path(path) / MANIFEST_NAME).exists():
+            verify_folder(path)
+        metadata = read_metadata(path)
+        buffers = _buffers_for(path, state, metadata)
+    with all_ranks_succeed(f"reading {path}", group):
+        _read(path, metadata, buffers)
+        given = {name.removeprefix(f"{ROOT}."): buffer.tensor for name, buffer in buffers.items()}
+        _check_json(path, given)
+    state.load_state_dict(given)
+
+
+class _Buffer:
+    """Host memory for one rank's part of one tensor, and where in the tensor it belongs."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, live: torch.Tensor | None = None) -> None:
+        offsets = [0] * len(shape)
+        if isinstance(live, DTensor):
+            local, begin = compute_local_shape_and_global_offset(shape, live.device_mesh, live.placements)
+            shape, offsets = torch.Size(local), list(begin)
+        self.tensor = torch.empty(shape, dtype=dtype)
+        self.chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
+
+
+def _buffers_for(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, _Buffer]:
+    """Full name -> buffer of everything ``state`` wants; raises unless the folder fits it."""
+    saved = metadata.state_dict_metadata
+    if not any(name.startswith(f"{ROOT}.model.") for name in saved):
+        raise CheckpointMismatchError(
+            f"{path} holds no model under {ROOT!r}: its keys are {sorted(saved)[:4]} ...; expected {ROOT}.model.* as "
+            "Holdfast and AReaL write"
+        )
+    if state.optimizer is not None:
+        if not any(name.startswith(f"{ROOT}.optim.state.") for name in saved):
+            raise CheckpointMismatchError(f"{path} holds a model only, no optimizer state; load it with_optim=False")
+        state.adopt_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
+    live = {f"{ROOT}.{name}": tensor for name, tensor in state.live_tensors().items()}
+    _check_same_names(path, live.keys(), saved.keys(), state)
+    buffers = {}
+    for name, tensor in live.items():
+        _check_same_tensor(path, name, tensor, metadata)
+        buffers[name] = _Buffer(tensor.shape, tensor.dtype, tensor)
+    if state.optimizer is not None:
+        for name in _training_names(saved.keys()):
+            entry = tensor_entry(metadata, name)
+            if entry is not None:
+                buffers[name] = _Buffer(entry.size, entry.properties.dtype)
+    return buffers
+
+
+def _shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    entries = {name: tensor_entry(metadata, name) for name in metadata.state_dict_metadata if name.startswith(prefix)}
+    return {n.removeprefix(f"{ROOT}."): (e.size, e.properties.dtype) for n, e in entries.items() if e is not None}
+
+
+def _training_names(saved: Iterable[str]) -> list[str]:
+    """What else comes back: schedule, counters, and the generators of this rank (of rank 0 for a new rank)."""
+    saved = list(saved)
+    own = f"{ROOT}.rng.{rng_key(get_rank())}."
+    rng = own if any(name.startswith(own) for name in saved) else f"{ROOT}.rng.{rng_key(0)}."
+    exact = {f"{ROOT}.{key}" for key in ("param_groups", "scheduler", "counters")}
+    return [name for name in saved if name in exact or name.startswith(rng)]
+
+
+def _check_same_names(path: str | os.PathLike[str], live: Iterable[str], saved: Iterable[str], state: DCPState) -> None:
+    prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
+    here, there = set(live), {name for name in saved if name.startswith(prefixes)}
+    if missing := sorted(here - there):
+        raise CheckpointMismatchError(
+            f"{path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or optimizer"
+        )
+    aliases = {f"{ROOT}.{alias}" for alias in state.aliases()}
+    if unexpected := sorted(there - here - aliases):
+        raise CheckpointMismatchError(
+            f"{path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} unexpected)"
+        )
+
+
+def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tensor, metadata: Metadata) -> None:
+    entry = tensor_entry(metadata, name)
+    if entry is None:
+        raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected {list(live.shape)} {live.dtype}")
+    if entry.size != live.shape:
+        raise CheckpointMismatchError(
+            f"{path}: {name} has shape {list(entry.size)}, this model needs {list(live.shape)}; is it another model?"
+        )
+    if entry.properties.dtype != live.dtype:
+        raise CheckpointMismatchError(
+            f"{path}: {name} has dtype {entry.properties.dtype}, this model needs {live.dtype}"
+        )
+    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+        raise CheckpointCorruptError(f"{path}: the chunks of {name} do not cover its shape {list(entry.size)}")
+
+
+def _read(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
+    try:
+        dcp.load({}, storage_reader=CheckedReader(path, metadata), planner=_BufferPlanner(buffers), no_dist=True)
+    except CheckpointException as error:  # derives from BaseException
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointCorruptError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from error
+    except (RuntimeError, AssertionError, OSError, EOFError, KeyError, ValueError) as error:
+        if isinstance(error, CheckpointCorruptError):
+            raise
+        raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_json(path: str | os.PathLike[str], given: Mapping[str, torch.Tensor]) -> None:
+    for name in ("param_groups", "scheduler", "counters"):
+        try:
+            if name in given:
+                json.loads(given[name].numpy().tobytes())
+        except ValueError as error:
+            raise CheckpointCorruptError(f"{path}: {name} is not JSON: {error}") from error
+
+
+class _BufferPlanner(LoadPlanner):
+    """Plan the reads that fill plain buffers, with no collective and nothing unpickled."""
+
+    def __init__(self, buffers: Mapping[str, _Buffer]) -> None:
+        self._buffers = buffers
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None
+        items: list[ReadItem] = []
+        for name, buffer in self._buffers.items():
+            entry = tensor_entry(self._metadata, name)
+            assert entry is not None
+            reads = create_read_items_for_chunk_list(name, entry, [buffer.chunk]) if buffer.tensor.numel() else []
+            if sum(math.prod(read.lengths) for read in reads) != buffer.tensor.numel():
+                raise CheckpointCorruptError(f"the chunks saved of {name} do not cover what this rank needs of it")
+            items += reads
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise CheckpointCorruptError(f"{read_item.storage_index.fqn} holds pickled bytes where a tensor was announced")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index: MetadataIndex = read_item.dest_index
+        tensor = self._buffers[index.fqn].tensor
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass

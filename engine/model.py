@@ -1,0 +1,158 @@
+"""Build a transformers model on the meta device, and fill it shard by shard.
+
+A 70B model must never exist whole on any rank, so the model is built without memory, sharded, given memory for this
+rank's shard only, and then filled: from a Hugging Face folder (`hf_import`), or from a seed. A seeded draw goes block
+by block over a second, memory-less skeleton: one block at a time exists on the CPU, and the values depend on the seed
+and the block's name alone, never on the number of ranks.
+
+Buffers that no checkpoint holds (rotary frequencies) are garbage after ``to_empty``; they are computed again by the
+model's own ``_init_weights``, and one that the model leaves alone is an error rather than a silent wrong answer.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ..utils.errors import ConfigError
+from .config import TrainEngineConfig
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
+    """The model of ``config.path`` in float32 without memory, with a language-model or a value head.
+
+    Raises:
+        ConfigError: ``path`` is no folder with a ``config.json``, or its architecture has no such head.
+    """
+    folder = Path(config.path)
+    if not config.path or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"config key 'path' is {config.path!r}; expected a folder with the config.json of a Hugging Face model "
+            "(`hf download <model> --local-dir <folder>` makes one)"
+        )
+    hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    factory = AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
+    if config.is_critic:
+        hf_config.num_labels = 1
+        hf_config.tie_word_embeddings = False  # there is no output embedding left to tie
+    try:
+        with torch.device("meta"):
+            model = factory.from_config(hf_config, dtype=torch.float32, attn_implementation=config.attn_impl)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"config key 'path': {folder} ({hf_config.model_type}) cannot be built: {error}") from error
+    if config.disable_dropout:
+        _disable_dropout(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """Zero the modules' probabilities, not the config's: what is exported keeps the author's numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
+    """Classes of the repeated blocks: those named, or the ones transformers says not to split.
+
+    Raises:
+        ConfigError: a named class does not occur in the model.
+    """
+    wanted = set(names or model._no_split_modules or ())
+    found = {type(module).__name__: type(module) for module in model.modules()}
+    if names and (unknown := sorted(wanted - found.keys())):
+        raise ConfigError(
+            f"config key 'fsdp.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which {type(model).__name__} does "
+            f"not contain; it contains {', '.join(sorted(found))}"
+        )
+    return tuple(found[name] for name in sorted(wanted & found.keys()))
+
+
+def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> None:
+    """Allocate this rank's shard (uninitialised) and compute every buffer.
+
+    Args:
+        model: on meta, already sharded.
+        skeleton: the same model on meta, not sharded; used up by this.
+        device: where the shard goes.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()  # _apply may have untied what is tied
+    for name, module in skeleton.named_modules():
+        if module._buffers:
+            _compute_buffers(name, module, model.get_submodule(name), skeleton._init_weights)
+
+
+@torch.no_grad()
+def _compute_buffers(name: str, source: nn.Module, target: nn.Module, init: Callable[[nn.Module], None]) -> None:
+    source.to_empty(device="cpu", recurse=False)
+    for buffer in source.buffers(recurse=False):
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+    init(source)
+    for key, buffer in source.named_buffers(recurse=False):
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise ConfigError(
+                f"{type(source).__name__} at {name!r} does not compute its buffer {key!r} in _init_weights, so the "
+                "model cannot be built on the meta device; upgrade transformers or report the architecture"
+            )
+        target.get_buffer(key).copy_(buffer)
+
+
+@torch.no_grad()
+def draw_weights(
+    model: PreTrainedModel, skeleton: PreTrainedModel, seed: int, blocks: tuple[type[nn.Module], ...]
+) -> None:
+    """Draw every parameter as transformers would, one block at a time; the same values at every world size.
+
+    Args:
+        model: sharded, with memory; each rank keeps its own rows.
+        skeleton: the same model on meta, not sharded; used up by this.
+        seed: together with a block's name, what the block is drawn from.
+        blocks: the classes that are drawn whole (some models scale a block's inner weights).
+    """
+    for name, unit in _draw_units(skeleton, blocks):
+        unit.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
+            for module in reversed(list(unit.modules())):  # children before parents, as transformers does
+                skeleton._init_weights(module)
+        for key, drawn in unit.named_parameters():
+            keep_own_shard(model.get_parameter(f"{name}.{key}" if name else key), drawn)
+        unit.to_empty(device="meta")
+
+
+def _draw_units(skeleton: nn.Module, blocks: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
+    units: list[tuple[str, nn.Module]] = []
+    for name, module in skeleton.named_modules():
+        inside = any(name.startswith(f"{unit}.") for unit, parent in units if isinstance(parent, blocks))
+        if isinstance(module, blocks) or (module._parameters and not list(module.children()) and not inside):
+            units.append((name, module))
+    return units
+
+
+@torch.no_grad()
+def keep_own_shard(param: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's part of ``full`` (the whole tensor, equal on all ranks) into ``param``; no communication."""
+    if isinstance(param, DTensor):
+        full = distribute_tensor(
+            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
+        ).to_local()
+        param = param.to_local()
+    param.copy_(full)

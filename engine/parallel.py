@@ -1,0 +1,103 @@
+"""Where ranks meet: process groups, the device mesh, sharding with FSDP2, and the norm of a sharded gradient.
+
+Two groups, because they fail differently: the default group (gloo on CPU, nccl on CUDA) carries tensors, and a gloo
+group of its own carries control (agreement, decisions), so that a control message never waits behind, or deadlocks
+with, a tensor collective.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ..utils.errors import ConfigError
+from .api import ParallelStrategy
+from .config import TrainEngineConfig
+from .model import COMPUTE_DTYPES
+
+
+@dataclass
+class ProcessGroups:
+    """The groups an engine talks through.
+
+    Attributes:
+        control: gloo group of all ranks, for agreement.
+        owns_default: the engine made the default group, so it also destroys it.
+        device: where this rank computes.
+    """
+
+    control: dist.ProcessGroup
+    owns_default: bool
+    device: torch.device
+
+
+def open_process_groups(strategy: ParallelStrategy | None, timeout_s: float) -> ProcessGroups:
+    """Join the default group, or make it from the environment that torchrun sets (a world of one without it).
+
+    Raises:
+        ConfigError: the world is not of the size that ``strategy`` asks for.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    owns_default = not dist.is_initialized()
+    if owns_default:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    expected = strategy.data_parallel_size if strategy is not None else None
+    if expected is not None and expected != dist.get_world_size():
+        size = dist.get_world_size()
+        if owns_default:
+            dist.destroy_process_group()
+        raise ConfigError(f"data_parallel_size is {expected}, but {size} rank(s) have joined; start {expected} ranks")
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)
+    return ProcessGroups(control, owns_default, device)
+
+
+def close_process_groups(groups: ProcessGroups) -> None:
+    """Leave the groups without waiting for anybody: a peer may be dead."""
+    if not dist.is_initialized():
+        return
+    if groups.owns_default:
+        dist.destroy_process_group()  # every group of this process
+    else:
+        dist.destroy_process_group(groups.control)
+
+
+def shard_model(
+    model: PreTrainedModel, config: TrainEngineConfig, blocks: tuple[type[nn.Module], ...], device: torch.device
+) -> DeviceMesh:
+    """Shard in place with FSDP2: one group of parameters a block, and one for the rest (embedding, norm, head).
+
+    Parameters stay float32; each group is gathered and computed with in ``config.dtype`` and its gradient summed in
+    ``config.grad_reduce_dtype``.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[config.dtype], reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype]
+    )
+    reshard = config.fsdp.reshard_after_forward
+    for module in model.modules():
+        if isinstance(module, blocks):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return mesh
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to ``max_norm`` if it is longer; returns the global L2 norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

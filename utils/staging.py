@@ -1,0 +1,61 @@
+"""A folder that all ranks write and that becomes visible at once, complete and on stable storage, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from .errors import CheckpointExistsError, CheckpointWriteError
+from .files import commit_folder, staging_path
+
+
+@contextmanager
+def staged_folder(final: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Yield a hidden sibling of ``final`` to write into; rename it to ``final`` when every rank left the block well.
+
+    Every rank of ``group`` enters. Each fsyncs the files it writes; the folders are fsynced here. When any rank fails,
+    all raise and the hidden folder is removed.
+
+    Raises:
+        CheckpointExistsError: ``final`` exists; nothing is ever written over.
+        CheckpointWriteError: the file system refused.
+    """
+    staging = rank_zero_decides(lambda: _open_staging(Path(final)), group)
+    try:
+        with all_ranks_succeed(f"writing {final}", group), _as_write_error(final):
+            yield staging
+        rank_zero_decides(lambda: _commit(staging, Path(final)), group)
+    except BaseException:
+        if get_rank(group) == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _open_staging(final: Path) -> Path:
+    if os.path.lexists(final):
+        raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
+    staging = staging_path(final)
+    with _as_write_error(final):
+        staging.mkdir(parents=True)
+    return staging
+
+
+def _commit(staging: Path, final: Path) -> None:
+    with _as_write_error(final):
+        commit_folder(staging, final)
+
+
+@contextmanager
+def _as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointWriteError | CheckpointExistsError):
+            raise
+        raise CheckpointWriteError(
+            f"cannot write {final}: {error.strerror or error}; nothing became visible"
+        ) from error
