@@ -1,1 +1,6 @@
-"""Small things the engine and recovery both need, none of which knows about training."""
+"""Small things the engine and recovery both need, none of which knows about training.
+
+Nothing is exported here: import from the modules, `from holdfast.utils.errors import HoldfastError`.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,41 @@
+# Every target makes .venv and installs by itself; `make help` lists them.
+#   make PYTHON=python3.12 test       another interpreter (3.11 or newer)
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+#                                     torch without CUDA on Linux: gigabytes less to fetch
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## Show the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
+	$(PY) examples/demo.py
+
+test: $(INSTALLED)  ## Run all tests
+	$(PY) -m pytest
+
+lint: $(INSTALLED)  ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: $(INSTALLED)  ## Measure the figures in the README
+	$(PY) -m benchmarks
+
+clean:  ## Remove what these targets made, .venv included; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info demo_out bench_out .pytest_cache .ruff_cache .pyright
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is newer than both files exactly when what they ask for is installed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

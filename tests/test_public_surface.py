@@ -1,0 +1,79 @@
+"""What users may import, and what the code may import: few names, one direction, one file a package for ray."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("utils", "engine", "recover")  # each may import itself and what stands before it
+MAY_IMPORT_RAY = {"engine/worker_group.py", "recover/supervisor.py"}
+MAX_LINES = 400
+
+PRODUCT_FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def imported_modules(file: str) -> Iterator[str]:
+    """Absolute names of the modules that ``file`` imports anywhere, functions included."""
+    package = ["holdfast", *Path(file).parent.parts]
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_all_is_sorted_and_is_what_the_package_exports(layer: str) -> None:
+    package = importlib.import_module(f"holdfast.{layer}")
+    assert package.__doc__
+    assert package.__all__ == sorted(set(package.__all__))
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    bound = {name for name, value in vars(package).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    assert bound - set(package.__all__) == set(), "bound in __init__.py, but not in __all__"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{file} imports {module}"
+        for file in PRODUCT_FILES
+        for module in imported_modules(file)
+        for layer in LAYERS[LAYERS.index(file.split("/")[0]) + 1 :]
+        if module.startswith(f"holdfast.{layer}")
+    ]
+    assert wrong == []
+
+
+def test_product_code_imports_itself_relatively_and_neither_tests_nor_examples() -> None:
+    outside = ("tests", "examples", "benchmarks", *LAYERS)
+    wrong = [
+        f"{file} imports {module}"
+        for file in PRODUCT_FILES
+        for module in imported_modules(file)
+        if module.split(".")[0] in outside
+    ]
+    assert wrong == []
+
+
+def test_only_two_files_import_ray() -> None:
+    importers = {f for f in PRODUCT_FILES for module in imported_modules(f) if module.split(".")[0] == "ray"}
+    assert importers <= MAY_IMPORT_RAY
+
+
+def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['ray'] = None; import holdfast.engine, holdfast.recover"
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("folder", [*LAYERS, "examples", "benchmarks"])
+def test_no_file_is_longer_than_400_lines(folder: str) -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert {path.relative_to(ROOT).as_posix(): n for path, n in lengths.items() if n > MAX_LINES} == {}
