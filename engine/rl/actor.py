@@ -13,7 +13,7 @@ from ..api import Batch, LossFn, TrainEngine
 from ..microbatch import validate_batch
 from .advantages import check_groups, gae_advantages, grpo_advantages, normalise, rewards_at_last_token
 from .config import NormConfig, PPOActorConfig
-from .functional import token_logprobs
+from .logprobs import token_logprobs
 from .losses import kl_estimate, masked_mean, ppo_actor_loss
 from .update import (
     TokenStats,

@@ -9,7 +9,7 @@ import torch
 from ..api import Batch, LossFn, TrainEngine
 from ..microbatch import validate_batch
 from .config import PPOCriticConfig
-from .functional import align_with_tokens
+from .logprobs import align_with_tokens
 from .losses import ppo_critic_loss
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 

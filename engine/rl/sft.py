@@ -3,7 +3,7 @@
 import torch
 
 from ..api import Batch
-from .functional import token_logprobs
+from .logprobs import token_logprobs
 from .losses import count_loss_tokens, sft_loss
 
 __all__ = ["count_loss_tokens", "sft_loss_fn"]

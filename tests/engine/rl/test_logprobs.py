@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.rl import functional
-from holdfast.engine.rl.functional import token_logprobs
+from holdfast.engine.rl import logprobs as module
+from holdfast.engine.rl.logprobs import token_logprobs
 from holdfast.engine.rl.sft import count_loss_tokens, sft_loss_fn
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
@@ -32,7 +32,7 @@ def by_loops(logits: np.ndarray, tokens: list[int], temperature: float) -> tuple
 def test_token_logprobs_equal_loops_whatever_the_chunk(
     chunk_elements: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 7, generator=generator, dtype=torch.float64) * 3
     tokens = torch.randint(0, 7, (9,), generator=generator)
@@ -47,7 +47,7 @@ def test_token_logprobs_equal_loops_whatever_the_chunk(
 def test_token_logprobs_gradient_equals_that_of_log_softmax(
     chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(1)
     raw = torch.randn(9, 7, generator=generator) * 2
     tokens = torch.randint(0, 7, (9,), generator=generator)
