@@ -1,5 +1,6 @@
 """A small local Ray for tests, and workers to try groups on."""
 
+import logging
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ def start_ray(num_cpus: int = 4) -> None:
         object_store_memory=SMALLEST_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
     )
 

@@ -1,0 +1,132 @@
+"""Supervisor on a real Ray: workers are killed, jobs come back."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from holdfast.engine.worker_group import WorkerGroup
+from holdfast.recover.supervisor import Attempt, Supervisor, SupervisorConfig
+from holdfast.utils.errors import ConfigError, RetriesExhausted, WorkerLost
+from tests.ray_helpers import Server, UserBugError, Worker, kill_after, local_ray, running
+
+__all__ = ["local_ray"]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(60)]
+
+
+def live_placements() -> int:
+    return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
+
+
+def lose(group: WorkerGroup) -> None:
+    """Kill the last rank and notice."""
+    os.kill(group.pids()[-1], signal.SIGKILL)
+    group.call_all("add")
+
+
+def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> None:
+    pids: list[int] = []
+    placements, numbers, losses, counts = [], [], [], []
+
+    def job(attempt: Attempt) -> float:
+        numbers.append(attempt.number)
+        assert attempt.recoveries == attempt.number
+        losses.append(attempt.last_loss)
+        trainer = attempt.worker_group(Worker, name="trainer", world_size=2, base=5)
+        rollout = attempt.worker_group(Server, name="rollout", process_group=False)
+        placements.append([trainer.placement_group.id, rollout.placement_group.id])
+        counts.append(live_placements())
+        assert not any(running(pid) for pid in pids)
+        pids.extend(trainer.pids() + rollout.pids())
+        with pytest.raises(ConfigError, match="'rollout' already"):
+            attempt.worker_group(Server, name="rollout")
+        if attempt.number == 0:
+            kill_after(0.2, trainer.pids()[1])
+            trainer.call_all("reduce_forever")
+        if attempt.number == 1:
+            os.kill(rollout.pids()[0], signal.SIGKILL)
+            trainer.call_all("publish", rollout.server(), "weights/v3", 3)
+        return sum(trainer.call_all("reduce"))
+
+    supervisor = Supervisor()
+    assert supervisor.run(job) == 4.0
+    assert numbers == [0, 1, 2]
+    assert placements[0] == placements[1] == placements[2] and counts == [2, 2, 2]
+    assert [(event.group, event.ranks, event.attempt) for event in supervisor.events] == [
+        ("trainer", [1], 0),
+        ("rollout", [0], 1),
+    ]
+    assert losses[0] is None and [loss.group for loss in losses[1:]] == ["trainer", "rollout"]
+    for event in supervisor.events:
+        assert event.cause and 0 <= event.torn_down_s < 2
+        assert event.rebuilt_s is not None and event.torn_down_s < event.rebuilt_s < 20
+    assert not any(running(pid) for pid in pids)
+    assert live_placements() == 0
+
+
+@pytest.mark.parametrize("error", [UserBugError, KeyboardInterrupt])
+def test_a_bug_or_ctrl_c_is_raised_at_once_and_leaves_nothing_behind(error: type[BaseException]) -> None:
+    pids: list[int] = []
+
+    def job(attempt: Attempt) -> None:
+        assert not pids, "the job was run again"
+        pids.extend(attempt.worker_group(Server, name="rollout", process_group=False).pids())
+        raise error("mine")
+
+    supervisor = Supervisor()
+    with pytest.raises(error, match="mine"):
+        supervisor.run(job)
+    assert supervisor.events == [] and len(pids) == 1
+    assert not any(running(pid) for pid in pids)
+    assert live_placements() == 0
+
+
+def test_too_many_losses_in_the_window_end_the_job_and_later_ones_count_anew() -> None:
+    attempts = []
+
+    def job(attempt: Attempt) -> str:
+        attempts.append(attempt.number)
+        if len(attempts) < 4:
+            raise WorkerLost("trainer", [1], f"loss {len(attempts)}")
+        return "done"
+
+    strict = Supervisor(SupervisorConfig(retries=1, retry_window_s=60))
+    with pytest.raises(RetriesExhausted, match="after 1 retries within 60 s") as caught:
+        strict.run(job)
+    assert attempts == [0, 1] and len(strict.events) == 2
+    assert isinstance(caught.value.__cause__, WorkerLost) and caught.value.__cause__.cause == "loss 2"
+
+    attempts.clear()
+
+    def slow_job(attempt: Attempt) -> str:
+        time.sleep(0.02)
+        return job(attempt)
+
+    assert Supervisor(SupervisorConfig(retries=1, retry_window_s=0.01)).run(slow_job) == "done"
+    assert attempts == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="retries"):
+        SupervisorConfig(retries=-1)
+
+
+def test_groups_lost_while_they_start_or_end_are_losses_too() -> None:
+    def job(attempt: Attempt) -> int:
+        group = attempt.worker_group(Server, name="rollout", process_group=False)
+        if attempt.number == 0:
+            lose(group)
+        os.kill(group.pids()[0], signal.SIGKILL)  # the work is done: nothing is gained by doing it again
+        return attempt.number
+
+    supervisor = Supervisor()
+    assert supervisor.run(job) == 1
+    assert [event.attempt for event in supervisor.events] == [0]
+
+
+def test_ray_must_be_running() -> None:
+    ray.shutdown()
+    with pytest.raises(ConfigError, match=r"call ray.init\(\)"):
+        Supervisor().run(lambda attempt: None)
+    with pytest.raises(ConfigError, match=r"call ray.init\(\)"):
+        WorkerGroup(Server)
