@@ -1,0 +1,100 @@
+"""Everybody succeeded or everybody raises; rank zero decides, all follow; alone it is the same code."""
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, rank_zero_decides
+from holdfast.utils.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError, PeerError
+from holdfast.utils.logging import configure_logging, get_logger
+from holdfast.utils.staging import staged_folder
+from tests.helpers import run_ranks
+
+
+class UnpicklableError(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def check_agreement(rank: int, world_size: int) -> None:
+    assert (get_rank(), get_world_size()) == (rank, world_size)
+    assert gather_objects({"rank": rank}) == [{"rank": r} for r in range(world_size)]
+
+    with all_ranks_succeed("nothing"):
+        pass
+    try:
+        with all_ranks_succeed("saving"):
+            if rank == 1:
+                raise CheckpointWriteError("disk full")
+    except PeerError as error:
+        assert rank != 1 and error.errors == {1: "CheckpointWriteError: disk full"} and error.what == "saving"
+    except CheckpointWriteError:
+        assert rank == 1
+    else:
+        raise AssertionError("no error")
+
+    assert rank_zero_decides(lambda: f"decided by {rank}") == "decided by 0"
+    with pytest.raises(CheckpointNotFoundError, match="nothing in x"):
+        rank_zero_decides(lambda: raise_(CheckpointNotFoundError("nothing in x")))
+    with pytest.raises(PeerError, match="rank 0: UnpicklableError: holds a lock"):
+        rank_zero_decides(lambda: raise_(UnpicklableError()))
+    assert gather_objects(rank) == list(range(world_size)), "the group is in step after every error"
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def check_staging(rank: int, folder: Path) -> None:
+    with staged_folder(folder / "done") as staging:
+        (staging / f"{rank}").write_text("x")
+        assert not (folder / "done").exists()
+    assert sorted(os.listdir(folder / "done")) == ["0", "1"]
+
+    with pytest.raises(CheckpointExistsError, match="never written over"), staged_folder(folder / "done"):
+        raise AssertionError("the block ran")
+    with (
+        pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="No space"),
+        staged_folder(folder / "full"),
+    ):
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+    gather_objects(None)
+    assert os.listdir(folder) == ["done"]
+
+
+def ranks_agree(rank: int, world_size: int, folder: str) -> str:
+    check_agreement(rank, world_size)
+    check_staging(rank, Path(folder))
+    return "agreed"
+
+
+def test_ranks_agree_on_success_failure_decisions_and_staged_folders(tmp_path: Path) -> None:
+    assert run_ranks(ranks_agree, 2, str(tmp_path)) == ["agreed"] * 2
+
+
+def test_a_process_without_a_group_is_a_world_of_one() -> None:
+    assert (get_rank(), get_world_size(), gather_objects("x")) == (0, 1, ["x"])
+    assert rank_zero_decides(lambda: 5) == 5
+    with pytest.raises(KeyError), all_ranks_succeed("x"):
+        raise KeyError
+    with pytest.raises(KeyError):
+        rank_zero_decides(lambda: raise_(KeyError()))
+
+
+def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(capfd: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger("holdfast")
+    before = root.level, list(root.handlers), root.propagate
+    root.handlers.clear()
+    try:
+        configure_logging("INFO")
+        configure_logging("INFO")
+        get_logger("holdfast.recover.store").info("step %d", 3)
+    finally:
+        root.level, root.handlers[:], root.propagate = before
+        root.setLevel(before[0])
+    assert capfd.readouterr().err.count(" rank 0 holdfast.recover.store | step 3\n") == 1

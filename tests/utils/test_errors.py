@@ -1,0 +1,36 @@
+"""Errors are of one tree, are builtins too, and cross process borders with everything they say."""
+
+import inspect
+import pickle
+
+from holdfast.utils import errors
+from holdfast.utils.errors import HoldfastError, PeerError, WorkerLost
+
+ALL_ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
+LEAVES = [cls for cls in ALL_ERRORS if not cls.__subclasses__()]
+
+
+def test_every_error_is_ours_and_every_leaf_a_builtin_other_than_exception() -> None:
+    assert len(LEAVES) > 10
+    for cls in ALL_ERRORS:
+        assert issubclass(cls, HoldfastError) and cls.__doc__
+    for cls in LEAVES:
+        builtin = [base for base in cls.__mro__ if base.__module__ == "builtins"]
+        assert set(builtin) - {Exception, BaseException, object}, cls
+
+
+def test_every_error_survives_pickling_with_its_message_and_attributes() -> None:
+    special = {
+        PeerError: PeerError("saving", {2: "OSError: full", 0: "ValueError: bad"}),
+        WorkerLost: WorkerLost("actor", [3, 1], "SIGKILL"),
+    }
+    for cls in ALL_ERRORS:
+        error = special.get(cls) or cls("what was found")
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is cls and str(copy) == str(error) and vars(copy) == vars(error)
+
+
+def test_messages_name_the_ranks_in_order() -> None:
+    error = PeerError("saving", {2: "OSError: full", 0: "ValueError: bad"})
+    assert str(error) == "saving failed on rank 0: ValueError: bad; rank 2: OSError: full"
+    assert str(WorkerLost("actor", [3, 1], "SIGKILL")) == "worker group 'actor' lost rank(s) [1, 3]: SIGKILL"

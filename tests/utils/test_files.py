@@ -1,0 +1,104 @@
+"""A reader, or a crash, sees the old or the new, never a mixture; nothing that exists is written over."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from holdfast.utils.files import (
+    commit_folder,
+    file_digest,
+    free_bytes,
+    remove_folder,
+    replace_atomically,
+    staging_path,
+    walk_files,
+    write_durably,
+)
+
+
+def test_write_durably_refuses_to_write_over_a_file(tmp_path: Path) -> None:
+    write_durably(tmp_path / "a", b"1")
+    with pytest.raises(FileExistsError):
+        write_durably(tmp_path / "a", b"2")
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_replace_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    for data in (b"first", b"", b"x" * 100_000):
+        replace_atomically(tmp_path / "tracker", data)
+        assert (tmp_path / "tracker").read_bytes() == data
+    assert os.listdir(tmp_path) == ["tracker"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_atomically(tmp_path / "folder", b"")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "tracker"]
+
+
+def test_a_killed_writer_leaves_the_whole_old_or_the_whole_new_contents(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom holdfast.utils.files import replace_atomically\n"
+        "for i in range(10**9):\n"
+        "    replace_atomically(sys.argv[1], bytes([i % 251]) * 300_000)\n"
+        "    if i == 0: print('started', flush=True)"
+    )
+    path, rng = tmp_path / "tracker", random.Random(0)
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"started\n"
+            time.sleep(rng.uniform(0, 0.05))
+            writer.send_signal(signal.SIGKILL)
+        contents = path.read_bytes()
+        assert contents == contents[:1] * 300_000
+
+
+def test_digest_is_xxh3_128_of_the_bytes_whatever_the_size(tmp_path: Path) -> None:
+    for size in (0, 1, (8 << 20) - 1, (8 << 20) + 1):
+        data = os.urandom(size)
+        (tmp_path / "data").write_bytes(data)
+        assert file_digest(tmp_path / "data") == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def test_commit_makes_a_staged_folder_visible_and_refuses_an_existing_name(tmp_path: Path) -> None:
+    final = tmp_path / "global_step_1"
+    staging = staging_path(final)
+    assert staging.parent == tmp_path and staging.name.startswith(".staging-") and staging != staging_path(final)
+    (staging / "actor").mkdir(parents=True)
+    write_durably(staging / "actor" / "x", b"1")
+    commit_folder(staging, final)
+    assert os.listdir(tmp_path) == ["global_step_1"] and list(walk_files(final)) == ["actor/x"]
+
+    (again := staging_path(final)).mkdir()
+    with pytest.raises(FileExistsError, match="never written over"):
+        commit_folder(again, final)
+    assert again.exists() and (final / "actor" / "x").read_bytes() == b"1"
+
+
+def test_commit_refuses_a_dangling_link_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "final").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".staging").mkdir()
+    with pytest.raises(FileExistsError):
+        commit_folder(tmp_path / ".staging", tmp_path / "final")
+
+
+def test_remove_folder_removes_visible_hidden_and_missing_folders(tmp_path: Path) -> None:
+    for name in ("global_step_1", ".staging-x"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_bytes(b"1")
+        remove_folder(tmp_path / name)
+    remove_folder(tmp_path / "missing")
+    assert os.listdir(tmp_path) == []
+
+
+def test_walk_files_is_sorted_and_sees_hidden_files_but_no_folders(tmp_path: Path) -> None:
+    for name in ("b", "a/z", "a/.metadata", "c/d/e"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(walk_files(tmp_path)) == ["a/.metadata", "a/z", "b", "c/d/e"]
+    assert free_bytes(tmp_path) > 0
