@@ -61,8 +61,9 @@ def load_hf(
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
-        CheckpointCorruptError: a file is missing, truncated or not safetensors, or two copies of a tied weight differ.
-        CheckpointMismatchError: a tensor is missing, unexpected, or of another shape or kind of dtype.
+        CheckpointCorruptError: a file is missing, truncated or not safetensors.
+        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
+            different values for a weight that the model ties.
         PeerError: only other ranks found a problem.
     """
     folder, rank = Path(path), get_rank(group)
@@ -137,15 +138,15 @@ def _choose(
     found: Mapping[str, Place],
     tied: Mapping[str, str],
     allow_missing: Sequence[str],
-) -> tuple[dict[str, Place], dict[str, Place], set[str]]:
+) -> tuple[dict[str, Place], dict[str, list[Place]], set[str]]:
     """Decide which file tensor fills what when a tied weight has several names, and refuse what is missing.
 
     Returns:
-        File key -> place of what is to be loaded; the same of one more copy of it, if there is one; and the
-        ``state_dict`` keys for which the folder has nothing.
+        File key -> place of what is to be loaded; file key -> places of further copies of it; and the ``state_dict``
+        keys for which the folder has nothing.
     """
     chosen: dict[str, Place] = {}
-    copies: dict[str, Place] = {}
+    copies: dict[str, list[Place]] = {}
     first: dict[Any, str] = {}
     for tensor in sorted(tensors, key=lambda tensor: any(source in tied for source in tensor.sources)):
         if tensor.key in found:
@@ -153,15 +154,15 @@ def _choose(
             if original == tensor.key:
                 chosen[tensor.key] = found[tensor.key]
             else:
-                copies[original] = found[tensor.key]
+                copies.setdefault(original, []).append(found[tensor.key])
     absent = [tensor for tensor in tensors if tensor.key not in found and _identity(tensor, tied) not in first]
     filled = {source for tensor in tensors if tensor.key in chosen for source in tensor.sources}
     for tensor in absent:
         permitted = any(fnmatchcase(tensor.key, pattern) for pattern in allow_missing)
         if not permitted or not filled.isdisjoint(tensor.sources):
             raise CheckpointMismatchError(
-                f"{folder}: tensor {tensor.key} of shape {list(tensor.shape)} is missing ({len(absent)} in all, of "
-                f"{len(tensors)}); allow_missing={list(allow_missing)}"
+                f"{folder}: tensor {tensor.key} of shape {list(tensor.shape)} is missing ({len(absent)} in all; "
+                f"{len(found)} were found); allow_missing={list(allow_missing)}"
             )
     return chosen, copies, {source for tensor in absent for source in tensor.sources}
 
@@ -174,7 +175,7 @@ def _identity(tensor: FileTensor, tied: Mapping[str, str]) -> Any:
 
 
 def _stage_direct(
-    reader: "_Reader", plan: Plan, chosen: Mapping[str, Place], copies: Mapping[str, Place]
+    reader: "_Reader", plan: Plan, chosen: Mapping[str, Place], copies: Mapping[str, Sequence[Place]]
 ) -> list[_Piece]:
     """Read this rank's elements of every tensor that it can address alone."""
     staged: list[_Piece] = []
@@ -188,8 +189,8 @@ def _stage_direct(
             if held := overlap(span, part):
                 at, target = held
                 piece = _Piece(target, reader.read(chosen[tensor.key], at, target.numel(), target.dtype), at)
-                if tensor.key in copies:
-                    reader.compare(tensor.key, copies[tensor.key], piece)
+                for copy in copies.get(tensor.key, ()):
+                    reader.compare(tensor.key, copy, piece)
                 staged.append(piece)
     return staged
 
@@ -252,14 +253,15 @@ class _Reader:
         return values
 
     def compare(self, key: str, copy: Place, piece: _Piece) -> None:
-        """Raise CheckpointCorruptError unless another copy of a tied weight has the values of ``piece``."""
+        """Raise CheckpointMismatchError unless another copy of a tied weight has the values of ``piece``."""
         most = CHUNK_BYTES // copy.dtype.itemsize
         for start in range(0, piece.values.numel(), most):
             ours = piece.values[start : start + most].to(piece.target.dtype)
             other = self.read(copy, piece.at + start, ours.numel(), piece.target.dtype).to(piece.target.dtype)
             if not torch.equal(ours.view(torch.uint8), other.view(torch.uint8)):
-                raise CheckpointCorruptError(
-                    f"{self._folder}: {key} is tied, but its copy in {copy.file} differs from it"
+                raise CheckpointMismatchError(
+                    f"{self._folder}: the model ties {key}, but the folder has another tensor for one of its uses; "
+                    "build the model with tie_word_embeddings=False"
                 )
 
     def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:

@@ -1,5 +1,7 @@
 """Tiny models of every architecture family the export knows, and how tests shard them."""
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -13,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 15,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -41,8 +43,9 @@ def tiny_config(name: str) -> PreTrainedConfig:
         case "gemma":
             return GemmaConfig(**_SIZES)
         case "gpt2":
-            ids = {"bos_token_id": 1, "eos_token_id": 2}
-            return GPT2Config(vocab_size=15, n_embd=16, n_layer=2, n_head=2, n_positions=32, **ids)
+            return GPT2Config(
+                vocab_size=15, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+            )
         case "qwen3_moe":
             return Qwen3MoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     raise KeyError(name)

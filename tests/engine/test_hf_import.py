@@ -1,0 +1,187 @@
+"""What `load_hf` refuses, before any parameter changes, and what it forgives."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+from holdfast.engine.hf_checkpoint import save_hf
+from holdfast.engine.hf_import import load_hf
+from tests.engine.hf_models import sharded, tiny_config, tiny_model
+from tests.engine.test_hf_keys import CONVERSIONS
+from tests.helpers import run_ranks
+
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+BROKEN: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "missing": lambda tensors: tensors.pop(NORM),
+    "unexpected": lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
+    "shape": lambda tensors: tensors.update({UP: torch.zeros(24, 17)}),
+    "dtype": lambda tensors: tensors.update({NORM: torch.zeros(16, dtype=torch.int32)}),
+    "two_embeddings": lambda tensors: tensors.update({"lm_head.weight": torch.zeros(15, 16)}),
+}
+MESSAGES = {
+    "missing": f"CheckpointMismatchError: {{folder}}: tensor {NORM} of shape [16] is missing (1 in all; 23 were found)",
+    "unexpected": "CheckpointMismatchError: {folder}: unexpected tensor model.layers.2.mlp.up_proj.weight (1 in all)",
+    "shape": f"CheckpointMismatchError: {{folder}}: {UP} has shape [24, 17], the model needs [24, 16]",
+    "dtype": f"CheckpointMismatchError: {{folder}}: {NORM} has dtype torch.int32, the model needs torch.float32",
+    "two_embeddings": "CheckpointMismatchError: {folder}: the model ties model.embed_tokens.weight, but",
+    "truncated": "CheckpointCorruptError: {folder}/model.safetensors is truncated",
+    "absent": "CheckpointNotFoundError: {folder} is not a folder",
+    "other_model": "CheckpointMismatchError: {folder}: ",
+}
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    target.mkdir()
+    save_file({key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors")
+
+
+def _write_folders(root: Path) -> None:
+    good = root / "good"
+    for name, folder in (("qwen3_tied", "good"), ("qwen3_untied", "untied"), ("gpt2", "gpt2")):
+        tiny_model(name).save_pretrained(root / folder)
+    tiny_model("gpt2").save_pretrained(root / "other_model")
+    for kind in ("joined", "transposed", "interleaved"):
+        register_checkpoint_conversion_mapping("llama", [CONVERSIONS[kind]], overwrite=True)
+        tiny_model("llama").save_pretrained(root / kind)
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+    for case, change in BROKEN.items():
+        _rewrite(good, root / case, change)
+    shutil.copytree(good, root / "truncated")
+    os.truncate(root / "truncated" / "model.safetensors", 15000)
+    embedding = "model.embed_tokens.weight"
+    _rewrite(good, root / "other_name", lambda t: t.update({"lm_head.weight": t.pop(embedding)}))
+    _rewrite(good, root / "both_names", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    _rewrite(good, root / "no_prefix", lambda t: [t.update({k.removeprefix("model."): t.pop(k)}) for k in list(t)])
+    _rewrite(good, root / "half", lambda t: t.update({key: value.half() for key, value in t.items()}))
+    _rewrite(good, root / "double", lambda t: t.update({key: value.double() for key, value in t.items()}))
+    _rewrite(
+        good, root / "old_buffers", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    )
+
+
+def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {
+        key: (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def _same(model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, expected[key]) for key, value in _values(model).items())
+
+
+def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
+    model = sharded(tiny_model("qwen3_tied", seed=1))
+    before, messages = _values(model), {}
+    for case in MESSAGES:
+        try:
+            load_hf(model, root / case)
+            messages[case] = "nothing was raised"
+        except Exception as error:
+            messages[case] = f"{type(error).__name__}: {error}"
+        assert _same(model, before), case
+    local = Path(f"{root}/only_on_rank_0_{rank}")
+    if rank == 0:
+        shutil.copytree(root / "good", local)
+    dist.barrier()
+    try:
+        load_hf(model, local)
+        messages["one_rank"] = "nothing was raised"
+    except Exception as error:
+        messages["one_rank"] = f"{type(error).__name__}: {error}"
+    assert _same(model, before)
+    return messages
+
+
+def _forgiven(rank: int, world_size: int, root: Path) -> None:
+    expected = _values(sharded(tiny_model("qwen3_tied")))
+    for folder in ("other_name", "both_names", "no_prefix", "double", "old_buffers"):
+        model = sharded(tiny_model("qwen3_tied", seed=1))
+        assert load_hf(model, root / folder) == [], folder
+        assert _same(model, expected), folder
+    model = sharded(tiny_model("qwen3_tied", seed=1))
+    load_hf(model, root / "half")
+    assert _same(model, {key: value.half().float() for key, value in expected.items()})
+    _critic(root)
+    _converted(root / "converted")
+
+
+def _critic(root: Path) -> None:
+    """A value head takes the place of the language-model head; the backbone comes from a causal model."""
+    for folder, name, head in (("untied", "qwen3_untied", "score"), ("gpt2", "gpt2", "classifier")):
+        config = tiny_config(name)
+        config.num_labels = 1
+        torch.manual_seed(3)
+        critic = sharded(AutoModelForTokenClassification.from_config(config))
+        before, actor = _values(critic), _values(sharded(tiny_model(name)))
+        missing = load_hf(critic, root / folder, allow_missing=[f"{head}.*"], allow_unexpected=["lm_head.*"])
+        assert missing == [f"{head}.bias", f"{head}.weight"]
+        for key, value in _values(critic).items():
+            assert torch.equal(value, before[key] if key in missing else actor[key]), key
+
+
+def _converted(folder: Path) -> None:
+    """Weights that the file joins, transposes or interleaves."""
+    for kind in ("joined", "transposed", "interleaved"):
+        register_checkpoint_conversion_mapping("llama", [CONVERSIONS[kind]], overwrite=True)
+        model, fresh = sharded(tiny_model("llama")), sharded(tiny_model("llama", seed=1))
+        reference, ours = folder.with_name(kind), folder.with_name(f"{kind}_ours")
+        save_hf(model, ours)
+        name = "model.safetensors"
+        assert (ours / name).read_bytes() == (reference / name).read_bytes(), kind
+        load_hf(fresh, ours)
+        assert _same(fresh, _values(model)), kind
+    register_checkpoint_conversion_mapping("llama", [CONVERSIONS["doubled"]], overwrite=True)
+    model = sharded(tiny_model("llama"))
+    try:
+        save_hf(model, folder)
+    except Exception as error:
+        assert "more than rearranging" in str(error), error
+        assert not folder.exists()
+    else:
+        raise AssertionError("arithmetic was exported")
+    finally:
+        register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf_import")
+    _write_folders(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refusals(root: Path) -> list[dict[str, str]]:
+    return run_ranks(_refusals, 2, root)
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_bad_folder_is_refused_on_every_rank_before_a_parameter_changes(
+    refusals: list[dict[str, str]], root: Path, case: str
+) -> None:
+    for report in refusals:
+        assert report[case].startswith(MESSAGES[case].format(folder=root / case))
+
+
+def test_folder_that_only_one_rank_lacks_is_refused_on_every_rank(refusals: list[dict[str, str]]) -> None:
+    assert refusals[0]["one_rank"].startswith("PeerError: checking")
+    assert refusals[1]["one_rank"].startswith("CheckpointNotFoundError")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_other_names_dtypes_heads_and_conversions_load_as_meant(root: Path, tmp_path: Path, world_size: int) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    run_ranks(_forgiven, world_size, tmp_path / "root")

@@ -1,0 +1,111 @@
+"""Which model elements make up a file tensor: compared with what transformers' own conversion makes of real values."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+    revert_weight_conversion,
+)
+
+from holdfast.engine.hf_keys import FileTensor, element_map, file_tensors, stored_tensors
+from holdfast.utils.errors import CheckpointMismatchError
+from tests.engine.hf_models import ARCHITECTURES, tiny_config, tiny_model
+
+
+class Doubled(ConversionOps):
+    """Arithmetic, which no sharded export or import can follow."""
+
+    def convert(
+        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
+    ) -> dict:
+        value = next(iter(input_dict.values()))
+        return {target_patterns[0]: (value[0] if isinstance(value, list) else value) * 2}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+CONVERSIONS = {
+    "joined": WeightConverter(
+        "mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(dim=0)]
+    ),
+    "transposed": WeightConverter("mlp.down.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]),
+    "interleaved": WeightConverter(
+        "mlp.gate_up.weight",
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        operations=[Interleave(dim=0), Chunk(dim=0)],
+    ),
+    "doubled": WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Doubled()]),
+}
+
+
+@pytest.fixture(params=CONVERSIONS)
+def converted_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, PreTrainedModel]]:
+    """A Llama whose files are said to keep its MLP or attention in another way."""
+    register_checkpoint_conversion_mapping("llama", [CONVERSIONS[request.param]], overwrite=True)
+    yield request.param, tiny_model("llama")
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+def _rebuilt(tensor: FileTensor, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    blocks = [
+        stored[span.source].flatten().as_strided(span.shape, span.stride, span.offset).flatten()
+        for span in tensor.spans or ()
+    ]
+    return torch.cat(blocks).view(tensor.shape)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_spans_give_the_tensors_of_save_pretrained_in_its_order_and_blocks(name: str) -> None:
+    model = tiny_model(name)
+    stored, tied = stored_tensors(model)
+    assert list(tied) == (["lm_head.weight"] if model.config.tie_word_embeddings else [])
+    expected = revert_weight_conversion(model, dict(stored))
+    found = {tensor.key: tensor for tensor in file_tensors(model, stored)}
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert found[key].block_bytes == value.untyped_storage().nbytes()
+        assert torch.equal(_rebuilt(found[key], stored), value)
+    blocks: dict[object, set[int]] = {}
+    for key, tensor in found.items():
+        blocks.setdefault(tensor.block, set()).add(expected[key].untyped_storage().data_ptr())
+    assert all(len(storages) == 1 for storages in blocks.values())
+
+
+def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str, PreTrainedModel]) -> None:
+    kind, model = converted_model
+    stored, _ = stored_tensors(model)
+    expected = revert_weight_conversion(model, dict(stored))
+    tensors = file_tensors(model, stored)
+    assert [tensor.key for tensor in tensors] == list(expected)
+    opaque = [tensor for tensor in tensors if tensor.spans is None]
+    assert len(opaque) == {"joined": 0, "transposed": 0, "interleaved": 2, "doubled": 2}[kind]
+    for tensor in tensors:
+        if tensor.spans is not None:
+            assert torch.equal(_rebuilt(tensor, stored), expected[tensor.key])
+    for tensor in opaque:
+        shapes = {source: stored[source].shape for source in tensor.sources}
+        if kind == "doubled":
+            with pytest.raises(CheckpointMismatchError, match="more than rearranging"):
+                element_map(model, shapes, [tensor])
+            continue
+        flat = torch.cat([stored[source].flatten() for source in shapes])
+        elements = element_map(model, shapes, [tensor])[tensor.key]
+        assert torch.equal(flat[elements].view(tensor.shape), expected[tensor.key])
+
+
+def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_as_tied() -> None:
+    model = LlamaForCausalLM(tiny_config("llama"))  # type: ignore[arg-type]
+    first, second = (model.get_submodule(f"model.layers.{index}.mlp.up_proj") for index in (0, 1))
+    first.weight = second.weight
+    with pytest.raises(CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"):
+        stored_tensors(model)
