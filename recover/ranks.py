@@ -1,0 +1,127 @@
+"""One way to speak to all ranks, whether this process is one of them (torchrun) or drives them (Ray).
+
+The handler's steps are of two kinds: what every rank does with its own shard, and what one process decides. `Ranks`
+has a method for each. Under torchrun every rank calls the handler and rank 0 decides; under Ray the driver calls the
+handler, decides, and sends the ranks their part.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch.distributed as dist
+
+from ..engine.api import Stateful
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, rank_zero_decides
+from ..utils.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """Remote ranks that can be called as one; `holdfast.engine.worker_group.WorkerGroup` is one."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """``fn(worker, *args)`` on every rank; results in rank order."""
+        ...
+
+
+@dataclass
+class RankTarget:
+    """What one rank snapshots.
+
+    Attributes:
+        engines: name -> engine (with ``dcp_state()``) or `DCPState`.
+        stateful: name -> user object of this rank.
+    """
+
+    engines: dict[str, Any]
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+
+
+def rank_target(holder: Any) -> RankTarget:
+    """What to snapshot of ``holder``: a `RankTarget`, a dict of engines, an engine, or a worker object.
+
+    A worker object shows its engines as ``engines`` (a dict) or ``engine``, and may show per-rank user objects as
+    ``stateful`` (a dict).
+
+    Raises:
+        ConfigError: it shows neither.
+    """
+    if isinstance(holder, RankTarget):
+        return holder
+    if isinstance(holder, Mapping):
+        return RankTarget(dict(holder))
+    if hasattr(holder, "dcp_state") or hasattr(holder, "live_tensors"):
+        return RankTarget({"default": holder})
+    engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
+    if None in engines.values():
+        raise ConfigError(f"{type(holder).__name__} has neither 'engines' nor 'engine'; the handler cannot snapshot it")
+    return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+
+
+class LocalRanks:
+    """This process is one of the ranks; all of them call the handler.
+
+    Args:
+        target: what this rank snapshots.
+        group: process group of the ranks (gloo); None is the default group.
+    """
+
+    is_driver = False
+
+    def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
+        self._target, self._group = target, group
+        self.world_size = get_world_size(group)
+        self.is_decider = get_rank(group) == 0
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
+        return self.here(partial(fn, self._target, *args))
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Rank 0 decides, all follow."""
+        return rank_zero_decides(decision, self._group)
+
+    def here(self, step: Callable[[], T]) -> list[T]:
+        """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""
+        with all_ranks_succeed("a step of recovery", self._group):
+            result = step()
+        return gather_objects(result, self._group)
+
+
+class DrivenRanks:
+    """This process drives remote ranks and decides by itself.
+
+    Args:
+        group: the remote ranks.
+    """
+
+    is_driver = True
+    is_decider = True
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.world_size = group.world_size
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(worker, *args)`` on every rank."""
+        return self._group.run_all(fn, *args)
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Nobody else to ask."""
+        return decision()
+
+    def here(self, step: Callable[[], T]) -> list[T]:
+        """Only the driver calls the handler."""
+        return [step()]
+
+
+Ranks = LocalRanks | DrivenRanks

@@ -1,0 +1,146 @@
+"""What one rank writes into a generation and reads back from it: its engines' shards, its generators, user objects.
+
+Per-rank state lies in ``state/rank_00000.pt`` as tensors and plain values that torch loads with ``weights_only``. That
+is checked when it is written: an object whose state could not be read back fails the snapshot, not the recovery.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.api import Stateful
+from ..engine.dcp_checkpoint import load_dcp, write_dcp
+from ..engine.dcp_state import DCPState
+from ..utils.distributed import all_ranks_succeed, get_rank
+from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ..utils.files import write_durably
+from ..utils.logging import get_logger
+from ..utils.manifest import FileEntry, seal_files
+from ..utils.rng import capture_rng, derive_rng, restore_rng
+from .ranks import rank_target
+
+logger = get_logger(__name__)
+
+DRIVER_STATE = "state/driver.pt"
+DATA_STATE = "data.pt"
+
+
+def rank_state_name(rank: int) -> str:
+    """``state/rank_00001.pt``."""
+    return f"state/rank_{rank:05d}.pt"
+
+
+def write_rank(holder: Any, staging: str) -> list[FileEntry]:
+    """Write this rank's part of a generation; all ranks call it.
+
+    Args:
+        holder: see `rank_target`.
+        staging: folder that all ranks write into.
+
+    Returns:
+        every file this rank wrote, fsynced, named relative to ``staging``.
+    """
+    target = rank_target(holder)
+    group = _control_group(next(iter(target.engines.values())))
+    with all_ranks_succeed("preparing the snapshot", group):  # nobody enters a collective save that others miss
+        for name in target.engines:
+            os.makedirs(Path(staging) / name, exist_ok=True)
+        entries = write_process_state(staging, rank_state_name(get_rank()), target.stateful)
+    for name, engine in target.engines.items():
+        for entry in write_dcp(Path(staging) / name, _dcp_state(engine), _control_group(engine)):
+            entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
+    return entries
+
+
+def read_rank(holder: Any, generation: str) -> None:
+    """Read this rank's part of a verified generation into its engines, user objects and generators; all ranks call it.
+
+    Raises:
+        CheckpointMismatchError: the generation is not of these engines; see `load_dcp`.
+    """
+    target, path = rank_target(holder), Path(generation)
+    saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
+    if saved != target.engines.keys():
+        raise CheckpointMismatchError(f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}")
+    for name, engine in target.engines.items():
+        load_dcp(path / name, _dcp_state(engine), _control_group(engine))
+    read_process_state(path, rank_state_name(get_rank()), target.stateful)
+
+
+def weight_versions(holder: Any) -> dict[str, int]:
+    """Engine name -> weight version, of the engines that count one."""
+    engines = rank_target(holder).engines
+    return {name: engine.get_version() for name, engine in engines.items() if hasattr(engine, "get_version")}
+
+
+def write_process_state(folder: str, name: str, stateful: Mapping[str, Stateful]) -> list[FileEntry]:
+    """Write the generators of this process and its user objects as ``<folder>/<name>``."""
+    os.makedirs((Path(folder) / name).parent, exist_ok=True)
+    user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
+    state = pack_plain("generators", {"rng": capture_rng(), "user": user})
+    write_durably(Path(folder) / name, state)
+    return seal_files(folder, [name])
+
+
+def read_process_state(generation: Path, name: str, stateful: Mapping[str, Stateful]) -> None:
+    """Put back what `write_process_state` wrote, generators last.
+
+    A process that the saved run did not have takes the user objects' state of rank 0 and derives its generators from
+    those of rank 0.
+    """
+    own = generation / name
+    state = unpack_plain(own if own.exists() else generation / rank_state_name(0))
+    for key in sorted(stateful.keys() | state["user"].keys()):
+        if key not in state["user"]:
+            logger.warning("%s has no state for %r; it starts anew", own, key)
+        elif key not in stateful:
+            logger.warning("%s has a state for %r, which nothing is registered for; it is ignored", own, key)
+        else:
+            stateful[key].load_state_dict(load_plain(own, state["user"][key]))
+    restore_rng(state["rng"] if own.exists() else derive_rng(state["rng"], get_rank()))
+
+
+def pack_plain(what: str, value: Any) -> bytes:
+    """``torch.save`` of tensors and plain values.
+
+    Raises:
+        ConfigError: ``value`` holds something that could only be loaded by running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{what} cannot be saved: {error}; a state_dict may hold tensors, numbers, strings, lists and dicts"
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack_plain(path: Path) -> Any:
+    """What `pack_plain` packed, from a file."""
+    try:
+        return load_plain(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def load_plain(source: Path, data: bytes) -> Any:
+    """What `pack_plain` packed; ``source`` is for the message."""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointCorruptError(f"{source} cannot be read: {error}") from error
+
+
+def _dcp_state(engine: Any) -> DCPState:
+    return engine if isinstance(engine, DCPState) else engine.dcp_state()
+
+
+def _control_group(engine: Any) -> Any:
+    return getattr(engine, "control_group", None)

@@ -1,0 +1,162 @@
+"""Generations on a local folder: stage, commit, list, verify, set aside, retire.
+
+A generation's name appears when it is complete, and no folder is ever written over. All of it runs in one process,
+the decider: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
+"""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..utils.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
+from ..utils.files import commit_folder, fsync_dir, remove_folder, replace_atomically
+from ..utils.logging import get_logger
+from ..utils.manifest import FileEntry, verify_folder, write_manifest
+from .info import RecoverInfo
+
+logger = get_logger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+_GENERATION = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One committed snapshot: the state after ``step``."""
+
+    step: int
+    path: Path
+
+
+class GenerationStore:
+    """The generations of one run.
+
+    Args:
+        root: the ``recover`` folder; made by the first snapshot.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def generations(self) -> list[Generation]:
+        """Everything that was committed and not set aside, newest first. Nothing is verified."""
+        if not self.root.is_dir():
+            return []
+        matches = [(entry, _GENERATION.fullmatch(entry)) for entry in os.listdir(self.root)]
+        found = [Generation(int(match[1]), self.root / entry) for entry, match in matches if match]
+        return sorted(found, key=lambda generation: generation.step, reverse=True)
+
+    def rejected(self) -> list[Path]:
+        """What failed verification and waits for a person."""
+        return sorted(self.root.glob(".rejected-*"))
+
+    def sweep(self) -> None:
+        """Remove what a killed writer left: staging folders and half-removed generations."""
+        for pattern in (".staging-*", ".retired-*"):
+            for leftover in self.root.glob(pattern):
+                logger.info("sweeping %s, left by a writer that was killed", leftover)
+                shutil.rmtree(leftover)
+
+    def open_staging(self, step: int) -> Path:
+        """A new hidden folder to write the generation of ``step`` into.
+
+        Raises:
+            CheckpointExistsError: the generation exists.
+            CheckpointWriteError: the folder cannot be made.
+        """
+        if self._final(step).exists():
+            raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
+        staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
+        try:
+            staging.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointWriteError(f"cannot make {staging}: {error.strerror}") from error
+        return staging
+
+    def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
+        """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
+
+        Args:
+            staging: from `open_staging`; every file in it has been fsynced by its writer.
+            step: the last step that is in it.
+            entries: every file, as its writer described it.
+            facts: what else the manifest says.
+
+        Raises:
+            CheckpointWriteError: the file system refused; unless only the tracker failed, nothing is visible.
+        """
+        final = self._final(step)
+        try:
+            write_manifest(staging, entries, facts)
+            commit_folder(staging, final)
+            replace_atomically(self.root / TRACKER_NAME, f"{step}\n".encode())
+        except OSError as error:
+            raise CheckpointWriteError(f"cannot commit {final}: {error.strerror or error}") from error
+        return Generation(step, final)
+
+    def discard(self, staging: Path) -> None:
+        """Remove a staging folder whose writers failed."""
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def newest_valid(self) -> tuple[Generation, RecoverInfo] | None:
+        """The newest generation whose every byte is as committed; worse ones are set aside with the reason.
+
+        Returns:
+            None when nothing was ever committed here.
+
+        Raises:
+            CheckpointCorruptError: something was, but nothing of it is usable.
+        """
+        for generation in self.generations():
+            try:
+                return generation, self.verify(generation.path)
+            except CheckpointCorruptError as error:
+                self.set_aside(generation, str(error))
+        if rejected := self.rejected():
+            raise CheckpointCorruptError(
+                f"{self.root} has no usable generation left: {', '.join(path.name for path in rejected)} failed "
+                "verification. Look at them, restore a copy, or move the folder away to start from step 0"
+            )
+        return None
+
+    def verify(self, path: Path) -> RecoverInfo:
+        """Compare every file of a generation with its manifest, sizes first, and read its info.
+
+        Raises:
+            CheckpointNotFoundError: there is no such folder.
+            CheckpointCorruptError: naming the first thing that is wrong.
+        """
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"there is no generation at {path}")
+        verify_folder(path)
+        return RecoverInfo.read(path)
+
+    def set_aside(self, generation: Generation, reason: str) -> Path:
+        """Rename a generation so that nothing resumes from it; it stays for a person to look at."""
+        words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip("-")[:80]
+        target = self.root / f".rejected-{generation.path.name}-{words}"
+        if target.exists():
+            target = target.with_name(f"{target.name}-{uuid.uuid4().hex[:8]}")
+        os.rename(generation.path, target)
+        fsync_dir(self.root)
+        logger.warning("set %s aside as %s: %s", generation.path, target.name, reason)
+        return target
+
+    def retire(self, keep: int | None) -> None:
+        """Remove all but the ``keep`` newest generations, oldest first; None keeps all.
+
+        One that cannot be removed is logged and left: it costs space, not the run.
+        """
+        for generation in reversed(self.generations()[keep:] if keep is not None else []):
+            try:
+                remove_folder(generation.path)
+            except OSError as error:
+                logger.warning("cannot remove %s: %s", generation.path, error)
+
+    def _final(self, step: int) -> Path:
+        return self.root / f"global_step_{step}"
