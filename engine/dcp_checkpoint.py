@@ -60,8 +60,9 @@ def write_dcp(
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointWriteError(f"cannot write {folder}: {causes}") from error
     rank = get_rank(group)
-    own = [name for name in os.listdir(folder) if name.startswith(f"__{rank}_") or (rank == 0 and name == ".metadata")]
-    return seal_files(folder, own)
+    with all_ranks_succeed(f"sealing {folder}", group):
+        own = [n for n in os.listdir(folder) if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
+        return seal_files(folder, own)
 
 
 def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:

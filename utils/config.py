@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -36,7 +36,10 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         if path is not None:
             if not Path(path).is_file():
                 raise ConfigError(f"config file {path} does not exist")
-            config = OmegaConf.merge(config, OmegaConf.load(Path(path)))
+            loaded = OmegaConf.load(Path(path))
+            if not isinstance(loaded, DictConfig):
+                raise ConfigError(f"config file {path} holds a list; expected a mapping of keys")
+            config = OmegaConf.merge(config, loaded)
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
@@ -47,8 +50,8 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
-    except YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except (YAMLError, OSError) as error:
+        raise ConfigError(f"{source} cannot be read as a YAML mapping: {error}") from error
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:

@@ -1,0 +1,391 @@
+"""`FSDPEngine`: one model sharded over ranks with FSDP2, its training step, and its save and load.
+
+Every public method is a few lines over plain functions in the neighbouring files. All ranks call the same methods in
+the same order; an error on one rank is an error on all.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ..utils.errors import BatchError, CheckpointMismatchError, ConfigError
+from ..utils.logging import get_logger
+from ..utils.stats import reduce_stats
+from .api import (
+    Batch,
+    FinetuneSpec,
+    InferenceServer,
+    LossFn,
+    LossWeightFn,
+    ParallelStrategy,
+    SaveLoadMeta,
+    WeightUpdateMeta,
+)
+from .config import TrainEngineConfig
+from .dcp_checkpoint import load_dcp, save_dcp
+from .dcp_state import DCPState
+from .hf_checkpoint import save_hf
+from .hf_import import load_hf
+from .microbatch import MicroBatch, split_batch, unpack
+from .model import block_classes, build_on_meta, draw_weights, give_memory
+from .optimizer import build_optimizer, build_scheduler
+from .packing import check_packing, model_output
+from .parallel import clip_grad_norm, close_process_groups, open_process_groups, shard_model
+from .publish import publish_weights
+from .rl.logprobs import token_logprobs
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class EngineCounters:
+    """What an engine counts; saved with its training state.
+
+    Attributes:
+        version: weight version, as `FSDPEngine.set_version` left it.
+        optimizer_steps: updates made.
+        skipped_steps: updates not made because the gradient was not finite.
+        steps_since_schedule: updates made since the schedule last advanced.
+    """
+
+    version: int = 0
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    steps_since_schedule: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put counts back."""
+        for name in asdict(self):
+            setattr(self, name, int(state_dict[name]))
+
+
+class FSDPEngine:
+    """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`.
+
+    Args:
+        config: see `TrainEngineConfig`.
+    """
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        self.config = config
+        self.counters = EngineCounters()
+        self._groups = None
+        self._model: PreTrainedModel | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._servers: Sequence[InferenceServer] = ()
+        self._update_meta: WeightUpdateMeta | None = None
+
+    # Lifecycle
+
+    def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
+        """Join the default process group, or make it (torchrun's environment, or a world of one); once."""
+        if self._groups is None:
+            self._groups = open_process_groups(parallel_strategy, self.config.timeout_s)
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
+        """Build the sharded model, read or draw its weights, and build optimizer and schedule.
+
+        Args:
+            addr: unused; AReaL's signature.
+            ft_spec: how long the run is, for the schedule.
+
+        Raises:
+            ConfigError: the model cannot be built as configured; see `build_on_meta`, `check_packing`.
+            CheckpointError: the weights at ``config.path`` do not load; see `load_hf`.
+        """
+        groups = self._require_groups()
+        started = time.monotonic()
+        model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
+        blocks = block_classes(model, self.config.fsdp.transformer_layer_cls_to_wrap)
+        shard_model(model, self.config, blocks, groups.device)
+        give_memory(model, skeleton, groups.device)
+        if self.config.init_from_scratch or self.config.is_critic:
+            draw_weights(model, skeleton, self.config.seed, blocks)
+        if not self.config.init_from_scratch:
+            self._load_from_hf(model, self.config.path)
+        self._model = model
+        if self.config.pack_sequences:
+            check_packing(model, groups.device)
+        if self.config.optimizer is not None:
+            self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
+            self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        n_params = sum(p.numel() for p in model.parameters())
+        logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
+
+    def destroy(self) -> None:
+        """Free the model and leave the process groups; may be called twice, and after a peer has died."""
+        self._model = self.optimizer = self.lr_scheduler = None
+        self._servers = ()
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            close_process_groups(groups)
+
+    def train(self, mode: bool = True) -> "FSDPEngine":
+        """Switch the model to training (or evaluation) mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> "FSDPEngine":
+        """Switch the model to evaluation mode."""
+        return self.train(False)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The sharded module."""
+        if self._model is None:
+            raise ConfigError("the engine has no model; call create_process_group and initialize first")
+        return self._model
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """Gloo group of all ranks, for agreement."""
+        return self._require_groups().control
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._require_groups().device
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among those that see different data."""
+        return dist.get_rank(self.control_group)
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """How many ranks see different data."""
+        return dist.get_world_size(self.control_group)
+
+    # Batches
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch.
+
+        The gradient is that of ``sum(weight * loss) / sum(weight)`` over all micro-batches of all ranks, so it does not
+        depend on how the batch was cut. When it is not finite nothing is updated.
+
+        Returns:
+            ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (of this step), ``update_skipped`` (0 or
+            1), ``n_mbs``, ``n_tokens`` (of this rank).
+
+        Raises:
+            BatchError: the batch is malformed, or no token of it counts on any rank; nothing was changed.
+        """
+        optimizer = self._require_optimizer()
+        self.train()
+        micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
+        optimizer.zero_grad()
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for mb, weight in zip(micro_batches, weights, strict=True):
+            loss = self._weighted_loss(mb, weight / total, loss_fn)
+            # FSDP averages gradients over ranks; the weights have already divided by everything.
+            (loss * self.data_parallel_world_size).backward()
+            loss_sum += loss.detach().double().cpu()
+        lr = float(optimizer.param_groups[0]["lr"])
+        grad_norm, skipped = self._optimizer_step(optimizer)
+        return {
+            "loss": self.all_reduce_stats({"loss": float(loss_sum)})["loss"],
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "update_skipped": float(skipped),
+            "n_mbs": float(len(micro_batches)),
+            "n_tokens": float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy)),
+        }
+
+    def _optimizer_step(self, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+        assert self.config.optimizer is not None
+        grad_norm = clip_grad_norm(self.model, self.config.optimizer.gradient_clipping)
+        skipped = not torch.isfinite(torch.tensor(grad_norm))
+        if skipped:
+            self.counters.skipped_steps += 1
+            logger.warning("gradient norm is %s: update skipped (%d so far)", grad_norm, self.counters.skipped_steps)
+        else:
+            optimizer.step()
+            self.counters.optimizer_steps += 1
+            self.counters.steps_since_schedule += 1
+        optimizer.zero_grad()
+        return grad_norm, bool(skipped)
+
+    @torch.no_grad()
+    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
+        """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
+        self.eval()
+        micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
+        losses = [
+            self._weighted_loss(mb, weight / total, loss_fn) for mb, weight in zip(micro_batches, weights, strict=True)
+        ]
+        loss = sum(float(loss) for loss in losses)
+        return torch.tensor(self.all_reduce_stats({"loss": loss})["loss"])
+
+    @torch.no_grad()
+    def forward_batch(
+        self, batch: Batch, post_fn: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Per-token results in evaluation mode.
+
+        Args:
+            batch: this rank's share.
+            post_fn: ``(output, micro_batch) -> [tokens]``; default: log-probabilities of the tokens (actor, see
+                `token_logprobs`) or values (critic).
+
+        Returns:
+            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding.
+        """
+        self.eval()
+        post_fn = post_fn or self._default_post_fn
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
+        outputs = []
+        for mb in micro_batches:
+            mb = mb.to(self.device)
+            outputs.append(post_fn(self._forward(mb), mb.data).float())
+        batch_size, seqlen = batch["input_ids"].shape
+        return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
+
+    def _default_post_fn(self, output: torch.Tensor, data: Batch) -> torch.Tensor:
+        if self.config.is_critic:
+            return output
+        return token_logprobs(output, data["input_ids"], data["cu_seqlens"], self.config.temperature)[0]
+
+    def _prepare(self, batch: Batch, loss_weight_fn: LossWeightFn) -> tuple[list[MicroBatch], list[float], float]:
+        """Micro-batches on the device, the weight of each, and the weight of the whole batch over all ranks."""
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
+        weights = [0.0 if mb.is_dummy else float(loss_weight_fn(mb.data)) for mb in micro_batches]
+        total = self.all_reduce_stats({"weight": sum(weights)})["weight"]
+        if not total > 0:
+            raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
+        return [mb.to(self.device) for mb in micro_batches], weights, total
+
+    def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
+        output = self._forward(mb)
+        if share == 0:  # nothing counts here, but the backward must still take part in its collectives
+            return (output * 0.0).sum()
+        return loss_fn(output, mb.data) * share
+
+    def _forward(self, mb: MicroBatch) -> torch.Tensor:
+        return model_output(self.model, mb, packed=self.config.pack_sequences)
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the schedule by one; not when every update since the last call was skipped."""
+        if self.lr_scheduler is not None and self.counters.steps_since_schedule > 0:
+            self.lr_scheduler.step()
+            self.counters.steps_since_schedule = 0
+
+    def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sum each named number over the data-parallel ranks, in float64."""
+        return reduce_stats(sums, self.control_group)
+
+    # Save and load
+
+    def dcp_state(self, with_optim: bool = True) -> DCPState:
+        """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
+        if not with_optim:
+            return DCPState(self.model)
+        return DCPState(self.model, self._require_optimizer(), self.lr_scheduler, self.counters)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.
+
+        Raises:
+            ConfigError: the format is unknown, or cannot hold what is asked.
+            CheckpointExistsError: the folder exists.
+            CheckpointWriteError: any rank could not write.
+        """
+        self._check_meta(meta)
+        match meta.weight_format:
+            case "dcp":
+                self._save_to_dcp(meta)
+            case "hf":
+                self._save_to_hf(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Load a checkpoint; nothing changes unless all of it is sound and fits on every rank.
+
+        Raises:
+            ConfigError: the format is unknown, or cannot hold what is asked.
+            CheckpointError: see `load_dcp` and `load_hf`.
+        """
+        self._check_meta(meta)
+        match meta.weight_format:
+            case "dcp":
+                self._load_from_dcp(meta)
+            case "hf":
+                self._load_from_hf(self.model, meta.path)
+
+    def _check_meta(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format not in ("dcp", "hf"):
+            raise ConfigError(f"weight_format is {meta.weight_format!r}; expected 'dcp' or 'hf'")
+        if meta.weight_format == "hf" and meta.with_optim:
+            raise ConfigError("weight_format 'hf' holds weights only; use 'dcp', or with_optim=False")
+        if meta.with_optim:
+            self._require_optimizer()
+
+    def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
+        save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+
+    def _load_from_dcp(self, meta: SaveLoadMeta) -> None:
+        load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+
+    def _save_to_hf(self, meta: SaveLoadMeta) -> None:
+        save_hf(
+            self.model,
+            meta.path,
+            group=self.control_group,
+            tokenizer=meta.tokenizer,
+            processor=meta.processor,
+            base_model_path=meta.base_model_path,
+        )
+
+    def _load_from_hf(self, model: PreTrainedModel, path: str) -> None:
+        missing, unexpected = (), ()
+        if self.config.is_critic:  # may start from a causal LM: the value head keeps what it has, the LM head is left
+            missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
+            unexpected = ["lm_head.*"]
+        load_hf(model, path, group=self.control_group, allow_missing=missing, allow_unexpected=unexpected)
+
+    # Versions and publishing
+
+    def set_version(self, version: int) -> None:
+        """Say which version of the policy the weights now are."""
+        self.counters.version = version
+
+    def get_version(self) -> int:
+        """The version of the policy the weights are."""
+        return self.counters.version
+
+    def connect_engine(self, servers: Sequence[InferenceServer], meta: WeightUpdateMeta) -> None:
+        """Name the servers that `update_weights` tells; rank 0's are used."""
+        self._servers, self._update_meta = servers, meta
+
+    def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
+        """Publish the weights as ``meta.version`` (or the engine's own) and wait until every server confirms it.
+
+        Raises:
+            ConfigError: neither given a meta nor connected.
+            CheckpointWriteError: any rank could not write; no server was told.
+            PublishError: a server serves another version than it was told to.
+        """
+        meta = meta or self._update_meta
+        if meta is None:
+            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        version = self.get_version() if meta.version is None else meta.version
+        publish_weights(self.model, meta, version, self._servers, self.control_group, self.config.path)
+
+    def _require_groups(self) -> Any:
+        if self._groups is None:
+            raise ConfigError("the engine has no process group; call create_process_group first")
+        return self._groups
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise CheckpointMismatchError("the engine has no optimizer (config key 'optimizer' is null)")
+        return self.optimizer

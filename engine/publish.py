@@ -1,0 +1,91 @@
+"""Hand each version of the weights to the inference servers: complete on disk first, then told, then confirmed.
+
+A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
+Rank 0 then tells every server and takes its word for the version it serves. Older versions go only after that, because
+a server may still be reading one; versions newer than the one published belong to a life that ended in a crash, and go
+first.
+"""
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ..utils.distributed import gather_objects, get_rank, rank_zero_decides
+from ..utils.errors import PublishError
+from ..utils.files import remove_folder
+from ..utils.logging import get_logger
+from ..utils.manifest import seal_files, write_manifest
+from ..utils.staging import staged_folder
+from .api import InferenceServer, WeightUpdateMeta
+from .hf_checkpoint import write_hf
+
+logger = get_logger(__name__)
+
+_VERSION = re.compile(r"v(\d{8,})")
+
+
+def version_path(root: str | os.PathLike[str], version: int) -> Path:
+    """The folder of a version: ``<root>/v00000121``."""
+    return Path(root) / f"v{version:08d}"
+
+
+def published_versions(root: str | os.PathLike[str]) -> list[int]:
+    """The complete versions under ``root``, oldest first; none when there is no such folder."""
+    if not Path(root).is_dir():
+        return []
+    return sorted(int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry)))
+
+
+def publish_weights(
+    model: PreTrainedModel,
+    meta: WeightUpdateMeta,
+    version: int,
+    servers: Sequence[InferenceServer],
+    group: dist.ProcessGroup | None = None,
+    base_model_path: str | None = None,
+) -> Path:
+    """Write the weights as ``version``, have every server load them, and retire old versions; all ranks call it.
+
+    Args:
+        model: sharded model.
+        meta: where to, and how many versions stay.
+        version: what the servers must confirm.
+        servers: told one after the other by rank 0; other ranks' are not used.
+        group: control group.
+        base_model_path: folder whose tokenizer and other files go along.
+
+    Raises:
+        CheckpointWriteError: any rank could not write; no server was told.
+        PublishError: a server confirmed another version.
+    """
+    started = time.monotonic()
+    final = version_path(meta.path, version)
+    rank_zero_decides(lambda: _retire(meta.path, [v for v in published_versions(meta.path) if v >= version]), group)
+    with staged_folder(final, group) as staging:
+        names = write_hf(model, staging, group=group, base_model_path=base_model_path)
+        entries = gather_objects(seal_files(staging, names), group)
+        if get_rank(group) == 0:
+            write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
+    rank_zero_decides(lambda: _tell(servers, final, version), group)
+    rank_zero_decides(lambda: _retire(meta.path, published_versions(meta.path)[: -meta.keep]), group)
+    logger.info("published weight version %d to %s in %.3f s", version, final, time.monotonic() - started)
+    return final
+
+
+def _tell(servers: Sequence[InferenceServer], path: Path, version: int) -> None:
+    for server in servers:
+        served = server.update_weights_from_disk(str(path), version)
+        if served != version:
+            raise PublishError(
+                f"{server!r} serves version {served!r} after it was told to load version {version} of {path}"
+            )
+
+
+def _retire(root: str, versions: Sequence[int]) -> None:
+    for version in versions:
+        remove_folder(version_path(root, version))

@@ -1,0 +1,334 @@
+"""The engine against an unsharded, padded reference; its schedule, its skipped steps, its save and load."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
+
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelStrategy,
+    SaveLoadMeta,
+    TrainEngineConfig,
+)
+from holdfast.engine.api import Batch
+from holdfast.engine.rl.logprobs import token_logprobs
+from holdfast.utils.errors import BatchError, CheckpointMismatchError, ConfigError, HoldfastError, PeerError
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.helpers import run_ranks
+
+SPEC = FinetuneSpec(total_train_epochs=2, dataset_size=20, train_batch_size=2)
+LENGTHS = (5, 1, 9, 3, 7, 2, 6, 4)
+
+
+def make_engine(path: str | Path, **changes: Any) -> Any:
+    optimizer = changes.pop("optimizer", OptimizerConfig(lr=1e-2, gradient_clipping=1e9))
+    engine = FSDPEngine(TrainEngineConfig(path=str(path), dtype="float32", optimizer=optimizer, **changes))
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    return engine
+
+
+def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, masked_rows: tuple[int, ...] = ()) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
+    loss_mask = mask & (torch.rand(shape, generator=generator) < 0.8)
+    loss_mask[list(masked_rows)] = False
+    return {
+        "input_ids": torch.randint(0, 15, shape, generator=generator) * mask,
+        "attention_mask": mask.long(),
+        "loss_mask": loss_mask.long(),
+    }
+
+
+def rows(batch: Batch, part: slice) -> Batch:
+    return {key: tensor[part] for key, tensor in batch.items()}
+
+
+def nll(logits: torch.Tensor, mb: Batch) -> torch.Tensor:
+    logprobs = token_logprobs(logits, mb["input_ids"], mb["cu_seqlens"], 1.0)[0]
+    return -(logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
+
+
+def loss_tokens(mb: Batch) -> torch.Tensor:
+    return mb["loss_mask"].sum()
+
+
+def reference(model: PreTrainedModel, batch: Batch) -> tuple[float, torch.Tensor]:
+    """Loss over the padded batch, with gradients left in ``model``, and token-aligned log-probabilities."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logprobs = torch.zeros(batch["input_ids"].shape)
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    logprobs = torch.cat([logprobs[:, :1], picked * batch["attention_mask"][:, 1:]], dim=1)
+    mask = batch["loss_mask"].clone()
+    mask[:, 0] = 0
+    loss = -(logprobs * mask).sum() / mask.sum()
+    model.zero_grad()
+    loss.backward()
+    return float(loss), logprobs.detach()
+
+
+def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Filled with whole gradients just before the next optimizer step."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    def hook(*_: Any) -> None:
+        for name, param in engine.model.named_parameters():
+            gradients[name] = param.grad.full_tensor().clone()
+
+    engine.optimizer.register_step_pre_hook(hook)
+    return gradients
+
+
+def whole(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    tensors = engine.dcp_state().live_tensors()
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+SPLITS = {
+    "one micro-batch": MicroBatchSpec(n_mbs=1),
+    "two micro-batches": MicroBatchSpec(n_mbs=2),
+    "five micro-batches": MicroBatchSpec(n_mbs=5, packing_algorithm="kk"),
+    "at most 8 tokens": MicroBatchSpec(max_tokens_per_mb=8),
+}
+
+
+def _gradients_of_every_cut(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    results = {}
+    for packed in (True, False):
+        engine = make_engine(
+            folder,
+            pack_sequences=packed,
+            gradient_checkpointing=not packed,
+            optimizer=OptimizerConfig(type="sgd", lr=0.0),
+        )
+        engine.config.optimizer.gradient_clipping = 1e9
+        gradients = capture_gradients(engine)
+        for masked in ((), (0, 1, 2, 3)):  # the second: everything that rank 0 of 2 has
+            batch = make_batch(masked_rows=masked)
+            share = rows(batch, slice(rank * 8 // world_size, (rank + 1) * 8 // world_size))
+            expected, _ = reference(ref, batch)
+            for name, spec in SPLITS.items():
+                engine.config.mb_spec = spec
+                stats = engine.train_batch(share, nll, loss_tokens)
+                key = f"{name}, packed {packed}, masked {masked}"
+                results[key] = (stats, {n: (gradients[n] - p.grad).abs().max() for n, p in ref.named_parameters()})
+                assert abs(stats["loss"] - expected) < 1e-5, (key, stats, expected)
+                assert abs(float(engine.eval_batch(share, nll, loss_tokens)) - expected) < 1e-5
+                norm = torch.stack([p.grad.norm() for p in ref.parameters()]).norm()
+                assert abs(stats["grad_norm"] - float(norm)) < 1e-4
+    return {key: (stats["n_mbs"], {n: float(d) for n, d in diffs.items()}) for key, (stats, diffs) in results.items()}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_model_folder(folder, tiny_qwen3())
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_does_not_depend_on_how_the_batch_was_cut(qwen3: Path, world_size: int) -> None:
+    for result in run_ranks(_gradients_of_every_cut, world_size, str(qwen3)):
+        assert len(result) == 4 * len(SPLITS)
+        for key, (n_mbs, differences) in result.items():
+            assert max(differences.values()) < 2e-6, (key, differences)
+            if key.startswith("five"):
+                assert n_mbs == 5
+
+
+def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
+    engine = make_engine(folder, mb_spec=MicroBatchSpec(n_mbs=3))
+    assert (engine.data_parallel_rank, engine.data_parallel_world_size) == (rank, world_size)
+    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = make_batch()
+    _, expected = reference(ref, batch)
+    share = slice(0, 1) if rank == 0 else slice(1, 8)  # ragged: one sequence against seven
+    logprobs = engine.forward_batch(rows(batch, share))
+    assert logprobs.shape == expected[share].shape
+    assert torch.allclose(logprobs, expected[share], atol=1e-5)
+    before = whole(engine)
+    for bad, words in (
+        ({}, "input_ids"),
+        (rows(batch, slice(0, 0)), "empty"),
+        ({**batch, "loss_mask": batch["loss_mask"][:, :-1]}, "loss_mask"),
+        ({**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}, "no token"),
+    ):
+        # Only rank 1 has the bad batch; rank 0 must not hang in a collective.
+        with pytest.raises(BatchError if rank == 1 else PeerError, match=words):
+            engine.train_batch(bad if rank == 1 else batch, nll, loss_tokens)
+    with pytest.raises(BatchError, match="no token of the batch counts"):
+        engine.train_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, nll, loss_tokens)
+    assert same(whole(engine), before)
+
+
+def test_log_probabilities_equal_the_reference_and_bad_batches_change_nothing(qwen3: Path) -> None:
+    run_ranks(_forward_and_edges, 2, str(qwen3))
+
+
+def _poison(logits: torch.Tensor, mb: Batch) -> torch.Tensor:
+    return nll(logits, mb) * float("nan")
+
+
+def _skipped_steps(rank: int, world_size: int, folder: str) -> None:
+    config = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
+    engine = make_engine(folder, optimizer=config)
+    batch = rows(make_batch(), slice(rank * 4, rank * 4 + 4))
+    stats = engine.train_batch(batch, nll, loss_tokens)
+    assert (stats["lr"], stats["update_skipped"]) == (1e-2, 0.0)
+    engine.step_lr_scheduler()
+    before = whole(engine)
+    # Only rank 1 computes a NaN; both skip, and the schedule stays.
+    stats = engine.train_batch(batch, _poison if rank == 1 else nll, loss_tokens)
+    engine.step_lr_scheduler()
+    assert stats["update_skipped"] == 1.0
+    assert engine.counters.skipped_steps == 1
+    assert engine.counters.optimizer_steps == 1
+    assert same(whole(engine), before)
+    stats = engine.train_batch(batch, nll, loss_tokens)
+    assert stats["lr"] == pytest.approx(1e-2 * (1 - 1 / 20))
+    assert not same(whole(engine), before)
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_counted_and_does_not_advance_the_schedule(
+    qwen3: Path,
+) -> None:
+    run_ranks(_skipped_steps, 2, str(qwen3))
+
+
+def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
+    batch = rows(make_batch(), slice(rank * 4, rank * 4 + 4))
+    engine = make_engine(folder)
+    engine.train_batch(batch, nll, loss_tokens)
+    engine.step_lr_scheduler()
+    engine.set_version(7)
+    engine.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
+    engine.save(SaveLoadMeta(f"{out}/hf", "hf", with_optim=False, base_model_path=folder))
+    saved = whole(engine)
+    engine.train_batch(batch, nll, loss_tokens)
+    after = whole(engine)
+    other = make_engine(folder)
+    other.load(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
+    assert same(whole(other), saved)
+    assert (other.get_version(), other.counters.optimizer_steps) == (7, 1)
+    other.train_batch(batch, nll, loss_tokens)
+    assert same(whole(other), after)
+    from_hf = make_engine(f"{out}/hf", optimizer=None)
+    weights = {n: t.full_tensor() for n, t in from_hf.model.state_dict().items()}
+    assert all(torch.equal(weights[n.removeprefix("model.")], t) for n, t in saved.items() if n.startswith("model."))
+    with pytest.raises(ConfigError, match="'torch'; expected 'dcp' or 'hf'"):
+        engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))
+    with pytest.raises(ConfigError, match="weights only"):
+        engine.save(SaveLoadMeta(f"{out}/x", "hf", with_optim=True))
+    with pytest.raises(CheckpointMismatchError, match="no optimizer"):
+        from_hf.load(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
+    from_hf.load(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=False))
+    loaded = AutoModelForCausalLM.from_pretrained(f"{out}/hf", dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[n], t) for n, t in weights.items())
+
+
+def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(qwen3: Path, tmp_path: Path) -> None:
+    run_ranks(_save_and_load, 2, str(qwen3), str(tmp_path))
+
+
+def _draw_from_scratch(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    drawn = {}
+    for name, critic in (("actor", False), ("critic", True)):
+        engine = make_engine(folder, init_from_scratch=True, is_critic=critic, seed=3)
+        drawn |= {f"{name}.{n}": t.full_tensor() for n, t in engine.model.state_dict().items()}
+        assert all(torch.isfinite(b).all() for b in engine.model.buffers())
+        engine.destroy()
+        engine.create_process_group()
+    critic = make_engine(folder, is_critic=True)
+    values = critic.forward_batch(make_batch())
+    assert values.shape == (8, 9)
+    assert values.abs().sum() > 0
+    return drawn
+
+
+def test_weights_drawn_from_a_seed_are_the_same_at_every_world_size(tmp_path: Path) -> None:
+    for name, config in {
+        "qwen3": tiny_qwen3(tied=False),
+        "gpt2": GPT2Config(vocab_size=15, n_positions=64, n_embd=32, n_layer=2, n_head=4),
+    }.items():
+        write_model_folder(tmp_path / name, config)
+        runs = [run_ranks(_draw_from_scratch, world_size, str(tmp_path / name))[0] for world_size in (1, 2)]
+        assert same(runs[0], runs[1])
+        spread = [t.std() for n, t in runs[0].items() if t.dim() == 2 and n.startswith("actor.")]
+        assert all(0.002 < float(std) < 0.05 for std in spread), spread
+        assert len({float(std) for std in spread}) == len(spread), spread
+
+
+def _lifecycle(rank: int, world_size: int, folder: str) -> None:
+    engine = make_engine(folder)
+    engine.destroy()
+    engine.destroy()
+    assert dist.is_initialized()  # the group was not the engine's own
+    with pytest.raises(ConfigError, match="no model"):
+        engine.train()
+    with pytest.raises(ConfigError, match="create_process_group first"):
+        engine.initialize(None, SPEC)
+    with pytest.raises(ConfigError, match="data_parallel_size is 5, but 2 rank"):
+        engine.create_process_group(ParallelStrategy(data_parallel_size=5))
+    dist.destroy_process_group()
+    engine = FSDPEngine(TrainEngineConfig(path=folder))
+    os.environ.pop("RANK")
+    engine.create_process_group()  # a world of one, the engine's own
+    engine.initialize(None, SPEC)
+    assert engine.data_parallel_world_size == 1
+    engine.destroy()
+    assert not dist.is_initialized()
+
+
+def test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone(qwen3: Path) -> None:
+    run_ranks(_lifecycle, 2, str(qwen3))
+
+
+def _destroy_after_a_peer_died(rank: int, world_size: int, folder: str) -> None:
+    engine = make_engine(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((RuntimeError, HoldfastError)):
+        while True:
+            engine.train_batch(make_batch(), nll, loss_tokens)
+    engine.destroy()
+    print("destroyed", flush=True)
+
+
+@pytest.mark.timeout(60)
+def test_destroy_does_not_hang_when_a_peer_has_died(qwen3: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="rank 1\nthe process died") as caught:
+        run_ranks(_destroy_after_a_peer_died, 2, str(qwen3), timeout_s=40)
+    assert "rank 0" not in str(caught.value)
+    assert "did not answer" not in str(caught.value)
+
+
+def _bad_models(rank: int, world_size: int, folder: str) -> None:
+    with pytest.raises(ConfigError, match="'path' is '/nowhere'; expected a folder with"):
+        make_engine("/nowhere")
+    with pytest.raises(ConfigError, match="'NoSuchBlock'"):
+        engine = FSDPEngine(TrainEngineConfig(path=folder))
+        engine.config.fsdp.transformer_layer_cls_to_wrap = ["NoSuchBlock"]
+        engine.create_process_group()
+        engine.initialize(None, SPEC)
+    with pytest.raises(ConfigError, match="cannot be built"):
+        make_engine(folder, attn_impl="flash_attention_9")
+
+
+def test_a_model_that_cannot_be_built_says_which_key_is_wrong(qwen3: Path) -> None:
+    run_ranks(_bad_models, 1, str(qwen3))
