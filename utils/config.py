@@ -51,7 +51,7 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
     except (YAMLError, OSError) as error:
-        raise ConfigError(f"{source} cannot be read as a YAML mapping: {error}") from error
+        raise ConfigError(f"{source} is not YAML with a mapping of keys: {error}") from error
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:

@@ -269,7 +269,7 @@ def test_weights_drawn_from_a_seed_are_the_same_at_every_world_size(tmp_path: Pa
         write_model_folder(tmp_path / name, config)
         runs = [run_ranks(_draw_from_scratch, world_size, str(tmp_path / name))[0] for world_size in (1, 2)]
         assert same(runs[0], runs[1])
-        spread = [t.std() for n, t in runs[0].items() if t.dim() == 2 and n.startswith("actor.")]
+        spread = [t.std() for n, t in runs[0].items() if t.dim() == 2 and n.startswith("actor.") and "lm_head" not in n]
         assert all(0.002 < float(std) < 0.05 for std in spread), spread
         assert len({float(std) for std in spread}) == len(spread), spread
 
