@@ -50,6 +50,8 @@ ERROR_GRACE_S = 1.0
 """How long after a rank's error others may still turn out to be dead, or answer."""
 LOSS_GRACE_S = 0.2
 """How long after a death others that died with it may be reported, so that all of them are named."""
+RAY_KILL_S = 0.3
+"""How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
 KILL_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone; a process stuck in a device driver can take that long."""
 
@@ -417,7 +419,9 @@ class WorkerGroup:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        for process in self._local_processes():  # Ray needs 5 s for one that is stopped
+        if not _still_alive(self._local_processes(), RAY_KILL_S):
+            return
+        for process in self._local_processes():
             process.kill()
         if left := _still_alive(self._local_processes(), KILL_TIMEOUT_S):
             raise HoldfastError(

@@ -24,6 +24,7 @@ def start_ray(num_cpus: int = 4) -> None:
     """Start a local Ray whose workers can import ``tests``; its files stay under Ray's own short temporary folder."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
+        address="local",
         num_cpus=num_cpus,
         object_store_memory=SMALLEST_STORE_BYTES,
         include_dashboard=False,
@@ -71,6 +72,7 @@ class Worker:
     def __init__(self, base: int = 0) -> None:
         self.base = base
         self.constructed_on = threading.get_ident()
+        self.stubborn = False
 
     def describe(self) -> dict[str, object]:
         """How the process was set up."""
@@ -100,6 +102,15 @@ class Worker:
     def reduce_except(self, absent: int) -> float | None:
         """A collective that one rank never joins."""
         return self.idle() if dist.get_rank() == absent else self.reduce()
+
+    def refuse_to_end(self) -> None:
+        """From now on ``destroy`` takes longer than anybody waits."""
+        self.stubborn = True
+
+    def destroy(self) -> None:
+        """What `WorkerGroup.shutdown` calls."""
+        if self.stubborn:
+            self.idle()
 
     def idle(self) -> None:
         """Much longer than any test."""
@@ -131,11 +142,3 @@ class Server:
         if path == "raise":
             raise UserBugError("no such folder")
         return version
-
-
-class StubbornServer(Server):
-    """One whose end takes longer than anybody waits."""
-
-    def destroy(self) -> None:
-        """Never return."""
-        time.sleep(600)

@@ -13,12 +13,11 @@ import pytest
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from holdfast.engine.worker_group import RemoteServer, WorkerGroup, WorkerResources, place
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.ray_helpers import (
     ROOT,
     Server,
-    StubbornServer,
     UserBugError,
     Worker,
     kill_after,
@@ -101,8 +100,11 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
         group.call_all("add", per_rank=[(1,)])
     assert group.call_all("reduce") == [2.0, 2.0]
 
+    group.call_all("refuse_to_end")
+    start = time.monotonic()
+    group.shutdown(timeout_s=0.5)
     group.shutdown()
-    group.shutdown()
+    assert 0.5 < time.monotonic() - start < 2
     assert not any(running(pid) for pid in group.pids())
     with pytest.raises(HoldfastError):
         group.call_all("add")
@@ -144,28 +146,28 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
     assert_lost(pair, [1], call, moment, r"no answer to add\(\) within 0.5 s")
 
 
-def test_ctrl_c_while_waiting_reaches_the_caller(pair: WorkerGroup) -> None:
+def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
+    group = WorkerGroup(Worker, process_group=False)
     kill_after(0.3, os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        pair.call_all("idle")
+        group.call_all("idle")
     start = time.monotonic()
-    pair.shutdown()
+    group.shutdown()
     assert time.monotonic() - start < 1
-    assert not any(running(pid) for pid in pair.pids())
+    assert not any(running(pid) for pid in group.pids())
 
 
-def test_an_error_in_the_constructor_is_raised_and_leaves_nothing(placement: PlacementGroup) -> None:
+def test_an_error_in_the_constructor_keeps_its_type(placement: PlacementGroup) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        WorkerGroup(Worker, world_size=2, placement_group=placement, colour="red")
-    group = WorkerGroup(Worker, world_size=2, placement_group=placement)
-    assert group.call_all("add", 1) == [1, 1]
-    group.kill()
+        WorkerGroup(Worker, placement_group=placement, colour="red")
 
 
-def test_a_remote_server_answers_and_its_death_is_a_loss_of_its_own_group(pair: WorkerGroup) -> None:
+def test_a_remote_server_answers_or_raises_and_its_death_is_a_loss_of_its_own_group(pair: WorkerGroup) -> None:
     rollout = WorkerGroup(Server, name="rollout", process_group=False)
     server = rollout.server()
     assert pair.call_all("publish", server, "weights/v7", 7) == [7, None]
+    with pytest.raises(UserBugError, match="no such folder"):
+        server.update_weights_from_disk("raise", 8)
     with pytest.raises(WorkerLost, match=r"within 0.3 s") as timed_out:
         rollout.server(timeout_s=0.3).update_weights_from_disk("hang", 8)
     assert (timed_out.value.group, timed_out.value.ranks) == ("rollout", [0])
@@ -178,17 +180,6 @@ def test_a_remote_server_answers_and_its_death_is_a_loss_of_its_own_group(pair: 
     assert (caught.value.group, caught.value.ranks) == ("rollout", [0])
     assert not any(running(pid) for pid in pair.pids())
     rollout.shutdown()
-
-
-def test_a_remote_servers_own_error_keeps_its_type_and_a_slow_end_is_cut_short() -> None:
-    rollout = WorkerGroup(StubbornServer, name="rollout", process_group=False)
-    server: RemoteServer = rollout.server()
-    with pytest.raises(UserBugError, match="no such folder"):
-        server.update_weights_from_disk("raise", 1)
-    start = time.monotonic()
-    rollout.shutdown(timeout_s=0.5)
-    assert time.monotonic() - start < 2
-    assert not any(running(pid) for pid in rollout.pids())
 
 
 def test_resources_that_cannot_be_had_are_named() -> None:
