@@ -207,7 +207,7 @@ def _write_small_files(
     config = copy.deepcopy(model.config)
     config.dtype = str(file_dtype(model.dtype, dtype)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    for part in (config, config.get_text_config()):
+    for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
             part.use_cache = True  # training turns it off; servers want it
     if model.is_remote_code():

@@ -129,7 +129,7 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
 
     Raises:
         CheckpointMismatchError: tensors share memory without being declared as tied, adapters or quantized weights are
-            present, or an entry of the ``state_dict`` is not a tensor.
+            present, or an entry of the ``state_dict`` is not a tensor with memory.
     """
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointMismatchError(
@@ -138,6 +138,8 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
     state = model.state_dict()
     if strange := next((key for key, value in state.items() if not isinstance(value, torch.Tensor)), None):
         raise CheckpointMismatchError(f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor")
+    if empty := next((key for key, value in state.items() if value.is_meta), None):
+        raise CheckpointMismatchError(f"{empty} is on the meta device; give it memory with to_empty() first")
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(key, None)
     owners: dict[int, list[str]] = {}

@@ -1,5 +1,6 @@
 """Sharded export and import against ``save_pretrained`` of the same model unsharded, at 1, 2 and 3 ranks."""
 
+import importlib
 import os
 import resource
 import shutil
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from holdfast.engine.hf_checkpoint import full_state_dict, save_hf, write_hf
 from holdfast.engine.hf_import import load_hf
-from holdfast.utils.errors import CheckpointWriteError, PeerError
+from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.helpers import run_ranks
 
@@ -120,8 +121,21 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
         (root / "staged").mkdir()
     dist.barrier()
     messages["named"] = " ".join(write_hf(model, root / "staged", tokenizer=_tokenizer(), max_shard_size_bytes=8000))
+    _between_forwards(root)
     _other_placements(root)
     return messages
+
+
+def _between_forwards(root: Path) -> None:
+    """After a forward, FSDP2 still has the root's parameters gathered: neither call may see or keep that copy."""
+    ids = torch.arange(14).view(2, 7)
+    model, other = sharded(tiny_model("llama")), sharded(tiny_model("llama", seed=1))
+    with torch.no_grad():
+        expected = model(ids).logits
+        save_hf(model, root / "after_forward")
+        assert not torch.equal(other(ids).logits, expected)
+        load_hf(other, root / "after_forward")
+        assert torch.equal(other(ids).logits, expected)
 
 
 def _other_placements(root: Path) -> None:
@@ -239,3 +253,31 @@ def test_write_hf_names_every_file_on_exactly_one_rank(reports: list[dict[str, s
 def test_column_shards_and_replicated_meshes_export_and_import_the_same(reports: object, root: Path) -> None:
     assert _contents(root / "columns") == _contents(root / "reference" / "plain" / "qwen3_moe")
     assert _contents(root / "hybrid") == _contents(root / "reference" / "plain" / "qwen3_tied")
+
+
+def test_gathered_parameters_of_a_forward_are_neither_saved_nor_kept(reports: object, root: Path) -> None:
+    assert _contents(root / "after_forward") == _contents(root / "reference" / "plain" / "llama")
+
+
+def test_custom_code_of_the_model_is_exported_as_save_pretrained_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny_custom_llama.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass TinyCustomLlama(LlamaForCausalLM):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = importlib.import_module("tiny_custom_llama").TinyCustomLlama
+    custom.register_for_auto_class("AutoModelForCausalLM")
+    model = custom(tiny_model("llama").config)
+    save_hf(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert _contents(tmp_path / "ours") == _contents(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "tiny_custom_llama.py").is_file()
+
+
+def test_model_without_memory_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_model("llama").config)
+    with pytest.raises(CheckpointMismatchError, match=r"embed_tokens\.weight is on the meta device"):
+        save_hf(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
