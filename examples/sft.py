@@ -1,0 +1,178 @@
+"""Supervised fine-tuning under torchrun: the engine and the recovery handler in a script of one's own.
+
+    torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml trainer.save_freq=10
+
+Kill it whenever you like; the same command again goes on where the last snapshot left off and ends with the same
+bytes. (``python examples/sft.py`` is the same job on one rank.) Under torchrun *every* rank runs this script and calls
+every method; rank 0 decides for all. The ``trainer`` options mean what they mean in verl, and a run is one folder:
+
+    <trainer.default_local_dir>/
+      recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
+      hf/global_step_99/          the result, for from_pretrained
+      stats.jsonl  tensorboard/   one entry a step, each step once, however often the run was killed
+      model/                      config and tokenizer of the tiny model, when ``engine.path`` names no other
+"""
+
+import argparse
+import os
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+from copy_task import CopyPrompts, sft_collate, write_model_folder
+from transformers import AutoTokenizer
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
+from holdfast.engine.rl.sft import count_loss_tokens, sft_loss_fn
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from holdfast.utils.config import load_config, require_choice
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.logging import configure_logging
+from holdfast.utils.stats import StatsLogger
+
+
+@dataclass
+class DataConfig:
+    """The copy task's prompts."""
+
+    train_samples: int = 640
+    """Size of the dataset."""
+    train_batch_size: int = 64
+    """Samples of a step, over all ranks."""
+    seed: int = 1
+    """Seed of the samples and of their order."""
+
+
+@dataclass
+class TrainerConfig:
+    """What verl calls the trainer's options."""
+
+    default_local_dir: str = "runs/examples/sft_copy"
+    """The folder of the run."""
+    total_epochs: int = 10
+    """How often each sample is seen."""
+    save_freq: int = 20
+    """Steps between snapshots; -1 takes one at the end only."""
+    max_ckpt_to_keep: int | None = 2
+    """How many of the newest snapshots stay; null keeps all."""
+    resume_mode: str = "auto"
+    """``auto``: from the newest snapshot, if there is one. ``disable``: from step 0, in a folder without snapshots.
+    ``resume_path``: from ``resume_from_path``."""
+    resume_from_path: str | None = None
+    """A ``.../recover/global_step_N`` folder."""
+    tensorboard: bool = True
+    """Log to TensorBoard too."""
+
+    def __post_init__(self) -> None:
+        require_choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
+        if (self.resume_mode == "resume_path") != (self.resume_from_path is not None):
+            raise ConfigError(
+                f"config key 'trainer.resume_from_path' is {self.resume_from_path!r} with resume_mode "
+                f"{self.resume_mode!r}; give a path with resume_mode 'resume_path', and only then"
+            )
+
+    def recover_config(self) -> RecoverConfig:
+        """The same in Holdfast's words; the last two parts of the folder are its experiment and its trial."""
+        folder = Path(self.default_local_dir).absolute()
+        config = RecoverConfig(
+            fileroot=str(folder.parent.parent),
+            experiment_name=folder.parent.name,
+            trial_name=folder.name,
+            resume_path=self.resume_from_path,
+            freq_steps=self.save_freq if self.save_freq > 0 else None,
+            max_ckpt_to_keep=self.max_ckpt_to_keep,
+        )
+        if self.resume_mode == "disable" and any(config.recover_root.glob("global_step_*")):
+            raise ConfigError(
+                f"config key 'trainer.resume_mode' is 'disable', but {config.recover_root} holds snapshots, which are "
+                "never written over; choose another default_local_dir, or remove them"
+            )
+        return config
+
+
+@dataclass
+class SFTConfig:
+    """Everything this job can be told."""
+
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """Model, optimizer and sharding; an empty ``path`` takes the copy task's model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is learnt."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """How long, and what is kept."""
+
+
+def main(config: SFTConfig) -> None:
+    """Train to the end of the last epoch, from wherever the run is, and export."""
+    run = Path(config.trainer.default_local_dir)
+    dataset = CopyPrompts(config.data.train_samples, config.data.seed)
+    spec = FinetuneSpec(config.trainer.total_epochs, len(dataset), config.data.train_batch_size)
+    export = run / "hf" / f"global_step_{spec.total_train_steps - 1}"
+    if export.exists():
+        print(f"this run has finished: {export}", flush=True)
+        return
+    recover_config = config.trainer.recover_config()
+    if not config.engine.path:
+        config.engine.path, config.engine.init_from_scratch = str(write_model_folder(run / "model")), True
+    engine = FSDPEngine(config.engine)
+    engine.create_process_group()
+    try:
+        engine.initialize(None, spec)
+        train(engine, dataset, spec, config, RecoverHandler(recover_config, spec, group=engine.control_group))
+        tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
+        engine.save(SaveLoadMeta(str(export), "hf", with_optim=False, tokenizer=tokenizer))
+        if engine.data_parallel_rank == 0:
+            print(f"exported {export}", flush=True)
+    finally:
+        engine.destroy()
+
+
+def train(
+    engine: FSDPEngine, dataset: CopyPrompts, spec: FinetuneSpec, config: SFTConfig, handler: RecoverHandler
+) -> None:
+    """The steps that are left; `load` once before the first, `dump` after each."""
+    rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
+    loader = ResumableDataLoader(
+        dataset,
+        config.data.train_batch_size,
+        seed=config.data.seed,
+        rank=rank,
+        world_size=world_size,
+        collate_fn=sft_collate,
+    )
+    info = handler.load(engine, dataloader=loader)
+    last = None if info is None else info.last_step_info
+    step = StepInfo(0, 0, 0, spec.steps_per_epoch) if last is None else last.next()
+    logger = None
+    if rank == 0:
+        logger = StatsLogger(config.trainer.default_local_dir, tensorboard=config.trainer.tensorboard)
+        logger.resume_after(None if last is None else last.global_step)
+    for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
+        stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+        engine.step_lr_scheduler()
+        if logger is not None:
+            logger.log(step.global_step, {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")})
+        is_last = step.global_step == spec.total_train_steps - 1
+        saved = handler.dump(engine, step, dataloader=loader, force=is_last)
+        if rank == 0:
+            print(
+                f"step {step.global_step:3d}/{spec.total_train_steps} epoch {step.epoch}  loss {stats['loss']:.4f}  "
+                f"lr {stats['lr']:.2e}  grad norm {stats['grad_norm']:.3f}{'  saved' if saved else ''}",
+                flush=True,
+            )
+        step = step.next()
+    handler.wait()
+    handler.close()
+    if logger is not None:
+        logger.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Supervised fine-tuning on the copy task.")
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_copy.yaml"))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.save_freq=10")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and the arithmetic repeats exactly
+    configure_logging("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
+    main(load_config(SFTConfig, args.config, args.overrides))

@@ -1,0 +1,114 @@
+"""`examples/sft.py` under real torchrun: it learns, and SIGKILL at any moment changes nothing of what it ends with."""
+
+import random
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.stats import read_stats
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
+STEPS = 60
+OVERRIDES = ("trainer.total_epochs=6", "trainer.save_freq=7", "trainer.tensorboard=false")
+EXPORT = f"hf/global_step_{STEPS - 1}"
+
+
+def start(run: Path, ranks: int = 2, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
+    command = command if ranks > 1 else [sys.executable, str(SCRIPT)]
+    arguments = [f"trainer.default_local_dir={run}", *OVERRIDES, *overrides]
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(job: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = job.communicate(timeout=80)
+    except subprocess.TimeoutExpired:
+        kill_tree(job)
+        raise
+    assert job.returncode == 0, output
+    return output
+
+
+def kill_tree(job: subprocess.Popen[str]) -> None:
+    """SIGKILL torchrun and all that it started, at once."""
+    tree = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
+    for process in tree:
+        process.kill()
+    job.wait(timeout=20)
+    psutil.wait_procs(tree, timeout=20)
+
+
+def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: float) -> None:
+    """Kill the job ``delay_s`` after it has logged ``step``."""
+    deadline = time.monotonic() + 60
+    while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, f"the job did not reach step {step}"
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    kill_tree(job)
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.timeout(150)
+def test_a_run_killed_at_two_random_moments_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference = start(whole, 2, "trainer.tensorboard=true")
+    moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
+    print(f"killing at (step, seconds after it) {moments}")
+    for step, delay_s in moments:
+        kill_after(start(killed), killed / "stats.jsonl", step, delay_s)
+        assert not (killed / EXPORT).exists()
+    resumed = finish(start(killed))
+    finish(reference)
+
+    assert f"step   0/{STEPS}" not in resumed, resumed
+    assert tree_bytes(killed / EXPORT) == tree_bytes(whole / EXPORT)
+    stats = read_stats(whole / "stats.jsonl")
+    assert read_stats(killed / "stats.jsonl") == stats
+    assert [entry["step"] for entry in stats] == list(range(STEPS))
+    assert stats[-1]["loss"] < 0.2 * stats[0]["loss"]
+    assert list((whole / "tensorboard").glob("events.*"))
+    for run in (whole, killed):
+        kept = sorted(path.name for path in (run / "recover").iterdir())
+        assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt"]
+    assert answers(killed / EXPORT, range(0, 1000, 7)) > 0.95
+    assert "this run has finished" in finish(start(killed, 1))  # the same command on one rank: nothing left to do
+
+
+def answers(export: Path, numbers: range) -> float:
+    """Share of numbers that the exported model copies, greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model: Any = AutoModelForCausalLM.from_pretrained(export)
+    texts = [f"{number:03d}" for number in numbers]
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False) for text in texts]
+    generated = model.generate(**tokenizer(prompts, return_tensors="pt"), max_new_tokens=5)
+    completions = [tokenizer.decode(row[4:], skip_special_tokens=True) for row in generated]
+    return sum(map(str.__eq__, completions, texts)) / len(texts)
+
+
+def test_resume_mode_disable_refuses_a_folder_with_snapshots_rather_than_starting_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    trainer_config = runpy.run_path(str(SCRIPT))["TrainerConfig"]
+    config = trainer_config(default_local_dir=str(tmp_path), resume_mode="disable", save_freq=-1)
+    recover = config.recover_config()
+    assert (recover.recover_root, recover.freq_steps) == (tmp_path / "recover", None)
+    (tmp_path / "recover" / "global_step_6").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"'disable', but .* holds snapshots"):
+        config.recover_config()
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from_path"):
+        trainer_config(resume_mode="resume_path")
