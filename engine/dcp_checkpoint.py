@@ -46,11 +46,13 @@ def write_dcp(
     Raises:
         CheckpointWriteError: any rank could not write.
     """
+    with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
+        values = state.state_dict()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
     try:
         dcp.save(
-            {ROOT: state},
+            {ROOT: values},
             storage_writer=writer,
             planner=planner,
             process_group=group,
@@ -101,6 +103,11 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         given = {name.removeprefix(f"{ROOT}."): buffer.tensor for name, buffer in buffers.items()}
         _check_json(path, given)
     state.load_state_dict(given)
+
+
+def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
+    """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; reads no data, changes nothing."""
+    _buffers_for(path, state, read_metadata(path))
 
 
 class _Buffer:
