@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ..utils.config import require_choice, require_range
 
-_MODE_NAMES = {"on": "auto", "disabled": "off"}
-"""AReaL's words -> ours."""
+_MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
+"""AReaL's words -> ours, and what YAML 1.1 makes of ``on`` and ``off`` without quotes."""
 
 
 @dataclass

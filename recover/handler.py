@@ -2,8 +2,8 @@
 
 One generation holds everything a run is made of: every engine's shards, every process's generators, the data cursor,
 the step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and
-reported its files. The order of a dump is the order of `_write_generation`; the order of a load is choose and verify
-(nothing is touched before), data cursor, engines, user objects, generators.
+reported its files. The order of a dump is the order of `_write_generation`; the order of a load is choose and verify,
+compare with the engines (nothing is touched before), data cursor, engines, user objects, generators.
 """
 
 import platform
@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.distributed import get_rank
-from ..utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
+from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ..utils.files import write_durably
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, seal_files
+from ..utils.staging import as_write_error
 from .config import RecoverConfig
 from .dataloader import restore_dataloader
 from .info import INFO_NAME, RecoverInfo
@@ -31,6 +33,7 @@ from .schedule import SnapshotSchedule
 from .snapshot import (
     DATA_STATE,
     DRIVER_STATE,
+    check_rank,
     load_plain,
     pack_plain,
     read_process_state,
@@ -61,6 +64,7 @@ class RecoverHandler:
         self._group = group
         self._stateful: dict[str, Stateful] = {}
         self._run_id = uuid.uuid4().hex
+        self._resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
         self._loaded = self._closed = False
 
     def register(self, name: str, thing: Stateful) -> None:
@@ -99,18 +103,20 @@ class RecoverHandler:
             return None
         started, ranks = time.monotonic(), self._ranks(engine)
         choice = ranks.decide(self._choose)
-        self._loaded = True
         if choice is None:
-            self._run_id = ranks.decide(lambda: self._run_id)
+            self._loaded = True
             return None
         path, info = choice
+        ranks.run_all(check_rank, str(path))
         if dataloader is not None:
-            ranks.here(lambda: self._restore_data(ranks.world_size, path, dataloader))
-        ranks.run_all(read_rank, str(path))
+            ranks.here(partial(self._restore_data, ranks.n_callers, path, dataloader))
+        ranks.run_all(read_rank, str(path), info.weight_versions)
         if ranks.is_driver:
             read_process_state(path, DRIVER_STATE, self._stateful)
+        ranks.decide(partial(self._set_aside_newer, path))
         self._run_id = info.run_id
         self.schedule.mark(info.last_step_info)
+        self._loaded = True
         logger.info("resumed from %s in %.3f s", path, time.monotonic() - started)
         return info
 
@@ -162,13 +168,15 @@ class RecoverHandler:
     # Dump
 
     def _is_due(self, step_info: StepInfo, force: bool) -> bool:
+        if not (force or self.schedule.due(step_info)):
+            return False
         newest = max((generation.step for generation in self.store.generations()), default=-1)
         if newest > step_info.global_step:
             raise ConfigError(
                 f"step {step_info.global_step} is to be snapshotted, but {self.store.root} holds step {newest}: the "
                 "job went back. Start from the step after the one that load returned"
             )
-        return newest < step_info.global_step and (force or self.schedule.due(step_info))
+        return newest < step_info.global_step
 
     def _write_generation(
         self, ranks: Ranks, step_info: StepInfo, dataloader: Stateful | None
@@ -176,11 +184,12 @@ class RecoverHandler:
         step = step_info.global_step
         staging = ranks.decide(lambda: self.store.open_staging(step))
         try:
+            data = ranks.here(partial(_data_state, dataloader))  # first: asking torchdata's loader may draw a number
             written = [entry for rank in ranks.run_all(write_rank, str(staging)) for entry in rank]
             versions = ranks.run_all(weight_versions)[0]
-            data = ranks.here(lambda: _data_state(dataloader))
-            info = RecoverInfo(step_info, self._run_id, ranks.world_size, versions, self.config.resume_path)
-            return ranks.decide(lambda: self._commit(ranks, staging, info, written, data))
+            resume_path = None if self._resume_path is None else str(self._resume_path)
+            info = RecoverInfo(step_info, self._run_id, ranks.world_size, versions, resume_path)
+            return ranks.decide(partial(self._commit, ranks, staging, info, written, data))
         except BaseException:
             if ranks.is_decider:
                 self.store.discard(staging)
@@ -189,15 +198,16 @@ class RecoverHandler:
     def _commit(
         self, ranks: Ranks, staging: Path, info: RecoverInfo, written: list[FileEntry], data: Sequence[bytes | None]
     ) -> tuple[Generation, int]:
-        names = [INFO_NAME]
-        write_durably(staging / INFO_NAME, info.to_json())
+        files = {INFO_NAME: info.to_json()}
         if data[0] is not None:
             states = data[:1] if len(set(data)) == 1 else data
-            write_durably(staging / DATA_STATE, pack_plain("dataloader state", list(states)))
-            names.append(DATA_STATE)
-        entries = written + seal_files(staging, names)
-        if ranks.is_driver:
-            entries += write_process_state(str(staging), DRIVER_STATE, self._stateful)
+            files[DATA_STATE] = pack_plain("dataloader state", list(states))
+        with as_write_error(staging):
+            for name, content in files.items():
+                write_durably(staging / name, content)
+            entries = written + seal_files(staging, files)
+            if ranks.is_driver:
+                entries += write_process_state(str(staging), DRIVER_STATE, self._stateful)
         generation = self.store.commit(staging, info.last_step_info.global_step, entries, _manifest_facts(info))
         return generation, sum(entry.bytes for entry in entries)
 
@@ -206,24 +216,32 @@ class RecoverHandler:
     def _choose(self) -> tuple[Path, RecoverInfo] | None:
         """The generation to resume from, verified; runs in one process only."""
         self.store.sweep()
-        newest = self.store.newest_valid()
-        wanted = self.config.resume_path
-        if wanted is not None and (newest is None or newest[1].resume_path != wanted):
-            choice = (Path(wanted), self.store.verify(Path(wanted)))
-            self._set_aside_newer(Path(wanted))
+        newest, wanted = self.store.newest_valid(), self._resume_path
+        if wanted is not None and (newest is None or newest[1].resume_path != str(wanted)):
+            choice = (wanted, self.store.verify(wanted))
+        elif newest is not None:
+            choice = (newest[0].path, newest[1])
         else:
-            choice = None if newest is None else (newest[0].path, newest[1])
-        if choice is None and self.config.mode == "must":
-            raise CheckpointNotFoundError(f"recover.mode is 'must', but {self.store.root} has no generation to resume")
-        if choice is not None:
-            self._check_same_run(*choice)
+            self._check_fresh()
+            return None
+        self._check_same_run(*choice)
         return choice
 
-    def _set_aside_newer(self, wanted: Path) -> None:
+    def _check_fresh(self) -> None:
+        if rejected := self.store.rejected():
+            raise CheckpointCorruptError(
+                f"{self.store.root} has no usable generation left: {', '.join(path.name for path in rejected)} were "
+                "set aside. Look at them, restore a copy, or move the folder away to start from step 0"
+            )
+        if self.config.mode == "must":
+            raise CheckpointNotFoundError(f"recover.mode is 'must', but {self.store.root} has no generation to resume")
+
+    def _set_aside_newer(self, resumed: Path) -> None:
+        """What a ``resume_path`` goes back behind is no longer this run's; resuming the newest sets nothing aside."""
         for generation in self.store.generations():
-            if generation.path.resolve() == wanted.resolve():
+            if generation.path.resolve() == resumed.resolve():
                 return
-            self.store.set_aside(generation, f"superseded by resume_path {wanted.name}")
+            self.store.set_aside(generation, f"superseded by resume_path {resumed.name}")
 
     def _check_same_run(self, path: Path, info: RecoverInfo) -> None:
         saved, now = info.last_step_info.steps_per_epoch, self.ft_spec.steps_per_epoch
@@ -232,14 +250,14 @@ class RecoverHandler:
                 f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
             )
 
-    def _restore_data(self, world_size: int, path: Path, dataloader: Stateful) -> None:
+    def _restore_data(self, n_callers: int, path: Path, dataloader: Stateful) -> None:
         if not (path / DATA_STATE).exists():
             raise CheckpointMismatchError(f"{path} holds no dataloader state; was it saved without a dataloader?")
         states = unpack_plain(path / DATA_STATE)
-        if len(states) not in (1, world_size):
+        if len(states) not in (1, n_callers):
             raise CheckpointMismatchError(
-                f"{path} holds dataloader states of {len(states)} ranks, now there are {world_size}; only a "
-                "dataloader with the same state on every rank can change the number of ranks"
+                f"{path} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
+                "dataloader with the same state in each can change their number"
             )
         own = states[0] if len(states) == 1 else states[get_rank(self._group)]
         restore_dataloader(dataloader, load_plain(path / DATA_STATE, own))
@@ -248,7 +266,7 @@ class RecoverHandler:
         if isinstance(engine, RankGroup):
             return DrivenRanks(engine)
         target: RankTarget = rank_target(engine)
-        return LocalRanks(RankTarget(target.engines, self._stateful), self._group)
+        return LocalRanks(RankTarget(target.engines, target.stateful | self._stateful, self._group), self._group)
 
     def _require_open(self) -> None:
         if self._closed:

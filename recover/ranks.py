@@ -5,6 +5,7 @@ has a method for each. Under torchrun every rank calls the handler and rank 0 de
 handler, decides, and sends the ranks their part.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +39,21 @@ class RankTarget:
     """What one rank snapshots.
 
     Attributes:
-        engines: name -> engine (with ``dcp_state()``) or `DCPState`.
+        engines: name -> engine (with ``optimizer`` and ``dcp_state(with_optim=)``) or `DCPState`; a name is that of a
+            folder in a generation.
         stateful: name -> user object of this rank.
+        group: process group for engines that have none of their own; None is the default group.
     """
 
     engines: dict[str, Any]
     stateful: dict[str, Stateful] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise ConfigError("there is no engine to snapshot; pass at least one")
+        if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
+            raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
 
 
 def rank_target(holder: Any) -> RankTarget:
@@ -73,13 +83,19 @@ class LocalRanks:
     Args:
         target: what this rank snapshots.
         group: process group of the ranks (gloo); None is the default group.
+
+    Attributes:
+        world_size: number of ranks.
+        n_callers: number of processes that call the handler, each with a dataloader of its own.
+        is_driver: whether the caller is a process besides the ranks.
+        is_decider: whether decisions are made in this process.
     """
 
     is_driver = False
 
     def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
         self._target, self._group = target, group
-        self.world_size = get_world_size(group)
+        self.world_size = self.n_callers = get_world_size(group)
         self.is_decider = get_rank(group) == 0
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
@@ -106,6 +122,7 @@ class DrivenRanks:
 
     is_driver = True
     is_decider = True
+    n_callers = 1
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -5,16 +5,16 @@ is checked when it is written: an object whose state could not be read back fail
 """
 
 import io
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..engine.api import Stateful
-from ..engine.dcp_checkpoint import load_dcp, write_dcp
+from ..engine.dcp_checkpoint import check_dcp, load_dcp, write_dcp
 from ..engine.dcp_state import DCPState
 from ..utils.distributed import all_ranks_succeed, get_rank
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
@@ -22,7 +22,8 @@ from ..utils.files import write_durably
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, seal_files
 from ..utils.rng import capture_rng, derive_rng, restore_rng
-from .ranks import rank_target
+from ..utils.staging import as_write_error
+from .ranks import RankTarget, rank_target
 
 logger = get_logger(__name__)
 
@@ -44,31 +45,51 @@ def write_rank(holder: Any, staging: str) -> list[FileEntry]:
 
     Returns:
         every file this rank wrote, fsynced, named relative to ``staging``.
+
+    Raises:
+        CheckpointWriteError: this rank could not write.
+        ConfigError: a user object's state could not be read back.
+        PeerError: all is well here, but not on another rank.
     """
     target = rank_target(holder)
-    group = _control_group(next(iter(target.engines.values())))
-    with all_ranks_succeed("preparing the snapshot", group):  # nobody enters a collective save that others miss
+    group = _group(target, next(iter(target.engines.values())))
+    with all_ranks_succeed("preparing the snapshot", group), as_write_error(staging):  # a collective save needs all
         for name in target.engines:
-            os.makedirs(Path(staging) / name, exist_ok=True)
+            (Path(staging) / name).mkdir(exist_ok=True)
         entries = write_process_state(staging, rank_state_name(get_rank()), target.stateful)
     for name, engine in target.engines.items():
-        for entry in write_dcp(Path(staging) / name, _dcp_state(engine), _control_group(engine)):
+        for entry in write_dcp(Path(staging) / name, _dcp_state(engine), _group(target, engine)):
             entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
     return entries
 
 
-def read_rank(holder: Any, generation: str) -> None:
-    """Read this rank's part of a verified generation into its engines, user objects and generators; all ranks call it.
+def check_rank(holder: Any, generation: str) -> None:
+    """See that a verified generation is of this rank's engines, before any of them is touched.
 
     Raises:
-        CheckpointMismatchError: the generation is not of these engines; see `load_dcp`.
+        CheckpointMismatchError: other engines, or another model or optimizer; see `check_dcp`.
     """
     target, path = rank_target(holder), Path(generation)
     saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
     if saved != target.engines.keys():
         raise CheckpointMismatchError(f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}")
     for name, engine in target.engines.items():
-        load_dcp(path / name, _dcp_state(engine), _control_group(engine))
+        check_dcp(path / name, _dcp_state(engine))
+
+
+def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> None:
+    """Read this rank's part of a generation into its engines, user objects and generators; all ranks call it.
+
+    Args:
+        holder: see `rank_target`.
+        generation: folder that was verified, and checked with `check_rank`.
+        versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
+    """
+    target, path = rank_target(holder), Path(generation)
+    for name, engine in target.engines.items():
+        load_dcp(path / name, _dcp_state(engine), _group(target, engine))
+        if name in versions and hasattr(engine, "set_version"):
+            engine.set_version(versions[name])
     read_process_state(path, rank_state_name(get_rank()), target.stateful)
 
 
@@ -80,7 +101,7 @@ def weight_versions(holder: Any) -> dict[str, int]:
 
 def write_process_state(folder: str, name: str, stateful: Mapping[str, Stateful]) -> list[FileEntry]:
     """Write the generators of this process and its user objects as ``<folder>/<name>``."""
-    os.makedirs((Path(folder) / name).parent, exist_ok=True)
+    (Path(folder) / name).parent.mkdir(exist_ok=True)
     user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
     state = pack_plain("generators", {"rng": capture_rng(), "user": user})
     write_durably(Path(folder) / name, state)
@@ -90,19 +111,21 @@ def write_process_state(folder: str, name: str, stateful: Mapping[str, Stateful]
 def read_process_state(generation: Path, name: str, stateful: Mapping[str, Stateful]) -> None:
     """Put back what `write_process_state` wrote, generators last.
 
-    A process that the saved run did not have takes the user objects' state of rank 0 and derives its generators from
-    those of rank 0.
+    A process that the saved run did not have (a new rank; a driver after torchrun, or ranks after a driver) takes a
+    user object's state from rank 0, else from the driver, and derives its generators from those of rank 0.
     """
-    own = generation / name
-    state = unpack_plain(own if own.exists() else generation / rank_state_name(0))
-    for key in sorted(stateful.keys() | state["user"].keys()):
-        if key not in state["user"]:
-            logger.warning("%s has no state for %r; it starts anew", own, key)
-        elif key not in stateful:
-            logger.warning("%s has a state for %r, which nothing is registered for; it is ignored", own, key)
+    own, first = generation / name, generation / rank_state_name(0)
+    files = [path for path in (own, first, generation / DRIVER_STATE) if path.exists()]
+    states = {path: unpack_plain(path) for path in files}
+    for key, thing in sorted(stateful.items()):
+        source = next((path for path in files if key in states[path]["user"]), None)
+        if source is None:
+            logger.warning("%s has no state for %r; it starts anew", generation, key)
         else:
-            stateful[key].load_state_dict(load_plain(own, state["user"][key]))
-    restore_rng(state["rng"] if own.exists() else derive_rng(state["rng"], get_rank()))
+            thing.load_state_dict(load_plain(source, states[source]["user"][key]))
+    for key in sorted(states[files[0]]["user"].keys() - stateful.keys()):
+        logger.warning("%s has a state for %r, which nothing is registered for here; it is ignored", files[0], key)
+    restore_rng(states[own]["rng"] if own in states else derive_rng(states[first]["rng"], get_rank()))
 
 
 def pack_plain(what: str, value: Any) -> bytes:
@@ -139,8 +162,10 @@ def load_plain(source: Path, data: bytes) -> Any:
 
 
 def _dcp_state(engine: Any) -> DCPState:
-    return engine if isinstance(engine, DCPState) else engine.dcp_state()
+    if isinstance(engine, DCPState):
+        return engine
+    return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
 
 
-def _control_group(engine: Any) -> Any:
-    return getattr(engine, "control_group", None)
+def _group(target: RankTarget, engine: Any) -> dist.ProcessGroup | None:
+    return getattr(engine, "control_group", target.group)

@@ -16,7 +16,8 @@ from typing import Any
 from ..utils.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
 from ..utils.files import commit_folder, fsync_dir, remove_folder, replace_atomically
 from ..utils.logging import get_logger
-from ..utils.manifest import FileEntry, verify_folder, write_manifest
+from ..utils.manifest import FileEntry, check_listing, verify_folder, write_manifest
+from ..utils.staging import as_write_error
 from .info import RecoverInfo
 
 logger = get_logger(__name__)
@@ -47,20 +48,26 @@ class GenerationStore:
         """Everything that was committed and not set aside, newest first. Nothing is verified."""
         if not self.root.is_dir():
             return []
-        matches = [(entry, _GENERATION.fullmatch(entry)) for entry in os.listdir(self.root)]
-        found = [Generation(int(match[1]), self.root / entry) for entry, match in matches if match]
+        matches = [(path, _GENERATION.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
+        found = [Generation(int(match[1]), path) for path, match in matches if match]
         return sorted(found, key=lambda generation: generation.step, reverse=True)
 
     def rejected(self) -> list[Path]:
-        """What failed verification and waits for a person."""
+        """What was set aside and waits for a person."""
         return sorted(self.root.glob(".rejected-*"))
 
     def sweep(self) -> None:
-        """Remove what a killed writer left: staging folders and half-removed generations."""
-        for pattern in (".staging-*", ".retired-*"):
+        """Remove what a killed writer left: staging folders, half-removed generations, a tracker that never was.
+
+        What cannot be removed is logged and left: it costs space, not the run.
+        """
+        for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
-                shutil.rmtree(leftover)
+                try:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                except OSError as error:
+                    logger.warning("cannot remove %s: %s", leftover, error)
 
     def open_staging(self, step: int) -> Path:
         """A new hidden folder to write the generation of ``step`` into.
@@ -72,14 +79,16 @@ class GenerationStore:
         if self._final(step).exists():
             raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
-        try:
-            staging.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointWriteError(f"cannot make {staging}: {error.strerror}") from error
+        with as_write_error(staging):
+            _make_durably(self.root)
+            staging.mkdir()
         return staging
 
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
+
+        Names and sizes on disk are compared with the manifest before the rename: a generation that would be refused
+        at the next start must not become visible. The tracker is a hint, so that failing to write it fails nothing.
 
         Args:
             staging: from `open_staging`; every file in it has been fsynced by its writer.
@@ -88,15 +97,20 @@ class GenerationStore:
             facts: what else the manifest says.
 
         Raises:
-            CheckpointWriteError: the file system refused; unless only the tracker failed, nothing is visible.
+            CheckpointWriteError: the file system refused, or a rank's file is not there.
         """
         final = self._final(step)
-        try:
+        with as_write_error(final):
             write_manifest(staging, entries, facts)
+            try:
+                check_listing(staging)
+            except CheckpointCorruptError as error:
+                raise CheckpointWriteError(f"{error}; do all ranks see the same {self.root}?") from error
             commit_folder(staging, final)
-            replace_atomically(self.root / TRACKER_NAME, f"{step}\n".encode())
+        try:
+            replace_atomically(self.root / TRACKER_NAME, str(step).encode())
         except OSError as error:
-            raise CheckpointWriteError(f"cannot commit {final}: {error.strerror or error}") from error
+            logger.warning("cannot write %s: %s", self.root / TRACKER_NAME, error)
         return Generation(step, final)
 
     def discard(self, staging: Path) -> None:
@@ -107,21 +121,13 @@ class GenerationStore:
         """The newest generation whose every byte is as committed; worse ones are set aside with the reason.
 
         Returns:
-            None when nothing was ever committed here.
-
-        Raises:
-            CheckpointCorruptError: something was, but nothing of it is usable.
+            None when nothing usable is left; `rejected` tells whether there ever was something.
         """
         for generation in self.generations():
             try:
                 return generation, self.verify(generation.path)
             except CheckpointCorruptError as error:
                 self.set_aside(generation, str(error))
-        if rejected := self.rejected():
-            raise CheckpointCorruptError(
-                f"{self.root} has no usable generation left: {', '.join(path.name for path in rejected)} failed "
-                "verification. Look at them, restore a copy, or move the folder away to start from step 0"
-            )
         return None
 
     def verify(self, path: Path) -> RecoverInfo:
@@ -134,7 +140,10 @@ class GenerationStore:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no generation at {path}")
         verify_folder(path)
-        return RecoverInfo.read(path)
+        info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
+        if named and int(named[1]) != info.last_step_info.global_step:
+            raise CheckpointCorruptError(f"{path} was renamed: it holds step {info.last_step_info.global_step}")
+        return info
 
     def set_aside(self, generation: Generation, reason: str) -> Path:
         """Rename a generation so that nothing resumes from it; it stays for a person to look at."""
@@ -160,3 +169,11 @@ class GenerationStore:
 
     def _final(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
+
+
+def _make_durably(folder: Path) -> None:
+    """Make a folder and its parents, the name of each on stable storage."""
+    if not folder.is_dir():
+        _make_durably(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_dir(folder.parent)

@@ -77,11 +77,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return document | {"files": {entry.name: asdict(entry) for entry in entries}}
 
 
-def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare every file with the manifest and return the manifest.
+def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Compare names and sizes, but not contents, with the manifest and return the manifest.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
+        CheckpointCorruptError: naming the first file that is missing, extra or of another size.
     """
     root, manifest = Path(folder), read_manifest(folder)
     present, expected = set(walk_files(root)) - {MANIFEST_NAME}, manifest["files"]
@@ -93,7 +93,17 @@ def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
         size = (root / name).stat().st_size
         if size != entry["bytes"]:
             raise CheckpointCorruptError(f"{root}: {name} has {size} bytes, the manifest says {entry['bytes']}")
-    for name, entry in expected.items():
+    return manifest
+
+
+def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Compare every byte of every file with the manifest and return the manifest.
+
+    Raises:
+        CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
+    """
+    root, manifest = Path(folder), check_listing(folder)
+    for name, entry in manifest["files"].items():
         digest = file_digest(root / name)
         if digest != entry["digest"]:
             raise CheckpointCorruptError(f"{root}: {name} has digest {digest}, the manifest says {entry['digest']}")

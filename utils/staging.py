@@ -26,7 +26,7 @@ def staged_folder(final: str | os.PathLike[str], group: dist.ProcessGroup | None
     """
     staging = rank_zero_decides(lambda: _open_staging(Path(final)), group)
     try:
-        with all_ranks_succeed(f"writing {final}", group), _as_write_error(final):
+        with all_ranks_succeed(f"writing {final}", group), as_write_error(final):
             yield staging
         rank_zero_decides(lambda: _commit(staging, Path(final)), group)
     except BaseException:
@@ -39,18 +39,19 @@ def _open_staging(final: Path) -> Path:
     if os.path.lexists(final):
         raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
     staging = staging_path(final)
-    with _as_write_error(final):
+    with as_write_error(final):
         staging.mkdir(parents=True)
     return staging
 
 
 def _commit(staging: Path, final: Path) -> None:
-    with _as_write_error(final):
+    with as_write_error(final):
         commit_folder(staging, final)
 
 
 @contextmanager
-def _as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the file system says in the block into a `CheckpointWriteError` that names ``final``."""
     try:
         yield
     except OSError as error:

@@ -1,0 +1,210 @@
+"""A small training run that draws from every generator, for tests that stop it and go on."""
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
+from holdfast.engine.api import Batch, StepInfo
+from holdfast.engine.dcp_state import DCPState
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+
+SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=24, train_batch_size=4)
+FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.steps_per_epoch)
+
+
+def step_info(step: int) -> StepInfo:
+    """Step ``step`` of a run cut as `SPEC` says."""
+    epoch, epoch_step = divmod(step, SPEC.steps_per_epoch)
+    return StepInfo(epoch, epoch_step, step, SPEC.steps_per_epoch)
+
+
+def make_handler(fileroot: Path | str, **options: Any) -> RecoverHandler:
+    config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
+    return RecoverHandler(config, SPEC)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw() -> tuple[float, ...]:
+    """One number of each generator; the gaussians leave a cached half behind."""
+    return random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item(), torch.randn(1).item()
+
+
+def digest(states: Mapping[str, DCPState]) -> str:
+    """SHA-256 of every model and optimizer tensor, whole; all ranks call it."""
+    found = hashlib.sha256()
+    for name, state in sorted(states.items()):
+        for key, tensor in sorted(state.live_tensors().items()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found.update(f"{name}.{key}".encode() + whole.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Meter:
+    """A user's object: plain values and tensors."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.mean = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen), "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen, self.mean = state_dict["seen"], state_dict["mean"]
+
+
+class Tiny:
+    """Somebody else's trainer: a plain module, one process, no engine."""
+
+    def __init__(self, width: int = 3) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(width, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.state = DCPState(self.model, self.optimizer, self.scheduler)
+
+    def step(self) -> str:
+        """Train once on random numbers; the digest of everything."""
+        self.model(torch.randn(5, self.model.in_features)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return self.digest()
+
+    def digest(self) -> str:
+        return digest({"default": self.state}) + str(self.scheduler.get_last_lr())
+
+
+class Prompts(Dataset):
+    """Sample i is i."""
+
+    def __len__(self) -> int:
+        return SPEC.dataset_size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make_loader(kind: str, rank: int, world_size: int) -> Any:
+    """``own``: ours. ``torchdata``: as people write it, each rank with an order of its own."""
+    if kind == "own":
+        return ResumableDataLoader(Prompts(), 4, seed=3, rank=rank, world_size=world_size)
+    sampler = RandomSampler(Prompts(), generator=torch.Generator().manual_seed(rank))
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=sampler, collate_fn=list)
+
+
+def make_engine(path: str, **changes: Any) -> FSDPEngine:
+    optimizer = changes.pop("optimizer", OptimizerConfig(lr=1e-2, lr_scheduler_type="linear"))
+    engine = FSDPEngine(TrainEngineConfig(path=path, dtype="float32", optimizer=optimizer, **changes))
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    return engine
+
+
+def make_batch(ids: list[int]) -> Batch:
+    """Four to six tokens a sample, made of its number."""
+    lengths = torch.tensor([4 + i % 3 for i in ids])
+    mask = torch.arange(6)[None] < lengths[:, None]
+    tokens = torch.stack([(torch.arange(6) * (i + 1) + i) % 15 for i in ids])
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "loss_mask": mask.long()}
+
+
+def token_count(mb: Batch) -> torch.Tensor:
+    return mb["loss_mask"].sum()
+
+
+def square_loss(output: torch.Tensor, mb: Batch) -> torch.Tensor:
+    """Of logits or values alike."""
+    return (output - 1).square().mean()
+
+
+class Job:
+    """The ranks' part of a run: engines, and a per-rank user object."""
+
+    def __init__(self, model: str, names: tuple[str, ...] = ("default",)) -> None:
+        self.engines = {name: make_engine(model, is_critic=name == "critic") for name in names}
+        self.meter = Meter()
+        self.stateful = {"meter": self.meter}
+
+    @property
+    def engine(self) -> Any:
+        """What is given to a handler under torchrun."""
+        return self.engines if len(self.engines) > 1 else next(iter(self.engines.values()))
+
+    def train(self, ids: list[int]) -> dict[str, Any]:
+        """One step of every engine, and all there is to compare of it."""
+        stats = {}
+        for name, engine in self.engines.items():
+            stats[name] = engine.train_batch(make_batch(ids), square_loss, token_count)
+            engine.step_lr_scheduler()
+            engine.set_version(engine.get_version() + 1)
+        self.meter.seen += ids
+        self.meter.mean = self.meter.mean + torch.rand(2)
+        return {"ids": ids, "stats": stats, "draws": draw(), **self.snapshot()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything but the generators."""
+        engines = self.engines.items()
+        return {
+            "digest": digest({name: engine.dcp_state(engine.optimizer is not None) for name, engine in engines}),
+            "counters": {name: engine.counters.state_dict() for name, engine in engines},
+            "meter": (list(self.meter.seen), self.meter.mean.tolist()),
+        }
+
+
+def stream(loader: Any) -> Iterator[list[int]]:
+    """Batches of sample numbers, epoch after epoch."""
+    return chain.from_iterable(repeat(loader))
+
+
+def train_steps(job: Job, batches: Iterator[list[int]], first: int, steps: int) -> Iterator[tuple[StepInfo, Any]]:
+    """``(step info, record)`` of each step."""
+    for step in range(first, first + steps):
+        yield step_info(step), job.train(next(batches))
+
+
+def newest(fileroot: Path | str) -> Path:
+    """The newest generation's folder."""
+    root = Path(fileroot) / "e" / "t" / "recover"
+    return max(root.glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))
+
+
+def hidden(fileroot: Path | str) -> list[str]:
+    """Names of what is not a generation: staging, retired and rejected folders."""
+    return sorted(name for name in os.listdir(Path(fileroot) / "e" / "t" / "recover") if name.startswith("."))
+
+
+def run_until(root: Path, steps: int, first: int = 0, **options: Any) -> list[str]:
+    """Train steps ``first`` to ``steps - 1`` with a snapshot of each; the digest after each."""
+    handler, tiny = make_handler(root, freq_steps=1, **options), Tiny()
+    info = handler.load(tiny.state)
+    assert (info.last_step_info.next().global_step if info else 0) == first
+    digests = []
+    for step in range(first, steps):
+        digests.append(tiny.step())
+        assert handler.dump(tiny.state, step_info(step))
+    handler.wait()
+    handler.close()
+    return digests
+
+
+def names(root: Path) -> list[str]:
+    """The generations' folder names."""
+    return sorted(path.name for path in (root / "e" / "t" / "recover").glob("global_step_*"))
