@@ -26,7 +26,7 @@ from tests.ray_helpers import (
 )
 
 __all__ = ["local_ray"]
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
