@@ -15,27 +15,13 @@ from typing import Any, TypeVar
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from ..engine.worker_group import WorkerGroup, WorkerResources, place, require_ray
-from ..utils.config import require_range
 from ..utils.errors import ConfigError, RetriesExhausted, WorkerLost
 from ..utils.logging import get_logger
+from .config import RecoverConfig
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class SupervisorConfig:
-    """How often a job may be run again: ``retries`` times within any ``retry_window_s`` seconds."""
-
-    retries: int = 3
-    """Retries within the window; 0 never retries."""
-    retry_window_s: float = 3600.0
-    """Length of the window in seconds; older retries are forgotten."""
-
-    def __post_init__(self) -> None:
-        require_range("retries", self.retries, low=0)
-        require_range("retry_window_s", self.retry_window_s, low=0)
 
 
 @dataclass
@@ -71,12 +57,13 @@ class Attempt:
     Attributes:
         number: 0 for the first run.
         last_loss: what ended the attempt before this one; None in the first.
+        event: the same with its times, which go on being filled in; None in the first.
     """
 
     number: int
     last_loss: WorkerLost | None
     _placements: dict[_PlacementKey, PlacementGroup]
-    _event: RecoveryEvent | None
+    event: RecoveryEvent | None
     _groups: list[WorkerGroup] = field(default_factory=list)
 
     @property
@@ -118,9 +105,9 @@ class Attempt:
             **kwargs,
         )
         self._groups.append(group)
-        if self._event is not None:
-            self._event.rebuilt_s = time.time() - self._event.detected_at
-            logger.info("worker group %r is up %.2f s after the loss", name, self._event.rebuilt_s)
+        if self.event is not None:
+            self.event.rebuilt_s = time.time() - self.event.detected_at
+            logger.info("worker group %r is up %.2f s after the loss", name, self.event.rebuilt_s)
         return group
 
     def _shutdown(self) -> None:
@@ -137,12 +124,15 @@ class Attempt:
 class Supervisor:
     """Runs a job until it returns, fails, or has lost workers too often.
 
+    Args:
+        config: its ``retries`` and ``retry_window_s`` say how often that is.
+
     Attributes:
         events: every loss so far, oldest first.
     """
 
-    def __init__(self, config: SupervisorConfig | None = None) -> None:
-        self._config = config or SupervisorConfig()
+    def __init__(self, config: RecoverConfig | None = None) -> None:
+        self._config = config or RecoverConfig()
         self._retried_at: list[float] = []
         self.events: list[RecoveryEvent] = []
 

@@ -1,0 +1,1 @@
+"""Runnable jobs, smallest first."""

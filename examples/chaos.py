@@ -1,0 +1,99 @@
+"""Start the GRPO example as a child process, kill parts of it, and see what it made of that."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.utils.stats import read_stats
+
+GRPO = Path(__file__).with_name("grpo.py")
+
+
+class GrpoRun:
+    """One run of ``examples/grpo.py`` in a folder, across as many starts as it takes.
+
+    Args:
+        fileroot: the run's ``fileroot``.
+        overrides: further ``key=value`` arguments.
+    """
+
+    def __init__(self, fileroot: Path, *overrides: str) -> None:
+        self.fileroot = fileroot
+        self._command = [sys.executable, str(GRPO), f"fileroot={fileroot}", *overrides]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.trial_root = fileroot / "grpo_copy" / "trial0"
+
+    def start(self) -> None:
+        """Run the command, in the background; output is appended to ``<fileroot>/output.log``."""
+        self.fileroot.mkdir(parents=True, exist_ok=True)
+        with open(self.fileroot / "output.log", "ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+
+    def exit_code(self) -> int | None:
+        """None while the driver runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code of the driver; TimeoutError when it has not ended in time (it is killed then)."""
+        self.wait_until(lambda: self.exit_code() is not None, timeout_s)
+        code = self.exit_code()
+        assert code is not None
+        return code
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Poll a condition; kill the driver and raise TimeoutError with the end of its log when it stays false."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > end:
+                self.kill("driver")
+                raise TimeoutError(f"the run is stuck after {timeout_s} s; its log ends with:\n{self.log_tail()}")
+            time.sleep(0.02)
+
+    def log_tail(self) -> str:
+        """The last lines of the output."""
+        return "\n".join((self.fileroot / "output.log").read_text(errors="replace").splitlines()[-40:])
+
+    def last_step(self) -> int:
+        """The last step whose statistics are logged; -1 before the first."""
+        path = self.trial_root / "stats" / "stats.jsonl"
+        stats = read_stats(path) if path.exists() else []
+        return stats[-1]["step"] if stats else -1
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What `note_attempt` wrote: one entry a start of training, over all starts of the driver."""
+        path = self.trial_root / "stats" / "attempts.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def kill(self, who: str, rank: int = 0) -> bool:
+        """SIGKILL ``driver``, or a rank of ``trainer`` or ``rollout``; False when there is none (yet, or any more)."""
+        assert self._process is not None
+        if who == "driver":
+            self._process.kill()
+            self._process.wait()
+            return True
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            processes = json.loads((self.trial_root / "stats" / "processes.json").read_text())
+            if processes["driver"] == self._process.pid:
+                os.kill(processes[who][rank], signal.SIGKILL)
+                return True
+        return False
+
+    def final_weights(self) -> Path:
+        """The safetensors file of the final export."""
+        (export,) = (self.trial_root / "hf").glob("global_step_*")
+        return export / "model.safetensors"
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,218 @@
+"""GRPO on Ray that survives the death of any of its processes and ends with the weights of a run nobody touched.
+
+    python examples/grpo.py [--config examples/grpo_copy.yaml] [key=value ...]
+
+The driver holds the data cursor and the rewards; `TrainWorker`s hold a shard of the policy each; a `RolloutWorker`
+samples with the last published weights. After a crash of a worker the `Supervisor` runs `train` again; after a crash of
+the driver, run the same command again. Either way `train` begins by restoring the newest generation, and everything it
+draws is seeded by the step, so the steps it does again are the same.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from copy_task import MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
+from rollout import RolloutWorker
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
+from holdfast.engine.api import Batch
+from holdfast.engine.rl import PPOActor, PPOActorConfig
+from holdfast.engine.worker_group import WorkerGroup
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from holdfast.recover.supervisor import Attempt, Supervisor
+from holdfast.utils.config import load_config
+from holdfast.utils.files import replace_atomically
+from holdfast.utils.logging import configure_logging
+from holdfast.utils.stats import StatsLogger
+
+
+@dataclass
+class GRPOConfig:
+    """The job. Keys of ``actor`` and ``recover`` are those of `PPOActorConfig` and `RecoverConfig`."""
+
+    experiment_name: str = "grpo_copy"
+    trial_name: str = "trial0"
+    fileroot: str = "runs"
+    seed: int = 1
+    total_steps: int = 150
+    n_prompts: int = 1600
+    batch_size: int = 16
+    n_samples: int = 16
+    n_trainers: int = 2
+    tensorboard: bool = True
+    log_level: str = "WARNING"
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+    @property
+    def ft_spec(self) -> FinetuneSpec:
+        """Enough epochs for all steps."""
+        epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
+        return FinetuneSpec(epochs, dataset_size=self.n_prompts, train_batch_size=self.batch_size)
+
+    @property
+    def stats_folder(self) -> Path:
+        """``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
+        return self.recover.trial_root / "stats"
+
+    @property
+    def final_export(self) -> Path:
+        """Where the trained model goes."""
+        return self.recover.trial_root / "hf" / f"global_step_{self.total_steps - 1}"
+
+
+class TrainWorker:
+    """One rank of the policy. `RecoverHandler` finds what to snapshot under ``engine``."""
+
+    def __init__(self, config: GRPOConfig, servers: list[InferenceServer]) -> None:
+        self.engine = FSDPEngine(config.actor)
+        self.engine.create_process_group()
+        self.engine.initialize(None, config.ft_spec)
+        self.engine.connect_engine(servers, WeightUpdateMeta("disk", str(config.recover.trial_root / "weights")))
+        self.actor = PPOActor(config.actor, self.engine)
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One GRPO step on this rank's share of the batch; the new weights are a new version."""
+        stats = self.actor.ppo_update(self.actor.compute_advantages(batch))
+        self.engine.step_lr_scheduler()
+        self.engine.set_version(self.engine.get_version() + 1)
+        return stats
+
+    def publish(self) -> None:
+        """Hand the weights to the rollout worker and wait until it serves them."""
+        self.engine.update_weights()
+
+    def export(self, path: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=self.engine.config.path)
+        self.engine.save(meta)
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.engine.destroy()
+
+
+def train(config: GRPOConfig, attempt: Attempt) -> None:
+    """The job, from wherever it is to the end."""
+    rollout = attempt.worker_group(RolloutWorker, config.actor.path, name="rollout", process_group=False)
+    trainer = attempt.worker_group(
+        TrainWorker, config, [rollout.server()], name="trainer", world_size=config.n_trainers
+    )
+    loader = ResumableDataLoader(CopyPrompts(config.n_prompts, config.seed), config.batch_size, seed=config.seed)
+    handler = RecoverHandler(config.recover, config.ft_spec)
+    info = handler.load(trainer, dataloader=loader)
+    trainer.call_all("publish")  # also after a recovery, before anything is sampled
+    step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+    stats_logger = StatsLogger(config.stats_folder, tensorboard=config.tensorboard)
+    stats_logger.resume_after(info.last_step_info.global_step if info else None)
+    note_attempt(config, attempt, step, trainer, rollout)
+    batches = loader.batches()
+    with show_progress() as progress:
+        task = progress.add_task("", total=config.total_steps, completed=step.global_step, reward=0.0, seconds=0.0)
+        while step.global_step < config.total_steps:
+            started = time.monotonic()
+            batch = rollout_batch(config, rollout, next(batches), step.global_step)
+            stats = trainer.call_all("train_step", per_rank=split_rows(batch, config.n_trainers))[0]
+            trainer.call_all("publish")
+            handler.dump(trainer, step, dataloader=loader, force=step.global_step == config.total_steps - 1)
+            seconds = time.monotonic() - started
+            stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
+            progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
+            if not progress.console.is_terminal and step.global_step % 10 == 9:
+                print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
+            step = step.next()
+    handler.close()
+    stats_logger.close()
+    trainer.call_all("export", str(config.final_export))
+
+
+def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, *groups: WorkerGroup) -> None:
+    """Tell people (and the demo) which processes run this attempt, and where it starts."""
+    pids = {group.name: group.pids() for group in groups}
+    replace_atomically(config.stats_folder / "processes.json", json.dumps({"driver": os.getpid(), **pids}).encode())
+    loss = None if attempt.event is None else asdict(attempt.event)
+    with open(config.stats_folder / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({"number": attempt.number, "time": time.time(), "step": step.global_step, "loss": loss}))
+        file.write("\n")
+    if step.global_step:
+        print(f"resumed: step {step.global_step} is next", flush=True)
+
+
+def rollout_batch(config: GRPOConfig, rollout: WorkerGroup, prompts: list[Any], global_step: int) -> Batch:
+    """Sample, reward, and lay out as the actor wants it: samples of a prompt next to each other."""
+    ids = [prompt["prompt_ids"] for prompt in prompts]
+    seed = config.seed * 1_000_003 + global_step
+    temperature = config.actor.temperature
+    batch = rollout.call(0, "generate", ids, config.n_samples, MAX_NEW_TOKENS, temperature, seed)
+    answers = [prompt["answer"] for prompt in prompts for _ in range(config.n_samples)]
+    rewards = [
+        reward(row[mask.bool()].tolist(), answer)
+        for row, mask, answer in zip(batch["input_ids"], batch["loss_mask"], answers, strict=True)
+    ]
+    return {**batch, "rewards": torch.tensor(rewards)}
+
+
+def split_rows(batch: Batch, n_ranks: int) -> list[tuple[Batch]]:
+    """Equal shares for the ranks, one-tuples of arguments; groups stay whole when they divide evenly."""
+    shares = zip(*(tensor.chunk(n_ranks) for tensor in batch.values()), strict=True)
+    return [(dict(zip(batch, share, strict=True)),) for share in shares]
+
+
+def show_progress() -> Progress:
+    """A live line on a terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]:.3f}"))
+    timing = (TextColumn("{task.fields[seconds]:.2f} s/step"), TimeRemainingColumn())
+    return Progress(TextColumn("GRPO"), *columns, *timing)
+
+
+def read_config(argv: list[str]) -> GRPOConfig:
+    """Command line to configuration; makes the model folder that a run from scratch starts from."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=str(Path(__file__).with_name("grpo_copy.yaml")), help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
+    args = parser.parse_args(argv)
+    config = load_config(GRPOConfig, args.config, args.overrides)
+    config.fileroot = config.recover.fileroot = os.path.abspath(config.fileroot)
+    if not config.actor.path:
+        config.actor.path = str(config.recover.trial_root / "base_model")
+    return config
+
+
+def main(argv: list[str]) -> int:
+    """Run the job under a supervisor."""
+    config = read_config(argv)
+    configure_logging(config.log_level)
+    if config.final_export.exists():
+        print(f"the run is finished: {config.final_export}")
+        return 0
+    write_model_folder(config.actor.path)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        num_cpus=config.n_trainers + 1,
+        object_store_memory=256 << 20,
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
+    )
+    try:
+        Supervisor(config.recover).run(lambda attempt: train(config, attempt))
+    finally:
+        ray.shutdown()
+    print(f"done: {config.final_export}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""A rollout worker: a process that samples completions with the weights that were last published to it.
+
+It stands where an inference server (vLLM, SGLang) would: it never sees the trainer's memory, loads a version when it is
+told to, and says which one it serves. Sampling is seeded by the caller, so a step that is done again draws the same.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from holdfast.engine.api import Batch
+
+
+class RolloutWorker:
+    """Serves one policy; `holdfast.engine.InferenceServer` on the one side, `generate` on the other.
+
+    Args:
+        tokenizer_path: folder of the model's tokenizer.
+    """
+
+    def __init__(self, tokenizer_path: str) -> None:
+        disable_progress_bar()  # one for every version would drown the log
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
+        self.model: Any = None
+        self.version = -1
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Load a published folder and serve it from now on."""
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.version = version
+        return version
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], n_samples: int, max_new_tokens: int, temperature: float, seed: int
+    ) -> Batch:
+        """Sample ``n_samples`` completions of each prompt.
+
+        Returns:
+            right-padded ``[B, S]`` tensors of B = prompts x samples rows, samples of a prompt next to each other:
+            ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on what was sampled), ``logprobs`` of what was sampled
+            at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt).
+        """
+        if self.model is None:
+            raise RuntimeError("no weights were published to this rollout worker yet")
+        torch.manual_seed(seed)
+        rows = [prompt for prompt in prompts for _ in range(n_samples)]
+        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        out = self.model.generate(
+            **padded,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
+            output_scores=True,
+            return_dict_in_generate=True,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
+        completions = out.sequences[:, padded["input_ids"].shape[1] :]
+        logprobs = torch.stack([scores.float().log_softmax(-1) for scores in out.scores], dim=1)
+        logprobs = logprobs.gather(-1, completions[..., None])[..., 0]
+        return self._pack(rows, completions, logprobs)
+
+    def _pack(self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor) -> Batch:
+        ended = (completions == self.tokenizer.eos_token_id).long().cumsum(1)
+        lengths = ((ended - (completions == self.tokenizer.eos_token_id).long()) == 0).sum(1)  # EOS included
+        shape = (len(rows), max(len(row) for row in rows) + completions.shape[1])
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
+        batch |= {"logprobs": torch.zeros(shape), "versions": torch.full(shape, -1)}
+        for i, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+            end = len(row) + length
+            batch["input_ids"][i, :end] = torch.cat([torch.tensor(row), completions[i, :length]])
+            batch["attention_mask"][i, :end] = 1
+            batch["loss_mask"][i, len(row) : end] = 1
+            batch["logprobs"][i, len(row) : end] = logprobs[i, :length]
+            batch["versions"][i, len(row) : end] = self.version
+        return batch
