@@ -58,7 +58,13 @@ class ResumableDataLoader:
     """Iterates over batches from where it is to the end of the epoch; the next iteration is the next epoch.
 
     Leaving a ``for`` loop early and starting another goes on in the same epoch, with the next batch.
+
+    Attributes:
+        rank_independent: the state is the same on every rank and can be resumed by any number of them. A loader that
+            does not say so (torchdata's) is only resumed by as many processes as it was saved by.
     """
+
+    rank_independent = True
 
     def __init__(
         self,

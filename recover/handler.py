@@ -9,7 +9,7 @@ compare with the engines (nothing is touched before), data cursor, engines, user
 import platform
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,8 @@ class RecoverHandler:
 
         Args:
             engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs.
-            dataloader: anything with ``state_dict``/``load_state_dict``.
+            dataloader: anything with ``state_dict``/``load_state_dict``. Only one that says it is ``rank_independent``
+                (see `ResumableDataLoader`) can be resumed by another number of processes.
 
         Returns:
             what was restored, or None when there is nothing to resume and the run starts at step 0.
@@ -184,7 +185,7 @@ class RecoverHandler:
         step = step_info.global_step
         staging = ranks.decide(lambda: self.store.open_staging(step))
         try:
-            data = ranks.here(partial(_data_state, dataloader))  # first: asking torchdata's loader may draw a number
+            data = _data_states(ranks, dataloader)  # first: asking torchdata's loader may draw a number
             written = [entry for rank in ranks.run_all(write_rank, str(staging)) for entry in rank]
             versions = ranks.run_all(weight_versions)[0]
             resume_path = None if self._resume_path is None else str(self._resume_path)
@@ -196,12 +197,11 @@ class RecoverHandler:
             raise
 
     def _commit(
-        self, ranks: Ranks, staging: Path, info: RecoverInfo, written: list[FileEntry], data: Sequence[bytes | None]
+        self, ranks: Ranks, staging: Path, info: RecoverInfo, written: list[FileEntry], data: dict[str, Any] | None
     ) -> tuple[Generation, int]:
         files = {INFO_NAME: info.to_json()}
-        if data[0] is not None:
-            states = data[:1] if len(set(data)) == 1 else data
-            files[DATA_STATE] = pack_plain("dataloader state", list(states))
+        if data is not None:
+            files[DATA_STATE] = pack_plain("dataloader state", data)
         with as_write_error(staging):
             for name, content in files.items():
                 write_durably(staging / name, content)
@@ -253,13 +253,14 @@ class RecoverHandler:
     def _restore_data(self, n_callers: int, path: Path, dataloader: Stateful) -> None:
         if not (path / DATA_STATE).exists():
             raise CheckpointMismatchError(f"{path} holds no dataloader state; was it saved without a dataloader?")
-        states = unpack_plain(path / DATA_STATE)
-        if len(states) not in (1, n_callers):
+        saved = unpack_plain(path / DATA_STATE)
+        states, rank_independent = saved["states"], saved["rank_independent"]
+        if len(states) != n_callers and not rank_independent:
             raise CheckpointMismatchError(
                 f"{path} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
-                "dataloader with the same state in each can change their number"
+                "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
             )
-        own = states[0] if len(states) == 1 else states[get_rank(self._group)]
+        own = states[0] if rank_independent else states[get_rank(self._group)]
         restore_dataloader(dataloader, load_plain(path / DATA_STATE, own))
 
     def _ranks(self, engine: Any) -> Ranks:
@@ -273,8 +274,13 @@ class RecoverHandler:
             raise ConfigError("the RecoverHandler is closed; make a new one")
 
 
-def _data_state(dataloader: Stateful | None) -> bytes | None:
-    return None if dataloader is None else pack_plain("dataloader state", dataloader.state_dict())
+def _data_states(ranks: Ranks, dataloader: Stateful | None) -> dict[str, Any] | None:
+    """The packed state of every process that calls the handler; of the first only, when any number can resume it."""
+    if dataloader is None:
+        return None
+    states = ranks.here(lambda: pack_plain("dataloader state", dataloader.state_dict()))
+    rank_independent = getattr(dataloader, "rank_independent", False)
+    return {"rank_independent": rank_independent, "states": states[:1] if rank_independent else states}
 
 
 def _manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:

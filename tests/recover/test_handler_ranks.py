@@ -1,0 +1,232 @@
+"""The handler under torchrun's rules: every rank calls it, on real gloo ranks with real sharded engines."""
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from holdfast.engine import OptimizerConfig
+from holdfast.engine.api import SaveLoadMeta
+from holdfast.recover import ResumableDataLoader
+from holdfast.utils.errors import (
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    ConfigError,
+    DatasetMismatchError,
+    HoldfastError,
+    PeerError,
+)
+from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.helpers import run_ranks
+from tests.recover.runs import (
+    Job,
+    draw,
+    hidden,
+    make_engine,
+    make_handler,
+    make_loader,
+    names,
+    newest,
+    seed_everything,
+    step_info,
+    stream,
+    train_steps,
+)
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_model_folder(folder, tiny_qwen3())
+    return str(folder)
+
+
+def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engines: tuple[str, ...]) -> Any:
+    seed_everything(100 + rank)
+    loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
+    handler.register("meter", job.meter)
+    assert handler.load(job.engine, loader) is None
+    batches = stream(loader)
+    list(train_steps(job, batches, 0, 4))
+    assert handler.dump(job.engine, step_info(3), loader, force=True)
+    expected = [record for _, record in train_steps(job, batches, 4, 6)]  # into the next epoch
+
+    seed_everything(rank)
+    loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
+    handler.register("meter", job.meter)
+    info = handler.load(job.engine, loader)
+    assert info is not None and info.last_step_info.next() == step_info(4)
+    assert info.weight_versions == dict.fromkeys(engines, 4) and info.world_size == world_size
+    resumed = [record for _, record in train_steps(job, stream(loader), 4, 6)]
+    for step, (one, other) in enumerate(zip(expected, resumed, strict=True), start=4):
+        assert one == other, f"step {step}"
+    assert not handler.dump(job.engine, step_info(9), loader) and handler.dump(job.engine, step_info(9), force=True)
+    return resumed
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("kind", "engines"), [("own", ("default",)), ("torchdata", ("actor", "critic"))])
+def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
+    kind: str, engines: tuple[str, ...], model: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(_resume, 2, model, str(tmp_path), kind, engines)
+    assert all(a["draws"] != b["draws"] and a["ids"] != b["ids"] for a, b in zip(first, second, strict=True))
+    assert len({record["digest"] for record in first}) == 6
+    folder = newest(tmp_path).with_name("global_step_3")
+    assert len(torch.load(folder / "data.pt", weights_only=True)["states"]) == (1 if kind == "own" else 2)
+    assert sorted(os.listdir(folder / "state")) == ["rank_00000.pt", "rank_00001.pt"]
+    for name in engines:
+        assert {".metadata", "__0_0.distcp", "__1_0.distcp"} == set(os.listdir(folder / name))
+    if kind == "own":  # torch's own reader reads it
+        reference = build_reference(tiny_qwen3(), seed=9)
+        tensors = {name: param.detach() for name, param in reference.named_parameters()}
+        dcp.load({"dcp": {"model": tensors}}, checkpoint_id=folder / "default", no_dist=True)
+        exported = run_ranks(_load_whole, 1, model, str(folder / "default"))[0]
+        assert all(torch.equal(tensors[name], exported[name]) for name in tensors)
+
+
+def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(model)
+    engine.load(SaveLoadMeta(folder, "dcp", with_optim=True))
+    return {name: param.full_tensor().detach().clone() for name, param in engine.model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict[str, Any]:
+    """Load, look, train one step, snapshot, and draw what comes next."""
+    seed_everything(1000 * step + rank)
+    loader, job, handler = make_loader("own", rank, world_size), Job(model), make_handler(root)
+    handler.register("meter", job.meter)
+    info = handler.load(job.engine, loader)
+    assert (info.last_step_info.next().global_step if info else 0) == step
+    loaded, draws = job.snapshot(), draw()
+    record = job.train(next(stream(loader)))
+    if step == 2:  # the same load again gives the same derived streams
+        make_handler(root).load(job.engine)
+        assert draw() == draws
+    handler.dump(job.engine, step_info(step), loader, force=True)
+    return {"loaded": loaded, "draws": draws, "ids": record["ids"], "saved": job.snapshot(), "next": draw()}
+
+
+def test_a_run_moves_between_world_sizes_bit_for_bit(model: str, tmp_path: Path) -> None:
+    stages = [run_ranks(_stage, size, model, str(tmp_path), step) for step, size in enumerate((2, 1, 3, 2))]
+    batches = stream(make_loader("own", 0, 1))
+    for stage in stages:
+        assert [i for rank in stage for i in rank["ids"]] == next(batches)
+    for before, after in pairwise(stages):
+        for rank, there in enumerate(after):
+            origin = before[rank] if rank < len(before) else before[0]
+            assert there["loaded"]["digest"] == origin["saved"]["digest"]
+            assert there["loaded"]["counters"] == origin["saved"]["counters"]
+            assert there["loaded"]["meter"] == origin["saved"]["meter"]
+            assert (there["draws"] == origin["next"]) == (rank < len(before))
+        assert len({there["draws"] for there in after}) == len(after)
+
+
+@contextmanager
+def file_size_limit(n_bytes: int, active: bool) -> Iterator[None]:
+    """Files of this process cannot grow further; as with a full disk, writes fail half-way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes if active else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _fail(rank: int, world_size: int, model: str, root: str) -> None:
+    job, loader = Job(model), make_loader("own", rank, world_size)
+    handler = make_handler(root, freq_steps=1)
+    handler.register("meter", job.meter)
+    handler.load(job.engine, loader)
+    batches = stream(loader)
+
+    def dump_fails(step: int, own: type[HoldfastError], others: type[HoldfastError], culprit: int) -> None:
+        kept = names(Path(root))
+        with pytest.raises(own if rank == culprit else others):
+            handler.dump(job.engine, step_info(step), loader)
+        torch.distributed.barrier()
+        assert names(Path(root)) == kept and hidden(root) == []
+
+    job.train(next(batches))
+    handler.dump(job.engine, step_info(0), loader)
+    for culprit in range(world_size):
+        job.meter.mean = threading.Lock() if rank == culprit else job.meter.mean  # type: ignore[assignment]
+        dump_fails(1, ConfigError, PeerError, culprit)
+        job.meter.mean = torch.zeros(2)
+        with file_size_limit(200, rank == culprit):  # not even the state of the rank fits
+            dump_fails(1, CheckpointWriteError, PeerError, culprit)
+        with file_size_limit(40_000, rank == culprit):  # the state fits, the shard does not
+            dump_fails(1, CheckpointWriteError, CheckpointWriteError, culprit)
+    job.train(next(batches))
+    saved = job.snapshot()
+    assert handler.dump(job.engine, step_info(1), loader)
+
+    changed = job.train(next(batches))["digest"]
+    data = list(range(24)) if rank == 0 else list(range(1, 25))
+    other = ResumableDataLoader(data, 4, seed=3, rank=rank, world_size=world_size)
+    with pytest.raises(DatasetMismatchError if rank == 1 else PeerError):
+        make_handler(root).load(job.engine, other)
+    with pytest.raises(CheckpointMismatchError, match=r"holds engines \['default'\], this job has \['actor'\]"):
+        make_handler(root).load({"actor": job.engine})
+    assert job.snapshot()["digest"] == changed
+    assert make_handler(root).load(job.engine, loader) and job.snapshot()["digest"] == saved["digest"]
+
+
+def test_what_fails_on_one_rank_fails_the_dump_on_all_and_a_later_dump_succeeds(model: str, tmp_path: Path) -> None:
+    run_ranks(_fail, 2, model, str(tmp_path))
+
+
+def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
+    """An actor, and a reference model without an optimizer whose weights and version come back too."""
+
+    def make_pair() -> dict[str, Any]:
+        return {"actor": make_engine(model), "ref": make_engine(model, optimizer=None)}
+
+    pair = make_pair()
+    handler = make_handler(root, freq_steps=1)
+    handler.load(pair)
+    with torch.no_grad():
+        for param in pair["ref"].model.parameters():
+            param.add_(1.0)
+    pair["ref"].set_version(5)
+    handler.dump(pair, step_info(0))
+    fresh = make_pair()
+    info = make_handler(root).load(fresh)
+    assert info and info.weight_versions == {"actor": 0, "ref": 5} and fresh["ref"].get_version() == 5
+    for one, other in zip(pair["ref"].model.parameters(), fresh["ref"].model.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    pair["ref"] = make_engine(model, optimizer=OptimizerConfig())
+    with pytest.raises(CheckpointMismatchError, match="holds a model only, no optimizer state"):
+        make_handler(root).load(pair)
+
+
+def test_an_engine_without_an_optimizer_is_snapshotted_too(model: str, tmp_path: Path) -> None:
+    run_ranks(_reference_model, 2, model, str(tmp_path))
+
+
+def _per_rank_data(rank: int, world_size: int, model: str, root: str) -> None:
+    loader, job = make_loader("torchdata", rank, world_size), Job(model)
+    handler = make_handler(root, freq_steps=1)
+    if world_size == 2:
+        handler.load(job.engine, loader)
+        next(stream(loader))
+        handler.dump(job.engine, step_info(0), loader)
+    else:
+        with pytest.raises(CheckpointMismatchError, match="dataloader states of 2 processes, now there are 1"):
+            handler.load(job.engine, loader)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_cursors_that_differ_by_rank_do_not_move_to_another_world_size(model: str, tmp_path: Path) -> None:
+    run_ranks(_per_rank_data, 2, model, str(tmp_path))
+    run_ranks(_per_rank_data, 1, model, str(tmp_path))
