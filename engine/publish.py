@@ -3,7 +3,7 @@
 A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
 Rank 0 then tells every server and takes its word for the version it serves. Older versions go only after that, because
 a server may still be reading one; versions newer than the one published belong to a life that ended in a crash, and go
-first.
+first, as does what a killed publisher left half-written. One job publishes to a folder at a time.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import gather_objects, get_rank, rank_zero_decides
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ..utils.errors import PublishError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
@@ -65,10 +65,12 @@ def publish_weights(
     """
     started = time.monotonic()
     final = version_path(meta.path, version)
-    rank_zero_decides(lambda: _retire(meta.path, [v for v in published_versions(meta.path) if v >= version]), group)
+    rank_zero_decides(lambda: _clear(meta.path, version), group)
     with staged_folder(final, group) as staging:
         names = write_hf(model, staging, group=group, base_model_path=base_model_path)
-        entries = gather_objects(seal_files(staging, names), group)
+        with all_ranks_succeed(f"sealing {final}", group):  # nobody gathers while another has failed
+            sealed = seal_files(staging, names)
+        entries = gather_objects(sealed, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
     rank_zero_decides(lambda: _tell(servers, final, version), group)
@@ -84,6 +86,14 @@ def _tell(servers: Sequence[InferenceServer], path: Path, version: int) -> None:
             raise PublishError(
                 f"{server!r} serves version {served!r} after it was told to load version {version} of {path}"
             )
+
+
+def _clear(root: str, version: int) -> None:
+    """Remove ``version`` and what is newer, and what killed publishers left."""
+    for pattern in (".staging-v*", ".retired-v*"):
+        for leftover in Path(root).glob(pattern):
+            remove_folder(leftover)
+    _retire(root, [v for v in published_versions(root) if v >= version])
 
 
 def _retire(root: str, versions: Sequence[int]) -> None:
