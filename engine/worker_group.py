@@ -1,7 +1,7 @@
 """One Ray actor per rank on a placement group, called as one; a death of any of them is one `WorkerLost`.
 
-This is the engine's only file that knows Ray. It owns starting the ranks (rendezvous without a port race), calling a
-method on all of them, and the verdict when something goes wrong:
+It owns starting the ranks (rendezvous without a port race), calling a method on all of them, and the verdict when
+something goes wrong:
 
 - a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
 - a rank raised: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a
@@ -13,219 +13,53 @@ A call costs about a millisecond more than the method. Nothing is ever restarted
 method could apply an update twice, and a restarted actor has no process group.
 """
 
-import ctypes
-import math
-import os
-import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
-import torch.distributed as dist
 from ray.exceptions import (
     GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
     RayTaskError,
-    WorkerCrashedError,
 )
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..utils.errors import ConfigError, HoldfastError, PeerError, WorkerLost
+from ..utils.errors import ConfigError, HoldfastError, WorkerLost
 from ..utils.logging import get_logger
+from ..utils.processes import ProcessId, still_alive
+from .rank_actor import RankActor, Rendezvous
+from .ray_calls import LOST, Answers, WorkerResources, culprit, headline, place, require_ray
 
-ERROR_GRACE_S = 1.0
-"""How long after a rank's error others may still turn out to be dead, or answer."""
-LOSS_GRACE_S = 0.2
-"""How long after a death others that died with it may be reported, so that all of them are named."""
+__all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
+
 RAY_KILL_S = 0.3
 """How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
 KILL_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone; a process stuck in a device driver can take that long."""
 
-_PR_SET_PDEATHSIG = 1
-_LOST = (
-    RayActorError,
-    WorkerCrashedError,
-    NodeDiedError,
-    OutOfMemoryError,
-    ObjectLostError,
-    LocalRayletDiedError,
-)
-
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class WorkerResources:
-    """What one rank needs: Ray's logical resources, ``custom`` ones by name. ``cpus`` is also its torch threads."""
+class _Place:
+    """A rank's process and where it runs."""
 
-    cpus: float = 1
-    gpus: float = 0
-    custom: Mapping[str, float] = field(default_factory=dict)
-
-    def bundle(self) -> dict[str, float]:
-        """The placement group bundle of one rank."""
-        return {name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n}
-
-
-@dataclass(frozen=True)
-class _Process:
-    """A worker process, told apart from a later one with the same pid by its start time."""
-
-    pid: int
-    started: str | None
+    process: ProcessId
     host: str
     node_id: str
 
-    @staticmethod
-    def current() -> "_Process":
-        node_id = ray.get_runtime_context().get_node_id()
-        return _Process(os.getpid(), _start_time(os.getpid()), ray.util.get_node_ip_address(), node_id)
 
-    def alive(self) -> bool:
-        """Whether it still runs; a zombie does not. Only known on its own node."""
-        return self.started is not None and _start_time(self.pid) == self.started
+class _RayActor(RankActor):
+    """`RankActor`, with what only Ray can tell it."""
 
-    def kill(self) -> None:
-        if self.alive():
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str | None:
-    """Clock ticks from boot to the start of ``pid`` (proc(5), field 22 of stat), or None when it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _die_with_raylet() -> None:
-    """Have the kernel kill this process when its parent, the raylet, is gone.
-
-    The raylet dies at once with a driver that started it, but a worker would notice only after 2-3 s, and go on
-    writing files meanwhile, beside the job that has been started again.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class _RankActor:
-    """One rank. Everything but `ping` runs on one thread, so that thread-local state of torch is where it is used."""
-
-    def __init__(self) -> None:
-        _die_with_raylet()
-        self._worker: Any = None
-        self._store: dist.Store | None = None
-
-    def start(self, serve_store: bool) -> tuple[_Process, int]:
+    def start(self, serve_store: bool) -> tuple[_Place, int]:
         """Who and where this process is, and the port of the store it serves (0 without)."""
-        process, port = _Process.current(), 0
-        if serve_store:
-            # Port 0 lets the kernel choose; looking for a free port first and binding it later would be a race.
-            self._store = dist.TCPStore(process.host, 0, is_master=True, wait_for_workers=False)
-            port = self._store.port
-        return process, port
-
-    def join(self, env: dict[str, str], threads: int, rendezvous: "_Rendezvous | None") -> None:
-        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous."""
-        os.environ.update(env)
-        torch.set_num_threads(threads)
-        if rendezvous is None:
-            return
-        if rendezvous.cuda:
-            torch.cuda.set_device(int(env["LOCAL_RANK"]))
-        timeout = timedelta(seconds=rendezvous.timeout_s)
-        store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if rendezvous.cuda else "gloo",
-            store=dist.PrefixStore(rendezvous.generation, store),
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            timeout=timeout,
-        )
-
-    def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Construct the worker."""
-        self._worker = worker_cls(*args, **kwargs)
-
-    def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the worker's method."""
-        return getattr(self._worker, method)(*args, **kwargs)
-
-    def run(self, fn: Callable[..., Any], args: tuple) -> Any:
-        """Call ``fn(worker, *args)``."""
-        return fn(self._worker, *args)
-
-    def destroy(self) -> None:
-        """The worker's own end, if it has one."""
-        if hasattr(self._worker, "destroy"):
-            self._worker.destroy()
-
-    @ray.method(concurrency_group="health")
-    def ping(self) -> None:
-        """Answers while the process can run Python at all, whatever the worker is doing."""
-
-
-@dataclass(frozen=True)
-class _Rendezvous:
-    host: str
-    port: int
-    generation: str
-    cuda: bool
-    timeout_s: float
-
-
-@dataclass
-class _Answers:
-    """What came back so far: each rank is in exactly one of these."""
-
-    pending: dict[Any, int]
-    values: dict[int, Any] = field(default_factory=dict)
-    errors: dict[int, RayError] = field(default_factory=dict)
-    lost: dict[int, RayError] = field(default_factory=dict)
-
-    def collect(self, end: float) -> None:
-        """Wait until all have answered, ``end`` (monotonic) is reached, or the grace after a mishap is over."""
-        while self.pending:
-            timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
-            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
-            if not ready:
-                return
-            self._take(ready[0])
-            if self.lost:
-                end = min(end, time.monotonic() + LOSS_GRACE_S)
-            elif self.errors:
-                end = min(end, time.monotonic() + ERROR_GRACE_S)
-
-    def _take(self, ref: Any) -> None:
-        rank = self.pending.pop(ref)
-        try:
-            self.values[rank] = ray.get(ref)
-        except RayTaskError as error:  # first: Ray derives it from the class of its cause, which may be one of _LOST
-            self.errors[rank] = error
-        except _LOST as error:
-            self.lost[rank] = error
-        except RayError as error:
-            self.errors[rank] = error
+        host = ray.util.get_node_ip_address()
+        place = _Place(self.process(), host, ray.get_runtime_context().get_node_id())
+        return place, self.serve_store(host) if serve_store else 0
 
 
 class WorkerGroup:
@@ -279,7 +113,7 @@ class WorkerGroup:
         self._node_id = ray.get_runtime_context().get_node_id()
         self._owns_placement = placement_group is None
         self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
-        self._processes: list[_Process] = []
+        self._places: list[_Place] = []
         self._loss: WorkerLost | None = None
         self._busy = self._closed = False
         self._actors = [self._create_actor(rank, dict(env or {})) for rank in range(world_size)]
@@ -303,17 +137,17 @@ class WorkerGroup:
             concurrency_groups={"health": 1},
             scheduling_strategy=strategy,
             **options,
-        )(_RankActor).remote()
+        )(_RayActor).remote()
 
     def _start(self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float) -> None:
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
-        self._processes = [process for process, _ in answers]
-        host, port = self._processes[0].host, answers[0][1]
+        self._places = [place for place, _ in answers]
+        host, port = self._places[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         cuda = self._resources.gpus > 0
-        rendezvous = _Rendezvous(host, port, generation, cuda, process_group_timeout_s) if process_group else None
-        nodes = [process.node_id for process in self._processes]
+        rendezvous = Rendezvous(host, port, generation, cuda, process_group_timeout_s) if process_group else None
+        nodes = [place.node_id for place in self._places]
         joined = {}
         for rank, actor in enumerate(self._actors):
             # Ray shows each process its own GPUs only, so there the local rank, a device index to torch, is 0.
@@ -369,18 +203,20 @@ class WorkerGroup:
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """The ranks that are dead or cannot answer within ``timeout_s``, however busy their worker may be."""
-        refs = {actor.ping.remote(): rank for rank, actor in enumerate(self._actors)}
-        answers = _Answers(refs)
+        refs = {
+            actor.ping.options(concurrency_group="health").remote(): rank for rank, actor in enumerate(self._actors)
+        }
+        answers = Answers(refs)
         answers.collect(time.monotonic() + timeout_s)
         return sorted(set(range(self.world_size)) - answers.values.keys())
 
     def pids(self) -> list[int]:
         """The process id of each rank, on its own host."""
-        return [process.pid for process in self._processes]
+        return [place.process.pid for place in self._places]
 
     def hosts(self) -> list[str]:
         """The address of each rank's host."""
-        return [process.host for process in self._processes]
+        return [place.host for place in self._places]
 
     def server(self, rank: int = 0, timeout_s: float = 300.0) -> "RemoteServer":
         """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups."""
@@ -419,11 +255,11 @@ class WorkerGroup:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        if not _still_alive(self._local_processes(), RAY_KILL_S):
+        if not still_alive(self._local_processes(), RAY_KILL_S):
             return
         for process in self._local_processes():
             process.kill()
-        if left := _still_alive(self._local_processes(), KILL_TIMEOUT_S):
+        if left := still_alive(self._local_processes(), KILL_TIMEOUT_S):
             raise HoldfastError(
                 f"processes {left} of worker group {self.name!r} still run {KILL_TIMEOUT_S:g} s after SIGKILL; "
                 "they may still write files, so nothing can be started in their place"
@@ -448,7 +284,7 @@ class WorkerGroup:
 
     def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
         """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
-        answers = _Answers({ref: rank for rank, ref in refs.items()})
+        answers = Answers({ref: rank for rank, ref in refs.items()})
         self._busy = True
         answers.collect(float("inf") if deadline is None else time.monotonic() + deadline)
         self._busy = False
@@ -458,10 +294,10 @@ class WorkerGroup:
         waiting = sorted(answers.pending.values())
         if lost:
             error = next(iter(answers.lost.values()), None)
-            raise self._lose(lost, f"died during {what} ({_headline(error)})") from error
+            raise self._lose(lost, f"died during {what} ({headline(error)})") from error
         if not answers.errors:
             raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
-        error, rank = _culprit(answers.errors)
+        error, rank = culprit(answers.errors)
         if waiting:
             self._lose(waiting, f"killed in {what}, where they waited for rank {rank}, which failed")
         if isinstance(error, RayTaskError):
@@ -477,11 +313,11 @@ class WorkerGroup:
         return WorkerLost(*self._loss.args)
 
     def _dead_ranks(self) -> list[int]:
-        local = self._local_processes()
-        return [rank for rank, process in enumerate(self._processes) if process in local and not process.alive()]
+        here = [(rank, place.process) for rank, place in enumerate(self._places) if place.node_id == self._node_id]
+        return [rank for rank, process in here if not process.alive()]
 
-    def _local_processes(self) -> list[_Process]:
-        return [process for process in self._processes if process.node_id == self._node_id]
+    def _local_processes(self) -> list[ProcessId]:
+        return [place.process for place in self._places if place.node_id == self._node_id]
 
 
 @dataclass(frozen=True)
@@ -516,54 +352,5 @@ class RemoteServer:
         except GetTimeoutError as error:
             cause = f"no answer to update_weights_from_disk() within {self.timeout_s:g} s"
             raise WorkerLost(self.group, [self.rank], cause) from error
-        except _LOST as error:
-            raise WorkerLost(self.group, [self.rank], f"died during the update ({_headline(error)})") from error
-
-
-def require_ray() -> None:
-    """Raise ConfigError unless Ray is initialised in this process."""
-    if not ray.is_initialized():
-        raise ConfigError("Ray is not initialised in this process; call ray.init() before making worker groups")
-
-
-def place(name: str, world_size: int, resources: WorkerResources, timeout_s: float) -> PlacementGroup:
-    """Reserve a bundle for each rank, on as few nodes as possible.
-
-    Raises:
-        ConfigError: the cluster did not have the resources within ``timeout_s``.
-    """
-    bundle = resources.bundle()
-    if world_size < 1 or not bundle:
-        raise ConfigError(f"worker group {name!r} asks for {world_size} rank(s) of {resources}; expected at least one")
-    group = placement_group([bundle] * world_size, strategy="PACK")
-    if not group.wait(math.ceil(timeout_s)):  # Ray cuts it to whole seconds
-        remove_placement_group(group)
-        raise ConfigError(
-            f"worker group {name!r} needs {world_size} x {bundle}, which Ray could not reserve within {timeout_s:g} s; "
-            f"the cluster has {ray.cluster_resources()}, of which free: {ray.available_resources()}. "
-            "Ask for less, or start Ray with more"
-        )
-    return group
-
-
-def _still_alive(processes: Sequence[_Process], timeout_s: float) -> list[int]:
-    """Wait until none of ``processes`` runs, or ``timeout_s``; the pids of those that still do."""
-    end = time.monotonic() + timeout_s
-    while (alive := [process.pid for process in processes if process.alive()]) and time.monotonic() < end:
-        time.sleep(0.002)
-    return alive
-
-
-def _culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
-    """The error that explains the others, and its rank: a lost worker, else a rank's own, else a `PeerError`."""
-
-    def order(rank: int) -> tuple[bool, bool, int]:
-        cause = getattr(errors[rank], "cause", None)
-        return not isinstance(cause, WorkerLost), isinstance(cause, PeerError), rank
-
-    rank = min(errors, key=order)
-    return errors[rank], rank
-
-
-def _headline(error: BaseException | None) -> str:
-    return "the process is gone" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except LOST as error:
+            raise WorkerLost(self.group, [self.rank], f"died during the update ({headline(error)})") from error

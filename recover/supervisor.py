@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from ..engine.worker_group import WorkerGroup, WorkerResources, place, require_ray
+from ..engine.ray_calls import WorkerResources, place, require_ray
+from ..engine.worker_group import WorkerGroup
 from ..utils.errors import ConfigError, RetriesExhausted, WorkerLost
 from ..utils.logging import get_logger
 from .config import RecoverConfig

@@ -13,7 +13,8 @@ import pytest
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
+from holdfast.engine.ray_calls import place
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.ray_helpers import (
     ROOT,

@@ -1,0 +1,85 @@
+"""What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..utils.processes import ProcessId, die_with_parent
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one group meet, and how: rank 0 serves the store at ``host:port``."""
+
+    host: str
+    port: int
+    generation: str
+    cuda: bool
+    timeout_s: float
+
+
+class RankActor:
+    """One rank. Everything but `ping` runs on one thread, so that thread-local state of torch is where it is used."""
+
+    def __init__(self) -> None:
+        # A driver that is killed takes the raylet, our parent, with it; by itself a worker would notice only after
+        # 2-3 s, and go on writing files meanwhile, beside the job that has been started again.
+        die_with_parent()
+        self._worker: Any = None
+        self._store: dist.Store | None = None
+
+    def process(self) -> ProcessId:
+        """Who this is."""
+        return ProcessId.current()
+
+    def serve_store(self, host: str) -> int:
+        """Serve the store of the rendezvous; its port.
+
+        Port 0 lets the kernel choose; looking for a free port first and binding it later would be a race.
+        """
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        return store.port
+
+    def join(self, env: dict[str, str], threads: int, rendezvous: Rendezvous | None) -> None:
+        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous."""
+        os.environ.update(env)
+        torch.set_num_threads(threads)
+        if rendezvous is None:
+            return
+        if rendezvous.cuda:
+            torch.cuda.set_device(int(env["LOCAL_RANK"]))
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if rendezvous.cuda else "gloo",
+            store=dist.PrefixStore(rendezvous.generation, store),
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            timeout=timeout,
+        )
+
+    def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Construct the worker."""
+        self._worker = worker_cls(*args, **kwargs)
+
+    def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the worker's method."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple) -> Any:
+        """Call ``fn(worker, *args)``."""
+        return fn(self._worker, *args)
+
+    def destroy(self) -> None:
+        """The worker's own end, if it has one."""
+        if hasattr(self._worker, "destroy"):
+            self._worker.destroy()
+
+    def ping(self) -> None:
+        """Answers while the process can run Python at all, whatever the worker is doing."""

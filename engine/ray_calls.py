@@ -1,0 +1,128 @@
+"""What Ray reserves, and what it says when calls end: answers, errors of the code, deaths of processes.
+
+With `worker_group` the only engine file that knows Ray.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from ..utils.errors import ConfigError, PeerError, WorkerLost
+
+ERROR_GRACE_S = 1.0
+"""How long after a rank's error others may still turn out to be dead, or answer."""
+LOSS_GRACE_S = 0.2
+"""How long after a death others that died with it may be reported, so that all of them are named."""
+LOST = (
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    ObjectLostError,
+    LocalRayletDiedError,
+)
+"""What Ray raises for a call whose process is gone."""
+
+
+@dataclass(frozen=True)
+class WorkerResources:
+    """What one rank needs: Ray's logical resources, ``custom`` ones by name. ``cpus`` is also its torch threads."""
+
+    cpus: float = 1
+    gpus: float = 0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def bundle(self) -> dict[str, float]:
+        """The placement group bundle of one rank."""
+        return {name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n}
+
+
+@dataclass
+class Answers:
+    """What came back so far: each rank is in exactly one of these."""
+
+    pending: dict[Any, int]
+    values: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, RayError] = field(default_factory=dict)
+    lost: dict[int, RayError] = field(default_factory=dict)
+
+    def collect(self, end: float) -> None:
+        """Wait until all have answered, ``end`` (monotonic) is reached, or the grace after a mishap is over."""
+        while self.pending:
+            timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
+            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+            if not ready:
+                return
+            self._take(ready[0])
+            if self.lost:
+                end = min(end, time.monotonic() + LOSS_GRACE_S)
+            elif self.errors:
+                end = min(end, time.monotonic() + ERROR_GRACE_S)
+
+    def _take(self, ref: Any) -> None:
+        rank = self.pending.pop(ref)
+        try:
+            self.values[rank] = ray.get(ref)
+        except RayTaskError as error:  # first: Ray derives it from the class of its cause, which may be one of LOST
+            self.errors[rank] = error
+        except LOST as error:
+            self.lost[rank] = error
+        except RayError as error:
+            self.errors[rank] = error
+
+
+def require_ray() -> None:
+    """Raise ConfigError unless Ray is initialised in this process."""
+    if not ray.is_initialized():
+        raise ConfigError("Ray is not initialised in this process; call ray.init() before making worker groups")
+
+
+def place(name: str, world_size: int, resources: WorkerResources, timeout_s: float) -> PlacementGroup:
+    """Reserve a bundle for each rank, on as few nodes as possible.
+
+    Raises:
+        ConfigError: the cluster did not have the resources within ``timeout_s``.
+    """
+    bundle = resources.bundle()
+    if world_size < 1 or not bundle:
+        raise ConfigError(f"worker group {name!r} asks for {world_size} rank(s) of {resources}; expected at least one")
+    group = placement_group([bundle] * world_size, strategy="PACK")
+    if not group.wait(math.ceil(timeout_s)):  # Ray cuts it to whole seconds
+        remove_placement_group(group)
+        raise ConfigError(
+            f"worker group {name!r} needs {world_size} x {bundle}, which Ray could not reserve within {timeout_s:g} s; "
+            f"the cluster has {ray.cluster_resources()}, of which free: {ray.available_resources()}. "
+            "Ask for less, or start Ray with more"
+        )
+    return group
+
+
+def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
+    """The error that explains the others, and its rank: a lost worker, else a rank's own, else a `PeerError`."""
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        cause = getattr(errors[rank], "cause", None)
+        return not isinstance(cause, WorkerLost), isinstance(cause, PeerError), rank
+
+    rank = min(errors, key=order)
+    return errors[rank], rank
+
+
+def headline(error: BaseException | None) -> str:
+    """First line of an error, for a message."""
+    return "the process is gone" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"

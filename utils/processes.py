@@ -1,0 +1,66 @@
+"""Know a process for sure, end it for sure, and end with one's parent. Linux only; elsewhere nothing is known alive."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process of this machine, told apart from a later one with the same pid by its start time."""
+
+    pid: int
+    started: str | None
+
+    @staticmethod
+    def current() -> "ProcessId":
+        """This process."""
+        return ProcessId(os.getpid(), _start_time(os.getpid()))
+
+    def alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        return self.started is not None and _start_time(self.pid) == self.started
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self.alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _start_time(pid: int) -> str | None:
+    """Clock ticks from boot to the start of ``pid`` (proc(5), field 22 of stat), or None when it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
+    """Wait until none of ``processes`` runs, or ``timeout_s``; the pids of those that still do."""
+    end = time.monotonic() + timeout_s
+    while (alive := [process.pid for process in processes if process.alive()]) and time.monotonic() < end:
+        time.sleep(0.002)
+    return alive
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGKILL when its parent ends.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)
