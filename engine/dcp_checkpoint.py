@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointWriteError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, seal_files, verify_folder, write_manifest
-from ..utils.staging import staged_folder
+from ..utils.staging import as_write_error, staged_folder
 from .dcp_metadata import CheckedReader, read_metadata, tensor_entry
 from .dcp_state import DCPState, rng_key
 
@@ -62,7 +62,7 @@ def write_dcp(
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointWriteError(f"cannot write {folder}: {causes}") from error
     rank = get_rank(group)
-    with all_ranks_succeed(f"sealing {folder}", group):
+    with all_ranks_succeed(f"sealing {folder}", group), as_write_error(folder):
         own = [n for n in os.listdir(folder) if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
         return seal_files(folder, own)
 
