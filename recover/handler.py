@@ -136,7 +136,8 @@ class RecoverHandler:
             whether a generation was made.
 
         Raises:
-            CheckpointWriteError: any rank could not write; no generation became visible, older ones are untouched.
+            CheckpointWriteError: any rank could not write; older generations are untouched, and no new one is visible
+                (but see `GenerationStore.commit`). Training can go on; the next due step is tried again.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.
         """

@@ -97,7 +97,8 @@ class GenerationStore:
             facts: what else the manifest says.
 
         Raises:
-            CheckpointWriteError: the file system refused, or a rank's file is not there.
+            CheckpointWriteError: the file system refused, or a rank's file is not there. Nothing is visible, unless it
+                was the fsync after the rename: then a complete generation is, which a power cut might take away.
         """
         final = self._final(step)
         with as_write_error(final):

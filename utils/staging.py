@@ -57,6 +57,5 @@ def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CheckpointWriteError | CheckpointExistsError):
             raise
-        raise CheckpointWriteError(
-            f"cannot write {final}: {error.strerror or error}; nothing became visible"
-        ) from error
+        outcome = "" if os.path.lexists(final) else "; nothing became visible"
+        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error

@@ -1,7 +1,6 @@
 """A small training run that draws from every generator, for tests that stop it and go on."""
 
 import hashlib
-import os
 import random
 from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
@@ -188,7 +187,7 @@ def newest(fileroot: Path | str) -> Path:
 
 def hidden(fileroot: Path | str) -> list[str]:
     """Names of what is not a generation: staging, retired and rejected folders."""
-    return sorted(name for name in os.listdir(Path(fileroot) / "e" / "t" / "recover") if name.startswith("."))
+    return sorted(path.name for path in (Path(fileroot) / "e" / "t" / "recover").glob(".*"))
 
 
 def run_until(root: Path, steps: int, first: int = 0, **options: Any) -> list[str]:
