@@ -9,7 +9,6 @@ Cost: one write of the weights, spread over the ranks; beside the model, a chunk
 addressed this way (shards that are not rows, conversions that are not slices) are gathered one group at a time.
 """
 
-import contextlib
 import copy
 import os
 import shutil
@@ -22,11 +21,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
-from ..utils.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
-from ..utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files, write_durably
+from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ..utils.errors import CheckpointNotFoundError
+from ..utils.files import fsync_file, walk_files, write_durably
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
+from ..utils.staging import as_write_error, staged_folder
 from .hf_keys import FileTensor, element_map, file_dtype, stored_tensors, unsharded_view
 from .hf_layout import (
     INDEX_NAME,
@@ -80,9 +80,7 @@ def save_hf(
         CheckpointWriteError: this rank could not write.
         PeerError: another rank failed.
     """
-    path = Path(path)
-    staging = rank_zero_decides(lambda: _make_staging(path), group)
-    try:
+    with staged_folder(path, group) as staging:
         write_hf(
             model,
             staging,
@@ -93,13 +91,6 @@ def save_hf(
             base_model_path=base_model_path,
             max_shard_size_bytes=max_shard_size_bytes,
         )
-        with all_ranks_succeed(f"committing {path}", group), _write_errors(path):
-            if get_rank(group) == 0:
-                _commit(staging, path)
-    except BaseException:
-        if get_rank(group) == 0:
-            remove_folder(staging)
-        raise
 
 
 def write_hf(
@@ -130,13 +121,13 @@ def write_hf(
         stored, _ = stored_tensors(model)
         plan = plan_tensors(model, stored, rank, dtype)
         layout = plan_layout(_specs(plan.tensors), max_shard_size_bytes, model.num_parameters())
-    with all_ranks_succeed(f"preparing {folder}", group), _write_errors(folder):
+    with all_ranks_succeed(f"preparing {folder}", group), as_write_error(folder):
         if rank == 0:
             _write_small_files(unsharded_view(model), folder, dtype, tokenizer, processor, base_model_path)
             _create_weight_files(folder, layout)
         small_files = list(walk_files(folder)) if rank == 0 else []
     places = layout.places
-    with all_ranks_succeed(f"writing {folder}", group), _write_errors(folder):
+    with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
         _write_own_parts(folder, plan, places)
     for tensors in plan.whole:
         _write_whole(model, folder, tensors, stored, places, group)
@@ -163,32 +154,6 @@ def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None =
         if get_rank(group) == 0:
             gathered[key] = gathered[twin] if whole is None else whole
     return gathered
-
-
-def _make_staging(path: Path) -> Path:
-    if os.path.lexists(path):
-        raise CheckpointExistsError(f"{path} exists already and is never written over; choose another path")
-    staging = staging_path(path)
-    with _write_errors(path):
-        staging.mkdir(parents=True)
-    return staging
-
-
-def _commit(staging: Path, path: Path) -> None:
-    try:
-        commit_folder(staging, path)
-    except FileExistsError as error:
-        raise CheckpointExistsError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(f"{path} could not be written; nothing became visible: {error}") from error
 
 
 def _specs(tensors: Sequence[FileTensor]) -> list[TensorSpec]:
@@ -273,7 +238,7 @@ def _write_whole(
     for source in sources:
         whole = whole_tensor(stored[source]).reshape(-1)
         gathered += [whole] if get_rank(group) == 0 else []
-    with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), _write_errors(folder):
+    with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
         if get_rank(group) == 0:
             elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
             flat = torch.cat(gathered)

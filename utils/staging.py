@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
-from .errors import CheckpointExistsError, CheckpointWriteError
+from .errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from .files import commit_folder, staging_path
 
 
@@ -38,8 +38,10 @@ def staged_folder(final: str | os.PathLike[str], group: dist.ProcessGroup | None
 def _open_staging(final: Path) -> Path:
     if os.path.lexists(final):
         raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
-    staging = staging_path(final)
     with as_write_error(final):
+        for leftover in final.parent.glob(f".staging-{final.name}-*"):  # of a writer of the same folder that was killed
+            shutil.rmtree(leftover)
+        staging = staging_path(final)
         staging.mkdir(parents=True)
     return staging
 
@@ -55,7 +57,7 @@ def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, CheckpointWriteError | CheckpointExistsError):
+        if isinstance(error, CheckpointError):
             raise
         outcome = "" if os.path.lexists(final) else "; nothing became visible"
         raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error

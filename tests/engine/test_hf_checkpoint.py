@@ -226,7 +226,7 @@ def test_existing_target_missing_base_and_unwritable_folder_are_errors_on_every_
 ) -> None:
     for report in reports:
         assert report["exists"].startswith(f"CheckpointExistsError: {root / 'complete'} exists already")
-        assert report["unwritable"].startswith("CheckpointWriteError: /proc/holdfast/export could not be written")
+        assert report["unwritable"].startswith("CheckpointWriteError: cannot write /proc/holdfast/export")
     assert reports[0]["no_base"].startswith(f"CheckpointNotFoundError: base_model_path {root / 'nowhere'} is not")
     assert "rank 0: CheckpointNotFoundError" in reports[1]["no_base"]
     assert not (root / "no_base").exists()
