@@ -6,16 +6,20 @@ by block over a second, memory-less skeleton: one block at a time exists on the 
 and the block's name alone, never on the number of ranks.
 
 Buffers that no checkpoint holds (rotary frequencies) are garbage after ``to_empty``; they are computed again by the
-model's own ``_init_weights``, and one that the model leaves alone is an error rather than a silent wrong answer.
+model's own ``_init_weights``, once over zeros and once over ones: a buffer that the model leaves alone differs, and is
+an error rather than a silent wrong answer.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,14 +63,28 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
     return model
 
 
-def _disable_dropout(model: nn.Module) -> None:
-    """Zero the modules' probabilities, not the config's: what is exported keeps the author's numbers."""
+def _disable_dropout(model: PreTrainedModel) -> None:
+    """Zero every probability of the modules; ``model.config``, which is exported, keeps the author's numbers.
+
+    Some models read probabilities from their config in the forward, so the modules below get zeroed copies of it.
+    """
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)  # the memo: id of each config in it -> its copy
+    for copied in copies.values():
+        if isinstance(copied, PretrainedConfig):
+            _zero_dropout_attributes(copied)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        if module is not model and isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            module.config = copies.get(id(config), config)
+        _zero_dropout_attributes(module)
+
+
+def _zero_dropout_attributes(thing: object) -> None:
+    for name, value in vars(thing).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(thing, name, 0.0)
 
 
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
@@ -103,11 +121,14 @@ def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch
 @torch.no_grad()
 def _compute_buffers(name: str, source: nn.Module, target: nn.Module, init: Callable[[nn.Module], None]) -> None:
     source.to_empty(device="cpu", recurse=False)
-    for buffer in source.buffers(recurse=False):
-        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
-    init(source)
-    for key, buffer in source.named_buffers(recurse=False):
-        if buffer.is_floating_point() and buffer.isnan().any():
+    results = []
+    for garbage in (0, 1):
+        for buffer in source.buffers(recurse=False):
+            buffer.fill_(garbage)
+        init(source)
+        results.append({key: buffer.clone() for key, buffer in source.named_buffers(recurse=False)})
+    for key, buffer in results[0].items():
+        if not torch.equal(buffer, results[1][key]):
             raise ConfigError(
                 f"{type(source).__name__} at {name!r} does not compute its buffer {key!r} in _init_weights, so the "
                 "model cannot be built on the meta device; upgrade transformers or report the architecture"
