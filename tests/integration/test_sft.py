@@ -12,6 +12,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.copy_task import EOS_ID, CopyPrompts, encode, reward, write_model_folder
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.stats import read_stats
 
@@ -97,6 +98,30 @@ def answers(export: Path, numbers: range) -> float:
     generated = model.generate(**tokenizer(prompts, return_tensors="pt"), max_new_tokens=5)
     completions = [tokenizer.decode(row[4:], skip_special_tokens=True) for row in generated]
     return sum(map(str.__eq__, completions, texts)) / len(texts)
+
+
+def test_the_task_rewards_exact_copies_and_its_tokenizer_and_folder_repeat(tmp_path: Path) -> None:
+    digits = encode("407")
+    for completion, expected in (
+        ([*digits, EOS_ID], 1.0),
+        ([*digits, digits[0]], 0.8),
+        ([*digits, digits[0], EOS_ID], 0.8),
+        ([*encode("417"), EOS_ID], 0.8 * 2 / 3 + 0.2),
+        ([digits[0], EOS_ID], 0.8 / 3),
+        ([EOS_ID], 0.0),
+        ([], 0.0),
+    ):
+        assert reward(completion, "407") == pytest.approx(expected), completion
+    for layers, name in ((2, "a"), (2, "b"), (5, "a")):  # the third finds a folder there and leaves it
+        write_model_folder(tmp_path / name, layers)
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert tokenizer("407=").input_ids == encode("407=") == [8, 4, 11, 14]
+    assert tokenizer.decode([*digits, EOS_ID], skip_special_tokens=True) == "407"
+    prompts = CopyPrompts(50, seed=3)
+    assert [prompts[i] for i in range(50)] == [CopyPrompts(50, seed=3)[i] for i in range(50)]
+    assert all(tokenizer.decode(p["prompt_ids"]) == p["answer"] + "=" for p in (prompts[i] for i in range(50)))
+    assert prompts.fingerprint != CopyPrompts(50, seed=4).fingerprint
 
 
 def test_resume_mode_disable_refuses_a_folder_with_snapshots_rather_than_starting_over(
