@@ -199,12 +199,14 @@ def main(argv: list[str]) -> int:
         return 0
     write_model_folder(config.actor.path)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     ray.init(
+        address="local",
         num_cpus=config.n_trainers + 1,
         object_store_memory=256 << 20,
         include_dashboard=False,
         logging_level=logging.WARNING,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
+        log_to_driver=config.log_level == "INFO",
     )
     try:
         Supervisor(config.recover).run(lambda attempt: train(config, attempt))
