@@ -6,6 +6,7 @@ is checked when it is written: an object whose state could not be read back fail
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,8 @@ def pack_plain(what: str, value: Any) -> bytes:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{what} cannot be saved: {error}; a state_dict may hold tensors, numbers, strings, lists and dicts"
-        ) from error
+        allowed = "a state_dict may hold tensors, numbers, strings, lists and dicts"
+        raise ConfigError(f"{what} cannot be saved: {_reason(error)}; {allowed}") from error
     return buffer.getvalue()
 
 
@@ -158,7 +158,17 @@ def load_plain(source: Path, data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointCorruptError(f"{source} cannot be read: {error}") from error
+        raise CheckpointCorruptError(f"{source} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In a line what torch says in ten, advice to load it unsafely included."""
+    forbidden = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    if forbidden:
+        return f"it holds {forbidden[1]}, which could only be read by running code"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is not a file of tensors and plain values"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _dcp_state(engine: Any) -> DCPState:

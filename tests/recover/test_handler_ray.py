@@ -1,0 +1,160 @@
+"""The handler in a Ray driver: the ranks work in actors, the driver has generators, a dataloader and objects too."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
+from holdfast.utils.errors import CheckpointExistsError, ConfigError, WorkerLost
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.helpers import run_ranks
+from tests.ray_helpers import local_ray
+from tests.recover.runs import (
+    Job,
+    Meter,
+    draw,
+    hidden,
+    make_handler,
+    make_loader,
+    names,
+    newest,
+    seed_everything,
+    step_info,
+    stream,
+    train_steps,
+)
+
+__all__ = ["local_ray"]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
+
+
+class Trainer(Job):
+    """A worker as users write it: `engines` and `stateful` of its own."""
+
+    def __init__(self, model: str, seed: int) -> None:
+        super().__init__(model)
+        seed_everything(seed + torch.distributed.get_rank())
+
+    def break_meter(self, rank: int, broken: bool) -> None:
+        """The state of this rank's meter cannot be saved."""
+        if torch.distributed.get_rank() == rank:
+            self.meter.mean = threading.Lock() if broken else torch.zeros(2)  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_model_folder(folder, tiny_qwen3())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def placement(local_ray: None) -> Iterator[PlacementGroup]:
+    group = place("trainer", 2, WorkerResources(), 30)
+    yield group
+    remove_placement_group(group)
+
+
+class Driver:
+    """The driver's part of a run."""
+
+    def __init__(self, model: str, placement: PlacementGroup, root: Path, seed: int) -> None:
+        self.group = WorkerGroup(Trainer, model, seed, world_size=2, placement_group=placement, name="trainer")
+        seed_everything(seed)
+        self.loader, self.progress = make_loader("own", 0, 1), Meter()
+        self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None)
+        self.handler.register("progress", self.progress)
+        self.info = self.handler.load(self.group, self.loader)
+
+    def train(self, steps: int) -> list[Any]:
+        """Per step: each rank's record, and what the driver drew and counts."""
+        records, batches = [], stream(self.loader)
+        for _ in range(steps):
+            ids = next(batches)
+            self.progress.seen += ids
+            ranks = self.group.call_all("train", per_rank=[(ids[:2],), (ids[2:],)])
+            records.append((ranks, draw(), list(self.progress.seen)))
+        return records
+
+    def dump(self, step: int) -> bool:
+        return self.handler.dump(self.group, step_info(step), self.loader)
+
+
+def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
+    """Resume what a driver wrote, and write what a driver can resume."""
+    seed_everything(50 + rank)
+    loader, job, progress, handler = make_loader("own", rank, 2), Job(model), Meter(), make_handler(root)
+    handler.register("meter", job.meter)
+    handler.register("progress", progress)
+    info = handler.load(job.engine, loader)
+    assert info is not None and info.last_step_info.next() == step_info(first)
+    seen, records = list(progress.seen), [record for _, record in train_steps(job, stream(loader), first, 2)]
+    progress.seen = [rank]
+    assert handler.dump(job.engine, step_info(first + 1), loader, force=True)
+    assert not (newest(root) / "state" / "driver.pt").exists()
+    return seen, records, job.snapshot()
+
+
+def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun_and_back(
+    model: str, placement: PlacementGroup, tmp_path: Path
+) -> None:
+    driver = Driver(model, placement, tmp_path, seed=7)
+    assert driver.info is None
+    driver.train(4)
+    assert driver.dump(3) and not driver.dump(3)
+    seen = list(driver.progress.seen)
+    expected = driver.train(4)
+    driver.group.kill()
+    assert sorted(os.listdir(newest(tmp_path) / "state")) == ["driver.pt", "rank_00000.pt", "rank_00001.pt"]
+
+    resumed = Driver(model, placement, tmp_path, seed=8)
+    assert resumed.info and resumed.info.last_step_info.next() == step_info(4)
+    assert resumed.info.weight_versions == {"default": 4} and resumed.info.world_size == 2
+    assert resumed.train(4) == expected
+    resumed.group.kill()
+
+    there = run_ranks(_go_on_under_torchrun, 2, model, str(tmp_path), 4)
+    for rank, (found, records, _) in enumerate(there):
+        assert found == seen and records == [ranks[rank] for ranks, _, _ in expected[:2]]
+
+    back = Driver(model, placement, tmp_path, seed=9)
+    assert back.info and back.info.last_step_info.next() == step_info(6)
+    assert back.group.call_all("snapshot") == [snapshot for _, _, snapshot in there]
+    assert back.progress.seen == [0], "rank 0's, for the run had no driver"
+    assert [ranks for ranks, _, _ in back.train(2)] == [ranks for ranks, _, _ in expected[2:]]
+    back.group.kill()
+
+
+def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(
+    model: str, placement: PlacementGroup, tmp_path: Path
+) -> None:
+    driver = Driver(model, placement, tmp_path, seed=1)
+    assert driver.dump(0)
+    driver.group.call_all("break_meter", 1, True)
+    with pytest.raises(ConfigError, match="state of 'meter' cannot be saved"):
+        driver.dump(1)
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+    driver.group.call_all("break_meter", 1, False)
+    blocked = newest(tmp_path).with_name("global_step_1")
+    blocked.write_text("in the way")
+    with pytest.raises(CheckpointExistsError, match="global_step_1 exists already"):
+        driver.dump(1)
+    blocked.unlink()
+    assert driver.dump(1)
+
+    threading.Timer(0.3, os.kill, (driver.group.pids()[1], signal.SIGKILL)).start()
+    step, start = 1, time.monotonic()
+    with pytest.raises(WorkerLost):
+        while time.monotonic() - start < 30:
+            step += 1
+            driver.dump(step)
+    assert hidden(tmp_path) == []
+    assert driver.handler.store.verify(newest(tmp_path)).last_step_info.global_step >= step - 1

@@ -1,0 +1,64 @@
+"""What recovery is told, and what it writes down besides tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.engine.api import StepInfo
+from holdfast.recover import RecoverConfig, RecoverInfo
+from holdfast.recover.info import INFO_NAME
+from holdfast.utils.config import load_config
+from holdfast.utils.errors import CheckpointCorruptError, ConfigError
+
+INFO = RecoverInfo(StepInfo(1, 2, 8, 6), "ab12", 4, {"actor": 9}, "/x/global_step_3")
+
+
+def test_an_info_comes_back_from_json_and_goes_on_with_the_next_step(tmp_path: Path) -> None:
+    (tmp_path / INFO_NAME).write_bytes(INFO.to_json())
+    assert RecoverInfo.read(tmp_path) == INFO
+    assert INFO.last_step_info.next() == StepInfo(1, 3, 9, 6)
+    assert StepInfo(1, 5, 11, 6).next() == StepInfo(2, 0, 12, 6)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"\xff", json.dumps({"run_id": "r", "world_size": 1}).encode(),
+     INFO.to_json().replace(b"epoch_step", b"epoch_stop"), INFO.to_json().replace(b'"run_id"', b'"walk_id"')],
+)  # fmt: skip
+def test_an_info_that_is_not_one_is_corrupt(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / INFO_NAME).write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read"):
+        RecoverInfo.read(tmp_path)
+
+
+def test_a_missing_info_is_corrupt(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorruptError, match="FileNotFoundError"):
+        RecoverInfo.read(tmp_path)
+
+
+def test_paths_follow_experiment_and_trial() -> None:
+    config = RecoverConfig(experiment_name="gsm8k", trial_name="a", fileroot="/data")
+    assert config.trial_root == Path("/data/gsm8k/a") and config.recover_root == Path("/data/gsm8k/a/recover")
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [("auto", "auto"), ("must", "must"), ("off", "off"), ("on", "auto"), ("disabled", "off"), ("'off'", "off")],
+)
+def test_every_mode_is_understood_in_yaml_in_an_override_and_in_python(tmp_path: Path, word: str, mode: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"mode: {word}\n")
+    assert load_config(RecoverConfig, tmp_path / "c.yaml").mode == mode
+    assert load_config(RecoverConfig, overrides=[f"mode={word}"]).mode == mode
+    assert RecoverConfig(mode=word.strip("'")).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mode", "sometimes"), ("freq_steps", 0), ("freq_epochs", 0), ("freq_secs", -1.0), ("max_ckpt_to_keep", 0),
+     ("retries", -1), ("retry_window_s", -1.0)],
+)  # fmt: skip
+def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'recover.{field}' is {value!r}; expected"):
+        RecoverConfig(**{field: value})

@@ -1,0 +1,121 @@
+"""What a process writes and reads of itself: plain states only, nothing that runs, and a fallback for new processes."""
+
+import logging
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.recover.ranks import RankTarget, rank_target
+from holdfast.recover.snapshot import (
+    DRIVER_STATE,
+    load_plain,
+    pack_plain,
+    rank_state_name,
+    read_process_state,
+    unpack_plain,
+    write_process_state,
+)
+from holdfast.utils.errors import CheckpointCorruptError, ConfigError
+from holdfast.utils.files import file_digest
+from tests.recover.runs import Meter, Tiny, draw, seed_everything
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, "x", None, True, b"bytes"], "b": {3: (4, 5)}},
+        OrderedDict(t=torch.arange(3), bf=torch.ones(2, dtype=torch.bfloat16)),
+        {"nan": float("inf"), "long": 2**80, "empty": [], "set": {1, 2}},
+    ],
+)
+def test_plain_values_and_tensors_come_back(value: Any) -> None:
+    again = load_plain(Path("x"), pack_plain("it", value))
+    assert repr(again) == repr(value)
+
+
+class Evil:
+    """Unpickling it would run code."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code was run')",)
+
+
+@pytest.mark.parametrize("value", [lambda: 1, Path("x"), np.random.default_rng(), Evil(), open, Meter()])
+def test_what_could_only_be_read_by_running_code_is_refused_when_written(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"state of 'x' cannot be saved: .*may hold tensors, numbers"):
+        pack_plain("state of 'x'", {"deep": [value]})
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Evil()), b"PK\x03\x04 half a zip"])
+def test_a_file_that_is_not_plain_is_corrupt_and_not_run(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match=r"state\.pt cannot be read"):
+        unpack_plain(tmp_path / "state.pt")
+    with pytest.raises(CheckpointCorruptError, match=r"gone\.pt cannot be read: No such file"):
+        unpack_plain(tmp_path / "gone.pt")
+
+
+def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None:
+    meter = Meter()
+    meter.seen, meter.mean = [1, 2], torch.tensor([0.5, 0.25])
+    seed_everything(4)
+    (entry,) = write_process_state(str(tmp_path), rank_state_name(0), {"meter": meter})
+    expected, again = draw(), Meter()
+    file = tmp_path / "state" / "rank_00000.pt"
+    assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
+    seed_everything(5)
+    read_process_state(tmp_path, rank_state_name(0), {"meter": again})
+    assert (again.seen, again.mean.tolist(), draw()) == ([1, 2], [0.5, 0.25], expected)
+    assert random.random() and np.random.rand()
+
+
+def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driver(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def meter(number: int) -> Meter:
+        made = Meter()
+        made.seen = [number]
+        return made
+
+    seed_everything(4)
+    write_process_state(str(tmp_path), rank_state_name(0), {"both": meter(0), "rank": meter(1)})
+    write_process_state(str(tmp_path), DRIVER_STATE, {"both": meter(2), "driver": meter(3)})
+    taken = draw()
+    things = {name: meter(9) for name in ("both", "rank", "driver", "new")}
+    draws = []
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            read_process_state(tmp_path, rank_state_name(7), things)
+        draws.append(draw())
+    assert {name: thing.seen for name, thing in things.items()} == {"both": [0], "rank": [1], "driver": [3], "new": [9]}
+    assert draws[0] == draws[1] != taken, "derived, and the same after every restart"
+    assert "no state for 'new'; it starts anew" in caplog.text
+    read_process_state(tmp_path, DRIVER_STATE, things)
+    assert {name: thing.seen for name, thing in things.items()} == {"both": [2], "rank": [1], "driver": [3], "new": [9]}
+
+
+def test_a_holder_shows_its_engines_in_one_of_four_ways() -> None:
+    state = Tiny().state
+
+    class Worker:
+        engine = state
+        stateful: dict[str, Any] = {"meter": Meter()}  # noqa: RUF012
+
+    class Many:
+        engines = {"a": state, "b": state}  # noqa: RUF012
+
+    assert rank_target(state).engines == {"default": state}
+    assert rank_target({"x": state}).engines == {"x": state}
+    assert rank_target(Worker()).engines == {"default": state} and rank_target(Worker()).stateful.keys() == {"meter"}
+    assert rank_target(Many()).engines == {"a": state, "b": state}
+    target = RankTarget({"y": state})
+    assert rank_target(target) is target
+    for holder in (object(), None, "path"):
+        with pytest.raises(ConfigError, match="has neither 'engines' nor 'engine'"):
+            rank_target(holder)
