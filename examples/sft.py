@@ -24,7 +24,7 @@ from copy_task import CopyPrompts, sft_collate, write_model_folder
 from transformers import AutoTokenizer
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
-from holdfast.engine.rl.sft import count_loss_tokens, sft_loss_fn
+from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
 from holdfast.utils.errors import ConfigError

@@ -4,9 +4,7 @@ import torch
 
 from ..api import Batch
 from .logprobs import token_logprobs
-from .losses import count_loss_tokens, sft_loss
-
-__all__ = ["count_loss_tokens", "sft_loss_fn"]
+from .losses import sft_loss
 
 
 def sft_loss_fn(logits: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
