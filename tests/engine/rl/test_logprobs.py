@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.rl import logprobs as module
 from holdfast.engine.rl.logprobs import token_logprobs
-from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
