@@ -33,6 +33,7 @@ from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config
+from holdfast.utils.errors import HoldfastError
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.stats import StatsLogger
@@ -217,4 +218,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except HoldfastError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from the newest generation")

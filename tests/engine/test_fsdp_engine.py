@@ -32,7 +32,8 @@ LENGTHS = (5, 1, 9, 3, 7, 2, 6, 4)
 
 def make_engine(path: str | Path, **changes: Any) -> Any:
     optimizer = changes.pop("optimizer", OptimizerConfig(lr=1e-2, gradient_clipping=1e9))
-    engine = FSDPEngine(TrainEngineConfig(path=str(path), dtype="float32", optimizer=optimizer, **changes))
+    config = {"dtype": "float32", "optimizer": optimizer, **changes}
+    engine = FSDPEngine(TrainEngineConfig(path=str(path), **config))
     engine.create_process_group()
     engine.initialize(None, SPEC)
     return engine
@@ -175,6 +176,25 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(BatchError, match="no token of the batch counts"):
         engine.train_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, nll, loss_tokens)
     assert same(whole(engine), before)
+
+
+def _half_precision(rank: int, world_size: int, folder: str) -> None:
+    engine = make_engine(folder, dtype="bfloat16", grad_reduce_dtype="float32")
+    expected, _ = reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_batch())
+    seen: set[torch.dtype] = set()
+
+    def loss_fn(logits: torch.Tensor, mb: Batch) -> torch.Tensor:
+        seen.add(logits.dtype)
+        return nll(logits, mb)
+
+    stats = engine.train_batch(rows(make_batch(), slice(rank * 4, rank * 4 + 4)), loss_fn, loss_tokens)
+    assert seen == {torch.bfloat16}
+    assert stats["loss"] == pytest.approx(expected, rel=0.01)
+    assert {tensor.dtype for tensor in engine.dcp_state().live_tensors().values()} == {torch.float32}
+
+
+def test_computing_in_bfloat16_leaves_parameters_and_moments_in_float32(qwen3: Path) -> None:
+    run_ranks(_half_precision, 2, str(qwen3))
 
 
 def test_log_probabilities_equal_the_reference_and_bad_batches_change_nothing(qwen3: Path) -> None:
