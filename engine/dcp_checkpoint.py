@@ -9,6 +9,7 @@ host memory during a load.
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -193,8 +194,11 @@ def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tens
 
 
 def _read(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
+    reader, planner = CheckedReader(path, metadata), _BufferPlanner(buffers)
     try:
-        dcp.load({}, storage_reader=CheckedReader(path, metadata), planner=_BufferPlanner(buffers), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank plans by itself
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointCorruptError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from error

@@ -55,7 +55,10 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
         with torch.device("meta"):
             model = factory.from_config(hf_config, dtype=torch.float32, attn_implementation=config.attn_impl)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"config key 'path': {folder} ({hf_config.model_type}) cannot be built: {error}") from error
+        raise ConfigError(
+            f"{folder} ({hf_config.model_type}; config key 'path') cannot be built with config key 'attn_impl' "
+            f"{config.attn_impl!r}: {error}"
+        ) from error
     if config.disable_dropout:
         _disable_dropout(model)
     if config.gradient_checkpointing:

@@ -179,15 +179,13 @@ def show_progress() -> Progress:
 
 
 def read_config(argv: list[str]) -> GRPOConfig:
-    """Command line to configuration; makes the model folder that a run from scratch starts from."""
+    """Command line to configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(Path(__file__).with_name("grpo_copy.yaml")), help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
     args = parser.parse_args(argv)
     config = load_config(GRPOConfig, args.config, args.overrides)
     config.fileroot = config.recover.fileroot = os.path.abspath(config.fileroot)
-    if not config.actor.path:
-        config.actor.path = str(config.recover.trial_root / "base_model")
     return config
 
 
@@ -198,7 +196,8 @@ def main(argv: list[str]) -> int:
     if config.final_export.exists():
         print(f"the run is finished: {config.final_export}")
         return 0
-    write_model_folder(config.actor.path)
+    if not config.actor.path:
+        config.actor.path = str(write_model_folder(config.recover.trial_root / "base_model"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     ray.init(
