@@ -34,18 +34,23 @@ from .config import TrainEngineConfig
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def require_model_folder(path: str) -> Path:
+    """``path`` as it is, if it is a local folder of a Hugging Face model; ConfigError else."""
+    if not path or not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model "
+            "(`hf download <model> --local-dir <folder>` makes one)"
+        )
+    return Path(path)
+
+
 def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
     """The model of ``config.path`` in float32 without memory, with a language-model or a value head.
 
     Raises:
         ConfigError: ``path`` is no folder with a ``config.json``, or its architecture has no such head.
     """
-    folder = Path(config.path)
-    if not config.path or not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"config key 'path' is {config.path!r}; expected a folder with the config.json of a Hugging Face model "
-            "(`hf download <model> --local-dir <folder>` makes one)"
-        )
+    folder = require_model_folder(config.path)
     hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
     factory = AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
     if config.is_critic:

@@ -28,6 +28,7 @@ from rollout import RolloutWorker
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
 from holdfast.engine.api import Batch
+from holdfast.engine.model import require_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
@@ -198,6 +199,7 @@ def main(argv: list[str]) -> int:
         return 0
     if not config.actor.path:
         config.actor.path = str(write_model_folder(config.recover.trial_root / "base_model"))
+    require_model_folder(config.actor.path)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     ray.init(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointCorruptError
+from .errors import CheckpointCorruptError, CheckpointMismatchError
 from .files import file_digest, fsync_file, walk_files, write_durably
 
 MANIFEST_NAME = "manifest.json"
@@ -59,7 +59,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The parsed manifest.
 
     Raises:
-        CheckpointCorruptError: it is missing, not JSON, or of a format newer than this code knows.
+        CheckpointCorruptError: it is missing, cannot be read, or is not what `write_manifest` writes.
+        CheckpointMismatchError: it is of a format newer than this code knows: nothing is wrong with it.
     """
     path = Path(folder) / MANIFEST_NAME
     try:
@@ -68,12 +69,14 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in files.items()]
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing: the folder was never committed") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointCorruptError(
-            f"{path} has format version {version!r}; this Holdfast reads version {FORMAT_VERSION}. Upgrade Holdfast."
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            f"{path} has format version {version}; this Holdfast reads version {FORMAT_VERSION}. Upgrade Holdfast"
         )
+    if version != FORMAT_VERSION:
+        raise CheckpointCorruptError(f"{path} has format version {version!r}; expected {FORMAT_VERSION}")
     return document | {"files": {entry.name: asdict(entry) for entry in entries}}
 
 
@@ -100,11 +103,14 @@ def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare every byte of every file with the manifest and return the manifest.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
+        CheckpointCorruptError: naming the first file that is missing, extra, unreadable, or of other bytes.
     """
     root, manifest = Path(folder), check_listing(folder)
     for name, entry in manifest["files"].items():
-        digest = file_digest(root / name)
+        try:
+            digest = file_digest(root / name)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{root}: {name} cannot be read: {error.strerror or error}") from error
         if digest != entry["digest"]:
             raise CheckpointCorruptError(f"{root}: {name} has digest {digest}, the manifest says {entry['digest']}")
     return manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.utils.errors import CheckpointCorruptError, ConfigError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,9 +21,9 @@ def _flip(path: Path, position: int = -20) -> None:
     path.write_bytes(data)
 
 
-def _newer_format(folder: Path) -> None:
+def _set_format(folder: Path, version: object) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": version}))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -35,7 +35,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest gone": (lambda folder: (folder / "manifest.json").unlink(), "manifest-json-is-missing"),
     "manifest garbage": (lambda folder: (folder / "manifest.json").write_text("}"), "manifest-json-is-not-a-manifest"),
     "manifest flipped": (lambda folder: _flip(folder / "manifest.json"), ""),
-    "newer format": (_newer_format, "manifest-json-has-format-version-2"),
+    "strange format": (lambda folder: _set_format(folder, "2"), "manifest-json-has-format-version-2"),
     "empty": (lambda folder: [path.unlink() for path in folder.rglob("*") if path.is_file()], "manifest-json-is-miss"),
 }
 
@@ -73,6 +73,15 @@ def test_a_run_with_nothing_usable_left_never_starts_over(tmp_path: Path, mode: 
         with pytest.raises(ConfigError, match="before load"):
             handler.dump(Tiny().state, step_info(0))
     assert len(hidden(tmp_path)) == 2
+
+
+def test_a_generation_of_a_newer_format_is_left_alone_and_stops_the_run(tmp_path: Path) -> None:
+    run_until(tmp_path, 2)
+    _set_format(newest(tmp_path), 2)
+    for _ in range(2):
+        with pytest.raises(CheckpointMismatchError, match="reads version 1. Upgrade Holdfast"):
+            make_handler(tmp_path).load(Tiny().state)
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]
 
 
 def test_a_renamed_generation_and_a_stray_file_are_not_resumed_from(tmp_path: Path) -> None:

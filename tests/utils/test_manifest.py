@@ -51,7 +51,7 @@ def _truncate(folder: Path) -> None:
 
 def _damage_facts(folder: Path) -> None:
     document = json.loads((folder / MANIFEST_NAME).read_text())
-    (folder / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": 99}))
+    (folder / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": "1"}))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def _damage_facts(folder: Path) -> None:
             "not a manif",
         ),
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"\xff\xfe"), "is not a manifest"),
-        (_damage_facts, "format version 99; this Holdfast reads version 1"),
+        (_damage_facts, "format version '1'; expected 1"),
     ],
 )
 def test_damage_is_named(sealed: Path, damage: Callable[[Path], object], message: str) -> None:
