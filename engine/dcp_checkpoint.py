@@ -10,7 +10,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,10 @@ def write_dcp(
         values = state.state_dict()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    alone = not dist.is_initialized()
     try:
-        dcp.save(
-            {ROOT: values},
-            storage_writer=writer,
-            planner=planner,
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+        with _no_warning_of_being_alone():
+            dcp.save({ROOT: values}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # derives from BaseException
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointWriteError(f"cannot write {folder}: {causes}") from error
@@ -196,8 +193,7 @@ def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tens
 def _read(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
     reader, planner = CheckedReader(path, metadata), _BufferPlanner(buffers)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank plans by itself
+        with _no_warning_of_being_alone():  # each rank plans by itself
             dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()))[0]
@@ -206,6 +202,13 @@ def _read(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str
         if isinstance(error, CheckpointCorruptError):
             raise
         raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _no_warning_of_being_alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _check_json(path: str | os.PathLike[str], given: Mapping[str, torch.Tensor]) -> None:
