@@ -101,11 +101,11 @@ def finish(run: GrpoRun) -> None:
 
 def show(console: Console, kills: list[Kill]) -> None:
     """The table of what happened."""
-    table = Table("killed", "after step", "detected after", "training again after", "resumed at step", "steps redone")
+    table = Table("SIGKILL", "after step", "detected\nafter", "rebuilt\nafter", "resumed\nat step", "steps\nredone")
     for kill in kills:
-        detected = "by hand: same command again" if kill.detected_s is None else f"{kill.detected_s:.2f} s"
-        again = f"{kill.rebuilt_s:.2f} s"
-        table.add_row(kill.what, str(kill.step), detected, again, str(kill.resumed_step), str(kill.redone))
+        detected = "[dim]restarted[/dim]" if kill.detected_s is None else f"{kill.detected_s:.2f} s"
+        rebuilt = f"{kill.rebuilt_s:.2f} s"
+        table.add_row(kill.what, str(kill.step), detected, rebuilt, str(kill.resumed_step), str(kill.redone))
     console.print(table)
 
 
