@@ -1,7 +1,7 @@
 """The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,10 +64,6 @@ class WeightUpdateMeta:
             raise ConfigError(f"weight update type {self.type!r} is unknown; expected 'disk'")
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
-
-    def with_version(self, version: int) -> "WeightUpdateMeta":
-        """The same target for another version."""
-        return replace(self, version=version)
 
 
 @dataclass(frozen=True)

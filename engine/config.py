@@ -32,7 +32,7 @@ class OptimizerConfig:
     lr_scheduler_type: str = "constant"
     """``constant``, ``linear`` or ``cosine``, after the warm-up."""
     warmup_steps_proportion: float = 0.001
-    """Share of all training steps during which the rate rises linearly from 0."""
+    """Share of all training steps, rounded down, during which the rate rises linearly."""
     min_lr_ratio: float = 0.0
     """Where ``linear`` and ``cosine`` end, as a share of ``lr``."""
     gradient_clipping: float = 1.0
@@ -43,8 +43,8 @@ class OptimizerConfig:
         require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
         require_range("optimizer.lr", self.lr, low=0.0)
         require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
-        require_range("optimizer.beta1", self.beta1, low=0.0, high=1.0)
-        require_range("optimizer.beta2", self.beta2, low=0.0, high=1.0)
+        require_range("optimizer.beta1", self.beta1, low=0.0, high=0.999999)
+        require_range("optimizer.beta2", self.beta2, low=0.0, high=0.999999)
         require_range("optimizer.momentum", self.momentum, low=0.0, high=1.0)
         require_range("optimizer.warmup_steps_proportion", self.warmup_steps_proportion, low=0.0, high=1.0)
         require_range("optimizer.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
@@ -83,9 +83,9 @@ class TrainEngineConfig:
     """One model, its optimizer, and how both are spread over ranks."""
 
     experiment_name: str = "experiment"
-    """Groups trials; the second folder of every path."""
+    """AReaL's name for a group of runs; the engine itself writes only where it is told to."""
     trial_name: str = "trial"
-    """Names one run; the third folder of every path."""
+    """AReaL's name for one run; likewise."""
     path: str = ""
     """Folder of a Hugging Face model: its config and, unless ``init_from_scratch``, its weights."""
     init_from_scratch: bool = False
@@ -96,6 +96,9 @@ class TrainEngineConfig:
     """Put a value head (one output a token) in the place of the language-model head."""
     dtype: str = "bfloat16"
     """Compute dtype. Parameters, gradients and optimizer state are always float32."""
+    device: str = "auto"
+    """``cpu``, ``cuda``, or ``auto``: CUDA if the host has a device for each rank and the default process group, when
+    somebody else made it, has nccl."""
     grad_reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
     attn_impl: str = "sdpa"
@@ -119,6 +122,7 @@ class TrainEngineConfig:
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
+        require_choice("device", self.device, ("auto", "cpu", "cuda"))
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)
         require_range("timeout_s", self.timeout_s, low=1e-3)

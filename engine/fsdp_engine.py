@@ -1,7 +1,9 @@
 """`FSDPEngine`: one model sharded over ranks with FSDP2, its training step, and its save and load.
 
 Every public method is a few lines over plain functions in the neighbouring files. All ranks call the same methods in
-the same order; an error on one rank is an error on all.
+the same order. Bad input, and any failure to read or write, on one rank is an error on all of them; an error in the
+middle of a forward or backward (a loss function's, out of memory) leaves the others waiting until ``timeout_s``, or
+until a `WorkerGroup` ends them.
 """
 
 import time
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.errors import BatchError, CheckpointMismatchError, ConfigError
+from ..utils.errors import BatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.stats import reduce_stats
 from .api import (
@@ -90,7 +92,7 @@ class FSDPEngine:
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the default process group, or make it (torchrun's environment, or a world of one); once."""
         if self._groups is None:
-            self._groups = open_process_groups(parallel_strategy, self.config.timeout_s)
+            self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
         """Build the sharded model, read or draw its weights, and build optimizer and schedule.
@@ -350,7 +352,9 @@ class FSDPEngine:
         if self.config.is_critic:  # may start from a causal LM: the value head keeps what it has, the LM head is left
             missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
             unexpected = ["lm_head.*"]
-        load_hf(model, path, group=self.control_group, allow_missing=missing, allow_unexpected=unexpected)
+        fresh = load_hf(model, path, group=self.control_group, allow_missing=missing, allow_unexpected=unexpected)
+        if fresh:
+            logger.warning("%s does not hold %s; kept as they were", path, ", ".join(fresh))
 
     # Versions and publishing
 
@@ -387,5 +391,7 @@ class FSDPEngine:
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            raise CheckpointMismatchError("the engine has no optimizer (config key 'optimizer' is null)")
+            raise ConfigError(
+                "the engine has no optimizer: config key 'optimizer' is null; set it, or with_optim=False"
+            )
         return self.optimizer

@@ -51,7 +51,10 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
         ConfigError: ``path`` is no folder with a ``config.json``, or its architecture has no such head.
     """
     folder = require_model_folder(config.path)
-    hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {error}") from error
     factory = AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
     if config.is_critic:
         hf_config.num_labels = 1
@@ -158,20 +161,25 @@ def draw_weights(
     """
     for name, unit in _draw_units(skeleton, blocks):
         unit.to_empty(device="cpu")
+        for drawn in unit.parameters():
+            drawn.fill_(float("nan"))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
             for module in reversed(list(unit.modules())):  # children before parents, as transformers does
                 skeleton._init_weights(module)
-        for key, drawn in unit.named_parameters():
-            keep_own_shard(model.get_parameter(f"{name}.{key}" if name else key), drawn)
+        for key, drawn in unit.named_parameters(prefix=name):
+            if drawn.isnan().any():
+                raise ConfigError(f"{type(skeleton).__name__} does not draw {key!r} in _init_weights; load its weights")
+            keep_own_shard(model.get_parameter(key), drawn)
         unit.to_empty(device="meta")
 
 
 def _draw_units(skeleton: nn.Module, blocks: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
+    """The outermost blocks, and the outermost modules elsewhere that own parameters: together, every parameter."""
     units: list[tuple[str, nn.Module]] = []
     for name, module in skeleton.named_modules():
-        inside = any(name.startswith(f"{unit}.") for unit, parent in units if isinstance(parent, blocks))
-        if isinstance(module, blocks) or (module._parameters and not list(module.children()) and not inside):
+        inside = any(f"{name}.".startswith(f"{unit}." if unit else "") for unit, _ in units)
+        if not inside and (isinstance(module, blocks) or next(module.parameters(recurse=False), None) is not None):
             units.append((name, module))
     return units
 

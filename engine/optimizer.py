@@ -24,14 +24,15 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> 
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Share of the peak rate at ``step``: linear warm-up from 0, then constant, linear or cosine decay.
+    """Share of the peak rate at ``step``: linear warm-up, then constant, linear or cosine decay.
 
+    The warm-up has no step at rate 0, which would train nothing: its n steps run at 1 / (n + 1) to n / (n + 1).
     The cosine is that of Loshchilov & Hutter, "SGDR", 2017, without restarts. From ``total_steps`` on it stays at
     ``min_lr_ratio``.
     """
-    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    warmup = int(config.warmup_steps_proportion * total_steps)
     if step < warmup:
-        return step / warmup
+        return (step + 1) / (warmup + 1)
     if config.lr_scheduler_type == "constant":
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

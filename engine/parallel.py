@@ -38,20 +38,25 @@ class ProcessGroups:
     device: torch.device
 
 
-def open_process_groups(strategy: ParallelStrategy | None, timeout_s: float) -> ProcessGroups:
+def open_process_groups(strategy: ParallelStrategy | None, device_type: str, timeout_s: float) -> ProcessGroups:
     """Join the default group, or make it from the environment that torchrun sets (a world of one without it).
 
+    Args:
+        strategy: what the world should look like.
+        device_type: ``auto``, ``cpu`` or ``cuda``; see `TrainEngineConfig.device`.
+        timeout_s: longest wait in a collective of a group made here.
+
     Raises:
-        ConfigError: the world is not of the size that ``strategy`` asks for.
+        ConfigError: the world is not of the size that ``strategy`` asks for, or there is no CUDA device where one was
+            asked for.
     """
     timeout = timedelta(seconds=timeout_s)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device = _choose_device(device_type)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     owns_default = not dist.is_initialized()
     if owns_default:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
@@ -65,6 +70,21 @@ def open_process_groups(strategy: ParallelStrategy | None, timeout_s: float) -> 
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     return ProcessGroups(control, owns_default, device)
+
+
+def _choose_device(device_type: str) -> torch.device:
+    """The same type on every rank: a host has a device for each of its ranks, or none of them gets one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    needed = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_nccl = not dist.is_initialized() or "nccl" in str(dist.get_backend_config())
+    usable = found >= needed and has_nccl
+    if device_type == "cuda" and not usable:
+        raise ConfigError(
+            f"config key 'device' is 'cuda', but this host has {found} CUDA device(s) for {needed} rank(s), and the "
+            f"default process group {'has' if has_nccl else 'lacks'} nccl"
+        )
+    return torch.device("cuda", local_rank) if usable and device_type != "cpu" else torch.device("cpu")
 
 
 def close_process_groups(groups: ProcessGroups) -> None:
@@ -90,7 +110,7 @@ def shard_model(
         param_dtype=COMPUTE_DTYPES[config.dtype], reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype]
     )
     reshard = config.fsdp.reshard_after_forward
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # blocks inside blocks first, as fully_shard wants it
         if isinstance(module, blocks):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

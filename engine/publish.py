@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ..utils.errors import PublishError
-from ..utils.files import remove_folder
+from ..utils.files import remove_or_log
 from ..utils.logging import get_logger
 from ..utils.manifest import seal_files, write_manifest
 from ..utils.staging import staged_folder
@@ -55,7 +56,7 @@ def publish_weights(
         model: sharded model.
         meta: where to, and how many versions stay.
         version: what the servers must confirm.
-        servers: told one after the other by rank 0; other ranks' are not used.
+        servers: told by rank 0, all at once; other ranks' are not used.
         group: control group.
         base_model_path: folder whose tokenizer and other files go along.
 
@@ -80,8 +81,11 @@ def publish_weights(
 
 
 def _tell(servers: Sequence[InferenceServer], path: Path, version: int) -> None:
-    for server in servers:
-        served = server.update_weights_from_disk(str(path), version)
+    if not servers:
+        return
+    with ThreadPoolExecutor(len(servers)) as pool:
+        confirmed = list(pool.map(lambda server: server.update_weights_from_disk(str(path), version), servers))
+    for server, served in zip(servers, confirmed, strict=True):
         if served != version:
             raise PublishError(
                 f"{server!r} serves version {served!r} after it was told to load version {version} of {path}"
@@ -92,10 +96,10 @@ def _clear(root: str, version: int) -> None:
     """Remove ``version`` and what is newer, and what killed publishers left."""
     for pattern in (".staging-v*", ".retired-v*"):
         for leftover in Path(root).glob(pattern):
-            remove_folder(leftover)
+            remove_or_log(leftover)
     _retire(root, [v for v in published_versions(root) if v >= version])
 
 
 def _retire(root: str, versions: Sequence[int]) -> None:
     for version in versions:
-        remove_folder(version_path(root, version))
+        remove_or_log(version_path(root, version))

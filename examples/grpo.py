@@ -33,8 +33,8 @@ from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import load_config
-from holdfast.utils.errors import HoldfastError
+from holdfast.utils.config import load_config, require_range
+from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.stats import StatsLogger
@@ -57,6 +57,14 @@ class GRPOConfig:
     log_level: str = "WARNING"
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+    def __post_init__(self) -> None:
+        require_range("total_steps", self.total_steps, low=1)
+        require_range("n_prompts", self.n_prompts, low=self.batch_size)
+        if self.batch_size < 1 or self.batch_size % self.n_trainers:
+            raise ConfigError(
+                f"config key 'batch_size' is {self.batch_size}; expected a multiple of n_trainers, {self.n_trainers}"
+            )
 
     @property
     def ft_spec(self) -> FinetuneSpec:
@@ -117,6 +125,10 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
     info = handler.load(trainer, dataloader=loader)
     trainer.call_all("publish")  # also after a recovery, before anything is sampled
     step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+    if step.global_step > config.total_steps:
+        raise ConfigError(
+            f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
+        )
     stats_logger = StatsLogger(config.stats_folder, tensorboard=config.tensorboard)
     stats_logger.resume_after(info.last_step_info.global_step if info else None)
     note_attempt(config, attempt, step, trainer, rollout)
@@ -128,9 +140,10 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
             batch = rollout_batch(config, rollout, next(batches), step.global_step)
             stats = trainer.call_all("train_step", per_rank=split_rows(batch, config.n_trainers))[0]
             trainer.call_all("publish")
-            handler.dump(trainer, step, dataloader=loader, force=step.global_step == config.total_steps - 1)
             seconds = time.monotonic() - started
+            # Logged before the snapshot: a kill between the two logs the step again, the other order would lose it.
             stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
+            handler.dump(trainer, step, dataloader=loader, force=step.global_step == config.total_steps - 1)
             progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
             if not progress.console.is_terminal and step.global_step % 10 == 9:
                 print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.distributed import get_rank
@@ -66,6 +67,10 @@ class RecoverHandler:
         self._run_id = uuid.uuid4().hex
         self._resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
         self._loaded = self._closed = False
+        if config.mode != "off" and (config.freq_epochs, config.freq_steps, config.freq_secs) == (None, None, None):
+            logger.warning(
+                "none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots are made"
+            )
 
     def register(self, name: str, thing: Stateful) -> None:
         """Have an object of this process saved and restored with every generation.
@@ -109,12 +114,11 @@ class RecoverHandler:
             return None
         path, info = choice
         ranks.run_all(check_rank, str(path))
-        if dataloader is not None:
-            ranks.here(partial(self._restore_data, ranks.n_callers, path, dataloader))
+        ranks.here(partial(self._restore_data, ranks.n_callers, path, dataloader))
         ranks.run_all(read_rank, str(path), info.weight_versions)
         if ranks.is_driver:
             read_process_state(path, DRIVER_STATE, self._stateful)
-        ranks.decide(partial(self._set_aside_newer, path))
+        ranks.decide(partial(self._set_aside_newer, path, info.last_step_info.global_step))
         self._run_id = info.run_id
         self.schedule.mark(info.last_step_info)
         self._loaded = True
@@ -237,12 +241,11 @@ class RecoverHandler:
         if self.config.mode == "must":
             raise CheckpointNotFoundError(f"recover.mode is 'must', but {self.store.root} has no generation to resume")
 
-    def _set_aside_newer(self, resumed: Path) -> None:
+    def _set_aside_newer(self, resumed: Path, step: int) -> None:
         """What a ``resume_path`` goes back behind is no longer this run's; resuming the newest sets nothing aside."""
         for generation in self.store.generations():
-            if generation.path.resolve() == resumed.resolve():
-                return
-            self.store.set_aside(generation, f"superseded by resume_path {resumed.name}")
+            if generation.step > step or (generation.step == step and generation.path.resolve() != resumed.resolve()):
+                self.store.set_aside(generation, f"superseded by resume_path {resumed.name}")
 
     def _check_same_run(self, path: Path, info: RecoverInfo) -> None:
         saved, now = info.last_step_info.steps_per_epoch, self.ft_spec.steps_per_epoch
@@ -251,8 +254,15 @@ class RecoverHandler:
                 f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
             )
 
-    def _restore_data(self, n_callers: int, path: Path, dataloader: Stateful) -> None:
-        if not (path / DATA_STATE).exists():
+    def _restore_data(self, n_callers: int, path: Path, dataloader: Stateful | None) -> None:
+        exists = (path / DATA_STATE).exists()
+        if dataloader is None and exists:
+            raise CheckpointMismatchError(
+                f"{path} holds a dataloader's state; pass that dataloader, or data starts over"
+            )
+        if dataloader is None:
+            return
+        if not exists:
             raise CheckpointMismatchError(f"{path} holds no dataloader state; was it saved without a dataloader?")
         saved = unpack_plain(path / DATA_STATE)
         states, rank_independent = saved["states"], saved["rank_independent"]
@@ -292,5 +302,9 @@ def _manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
         "weight_versions": info.weight_versions,
         "world_size": info.world_size,
         "mesh": {"dp": info.world_size},
-        "libraries": {"python": platform.python_version(), "torch": torch.__version__},
+        "libraries": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
-from ..utils.files import commit_folder, fsync_dir, remove_folder, replace_atomically
+from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, check_listing, verify_folder, write_manifest
 from ..utils.staging import as_write_error
@@ -64,10 +64,7 @@ class GenerationStore:
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
-                try:
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-                except OSError as error:
-                    logger.warning("cannot remove %s: %s", leftover, error)
+                remove_or_log(leftover)
 
     def open_staging(self, step: int) -> Path:
         """A new hidden folder to write the generation of ``step`` into.
@@ -80,7 +77,7 @@ class GenerationStore:
             raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
-            _make_durably(self.root)
+            make_durably(self.root)
             staging.mkdir()
         return staging
 
@@ -163,18 +160,7 @@ class GenerationStore:
         One that cannot be removed is logged and left: it costs space, not the run.
         """
         for generation in reversed(self.generations()[keep:] if keep is not None else []):
-            try:
-                remove_folder(generation.path)
-            except OSError as error:
-                logger.warning("cannot remove %s: %s", generation.path, error)
+            remove_or_log(generation.path)
 
     def _final(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
-
-
-def _make_durably(folder: Path) -> None:
-    """Make a folder and its parents, the name of each on stable storage."""
-    if not folder.is_dir():
-        _make_durably(folder.parent)
-        folder.mkdir(exist_ok=True)
-        fsync_dir(folder.parent)

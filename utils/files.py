@@ -13,6 +13,10 @@ from pathlib import Path
 
 import xxhash
 
+from .logging import get_logger
+
+logger = get_logger(__name__)
+
 _READ_BYTES = 8 << 20
 
 
@@ -32,6 +36,15 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_durably(folder: str | os.PathLike[str]) -> None:
+    """Make a folder and its parents, the name of each on stable storage."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        make_durably(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_dir(folder.parent)
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
@@ -106,12 +119,18 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
         shutil.rmtree(doomed)
 
 
+def remove_or_log(path: str | os.PathLike[str]) -> None:
+    """`remove_folder`, or remove a file; what cannot be removed is logged and left: it costs space, not the run."""
+    try:
+        if os.path.isdir(path):
+            remove_folder(path)
+        else:
+            Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot remove %s: %s", path, error)
+
+
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Every regular file below ``folder``, as sorted POSIX paths relative to it."""
     root = Path(folder)
     yield from sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
-
-
-def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes an unprivileged writer may still use on the file system that holds ``path``."""
-    return shutil.disk_usage(path).free

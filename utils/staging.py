@@ -1,6 +1,7 @@
 """A folder that all ranks write and that becomes visible at once, complete and on stable storage, or not at all."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
-from .files import commit_folder, staging_path
+from .files import commit_folder, make_durably, remove_or_log, staging_path
 
 
 @contextmanager
@@ -39,10 +40,12 @@ def _open_staging(final: Path) -> Path:
     if os.path.lexists(final):
         raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
     with as_write_error(final):
-        for leftover in final.parent.glob(f".staging-{final.name}-*"):  # of a writer of the same folder that was killed
-            shutil.rmtree(leftover)
+        make_durably(final.parent)
+        for entry in os.listdir(final.parent):
+            if re.fullmatch(rf"\.staging-{re.escape(final.name)}-[0-9a-f]{{12}}", entry):
+                remove_or_log(final.parent / entry)  # of a writer of the same folder that was killed
         staging = staging_path(final)
-        staging.mkdir(parents=True)
+        staging.mkdir()
     return staging
 
 

@@ -64,10 +64,14 @@ def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str
     """The ``[B, S]`` entry ``key``.
 
     Raises:
-        BatchError: it is missing (the message ends with ``hint``) or not finite at a loss token.
+        BatchError: it is missing (the message ends with ``hint``), of another shape, or not finite at a loss token.
     """
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
+    if batch[key].shape != loss_mask.shape:
+        raise BatchError(
+            f"batch[{key!r}] has shape {list(batch[key].shape)}; expected {list(loss_mask.shape)}, per token"
+        )
     if not bool(torch.isfinite(batch[key].float()[loss_mask]).all()):
         rows = (~torch.isfinite(batch[key].float()) & loss_mask).any(dim=1).nonzero().flatten().tolist()
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")

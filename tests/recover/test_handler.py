@@ -234,6 +234,21 @@ def test_a_generation_without_a_dataloader_is_not_resumed_with_one(tmp_path: Pat
         make_handler(tmp_path).load(Tiny().state, ResumableDataLoader(list(range(24)), 4, seed=0))
 
 
+def test_a_generation_with_a_dataloader_is_not_resumed_without_one(tmp_path: Path) -> None:
+    handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), ResumableDataLoader(range(24), 4, seed=0)
+    handler.load(tiny.state, loader)
+    handler.dump(tiny.state, step_info(0), loader)
+    with pytest.raises(CheckpointMismatchError, match="pass that dataloader, or data starts over"):
+        make_handler(tmp_path).load(tiny.state)
+
+
+def test_a_handler_that_would_never_snapshot_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_handler(tmp_path, mode="off")
+    assert caplog.text == ""
+    make_handler(tmp_path)
+    assert "only forced snapshots" in caplog.text
+
+
 def test_user_objects_come_and_go_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     handler, tiny, meter = make_handler(tmp_path, freq_steps=1), Tiny(), Meter()
     handler.register("meter", meter)

@@ -111,7 +111,7 @@ def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict
     loaded, draws = job.snapshot(), draw()
     record = job.train(next(stream(loader)))
     if step == 2:  # the same load again gives the same derived streams
-        make_handler(root).load(job.engine)
+        make_handler(root).load(job.engine, make_loader("own", rank, world_size))
         assert draw() == draws
     handler.dump(job.engine, step_info(step), loader, force=True)
     return {"loaded": loaded, "draws": draws, "ids": record["ids"], "saved": job.snapshot(), "next": draw()}

@@ -14,8 +14,9 @@ import xxhash
 from holdfast.utils.files import (
     commit_folder,
     file_digest,
-    free_bytes,
+    make_durably,
     remove_folder,
+    remove_or_log,
     replace_atomically,
     staging_path,
     walk_files,
@@ -101,4 +102,17 @@ def test_walk_files_is_sorted_and_sees_hidden_files_but_no_folders(tmp_path: Pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert list(walk_files(tmp_path)) == ["a/.metadata", "a/z", "b", "c/d/e"]
-    assert free_bytes(tmp_path) > 0
+
+
+def test_new_parents_are_made_and_what_cannot_be_removed_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_durably(tmp_path / "a" / "b" / "c")
+    make_durably(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "a", tmp_path / "file", tmp_path / "missing"):
+        remove_or_log(path)
+    assert list(tmp_path.iterdir()) == []
+    remove_or_log("/proc/self/mem")
+    assert "cannot remove /proc/self/mem" in caplog.text
