@@ -87,6 +87,11 @@ class GrpoRun:
                 return True
         return False
 
+    def stop(self) -> None:
+        """Kill the driver, and with it everything it started, if it still runs."""
+        if self._process is not None and self.exit_code() is None:
+            self.kill("driver")
+
     def final_weights(self) -> Path:
         """The safetensors file of the final export."""
         (export,) = (self.trial_root / "hf").glob("global_step_*")

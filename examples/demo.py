@@ -45,18 +45,15 @@ class Kill:
         return self.step - self.resumed_step + 1
 
 
-def run_reference(console: Console) -> GrpoRun:
+def leave_alone(console: Console, run: GrpoRun) -> None:
     """A run nobody touches."""
-    run = GrpoRun(OUT / "reference", f"total_steps={TOTAL_STEPS}")
     run.start()
     follow(console, run, TOTAL_STEPS - 1, "reference")
     finish(run)
-    return run
 
 
-def run_killed(console: Console) -> tuple[GrpoRun, list[Kill]]:
+def kill_twice(console: Console, run: GrpoRun) -> list[Kill]:
     """The same run, killed twice."""
-    run = GrpoRun(OUT / "killed", f"total_steps={TOTAL_STEPS}")
     run.start()
     follow(console, run, TOTAL_STEPS // 3 + 3, "to be killed")
     kills = [kill_and_watch(console, run, "trainer", "trainer rank 1")]
@@ -64,7 +61,7 @@ def run_killed(console: Console) -> tuple[GrpoRun, list[Kill]]:
     kills.append(kill_and_watch(console, run, "driver", "driver"))
     follow(console, run, TOTAL_STEPS - 1, "was killed")
     finish(run)
-    return run, kills
+    return kills
 
 
 def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
@@ -74,7 +71,9 @@ def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     console.print(f"  [red]SIGKILL {what} after step {step}[/red]")
     if who == "driver":
         run.start()
-    run.wait_until(lambda: len(run.attempts()) > attempts, TIMEOUT_S)
+    run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
+    if len(run.attempts()) == attempts:
+        sys.exit(f"the run in {run.fileroot} did not come back:\n{run.log_tail()}")
     attempt = run.attempts()[-1]
     console.print(f"  [green]back: step {attempt['step']} is next[/green]")
     detected_s = attempt["loss"]["detected_at"] - killed_at if attempt["loss"] else None
@@ -130,10 +129,15 @@ def main() -> int:
     console, started = Console(), time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     os.makedirs(OUT)
-    console.print("[bold]1. A GRPO run that nobody touches[/bold]")
-    reference = run_reference(console)
-    console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]")
-    killed, kills = run_killed(console)
+    reference, killed = (GrpoRun(OUT / name, f"total_steps={TOTAL_STEPS}") for name in ("reference", "killed"))
+    try:
+        console.print("[bold]1. A GRPO run that nobody touches[/bold]")
+        leave_alone(console, reference)
+        console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]")
+        kills = kill_twice(console, killed)
+    finally:
+        reference.stop()
+        killed.stop()
     show(console, kills)
     draw(reference, killed, kills, OUT / "demo.png")
     hashes = [sha256(run.final_weights()) for run in (reference, killed)]

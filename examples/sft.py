@@ -27,6 +27,7 @@ from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, Tr
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
+from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.stats import StatsLogger
@@ -109,15 +110,15 @@ def main(config: SFTConfig) -> None:
     dataset = CopyPrompts(config.data.train_samples, config.data.seed)
     spec = FinetuneSpec(config.trainer.total_epochs, len(dataset), config.data.train_batch_size)
     export = run / "hf" / f"global_step_{spec.total_train_steps - 1}"
-    if export.exists():
-        print(f"this run has finished: {export}", flush=True)
-        return
     recover_config = config.trainer.recover_config()
     if not config.engine.path:
         config.engine.path, config.engine.init_from_scratch = str(write_model_folder(run / "model")), True
     engine = FSDPEngine(config.engine)
     engine.create_process_group()
     try:
+        if rank_zero_decides(export.exists, engine.control_group):
+            print(f"this run has finished: {export}", flush=True)
+            return
         engine.initialize(None, spec)
         train(engine, dataset, spec, config, RecoverHandler(recover_config, spec, group=engine.control_group))
         tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
@@ -144,6 +145,10 @@ def train(
     info = handler.load(engine, dataloader=loader)
     last = None if info is None else info.last_step_info
     step = StepInfo(0, 0, 0, spec.steps_per_epoch) if last is None else last.next()
+    if step.global_step > spec.total_train_steps:
+        raise ConfigError(
+            f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has {step.global_step}"
+        )
     logger = None
     if rank == 0:
         logger = StatsLogger(config.trainer.default_local_dir, tensorboard=config.trainer.tensorboard)
