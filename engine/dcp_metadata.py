@@ -39,6 +39,7 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if name not in _ALLOWED.get(module, ()):
             raise CheckpointCorruptError(
                 f".metadata asks for {module}.{name}, which no checkpoint needs; it was not run"
