@@ -6,7 +6,6 @@ buffers of its own, and only when all ranks have all they need is anything copie
 host memory during a load.
 """
 
-import json
 import math
 import os
 import warnings
@@ -27,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank
-from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointWriteError
+from ..utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointWriteError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, seal_files, verify_folder, write_manifest
 from ..utils.staging import as_write_error, staged_folder
 from .dcp_metadata import CheckedReader, read_metadata, tensor_entry
-from .dcp_state import DCPState, rng_key
+from .dcp_state import PACKED, DCPState, rng_key
 
 ROOT = "dcp"
 """The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
@@ -88,24 +87,30 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
     Raises:
         CheckpointNotFoundError: no such folder, or not a DCP folder.
         CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
-        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``.
+        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, or tensors that its model ties
+            differ.
         PeerError: all is well here, but not on another rank.
     """
     with all_ranks_succeed(f"checking {path}", group):
         if get_rank(group) == 0 and (Path(path) / MANIFEST_NAME).exists():
             verify_folder(path)
         metadata = read_metadata(path)
-        buffers = _buffers_for(path, state, metadata)
+        proposed = _propose_state(path, state, metadata)
+        buffers = _buffers_for(path, state, metadata, proposed)
     with all_ranks_succeed(f"reading {path}", group):
         _read(path, metadata, buffers)
         given = {name.removeprefix(f"{ROOT}."): buffer.tensor for name, buffer in buffers.items()}
-        _check_json(path, given)
-    state.load_state_dict(given)
+        _check_tied(path, state, given)
+        _check_values(path, state, given)
+    with all_ranks_succeed(f"loading {path}", group):  # checked before; but counters may be a user's own
+        state.adopt_optimizer_state(proposed)
+        state.load_state_dict(given)
 
 
 def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
     """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; reads no data, changes nothing."""
-    _buffers_for(path, state, read_metadata(path))
+    metadata = read_metadata(path)
+    _buffers_for(path, state, metadata, _propose_state(path, state, metadata))
 
 
 class _Buffer:
@@ -120,20 +125,29 @@ class _Buffer:
         self.chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
 
 
-def _buffers_for(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, _Buffer]:
-    """Full name -> buffer of everything ``state`` wants; raises unless the folder fits it."""
+def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Optimizer state that ``state`` must be given before it can load this folder; nothing for a model alone."""
     saved = metadata.state_dict_metadata
     if not any(name.startswith(f"{ROOT}.model.") for name in saved):
         raise CheckpointMismatchError(
             f"{path} holds no model under {ROOT!r}: its keys are {sorted(saved)[:4]} ...; expected {ROOT}.model.* as "
             "Holdfast and AReaL write"
         )
-    if state.optimizer is not None:
-        if not any(name.startswith(f"{ROOT}.optim.state.") for name in saved):
-            raise CheckpointMismatchError(f"{path} holds a model only, no optimizer state; load it with_optim=False")
-        state.adopt_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
-    live = {f"{ROOT}.{name}": tensor for name, tensor in state.live_tensors().items()}
-    _check_same_names(path, live.keys(), saved.keys(), state)
+    trained = any(name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in saved)
+    if state.optimizer is not None and not trained:  # plain SGD has groups but no state
+        raise CheckpointMismatchError(f"{path} holds a model only, no optimizer state; load it with_optim=False")
+    return state.propose_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
+
+
+def _buffers_for(
+    path: str | os.PathLike[str], state: DCPState, metadata: Metadata, proposed: dict[str, torch.Tensor]
+) -> dict[str, _Buffer]:
+    """Full name -> buffer of everything ``state`` wants; raises unless the folder fits it."""
+    saved = metadata.state_dict_metadata
+    live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
+    aliases = {f"{ROOT}.{alias}": live[f"{ROOT}.{name}"] for alias, name in state.aliases().items()}
+    _check_same_names(path, live.keys(), saved.keys(), aliases.keys(), state)
+    live |= {alias: tensor for alias, tensor in aliases.items() if alias in saved}
     buffers = {}
     for name, tensor in live.items():
         _check_same_tensor(path, name, tensor, metadata)
@@ -156,19 +170,20 @@ def _training_names(saved: Iterable[str]) -> list[str]:
     saved = list(saved)
     own = f"{ROOT}.rng.{rng_key(get_rank())}."
     rng = own if any(name.startswith(own) for name in saved) else f"{ROOT}.rng.{rng_key(0)}."
-    exact = {f"{ROOT}.{key}" for key in ("param_groups", "scheduler", "counters")}
+    exact = {f"{ROOT}.{key}" for key in PACKED}
     return [name for name in saved if name in exact or name.startswith(rng)]
 
 
-def _check_same_names(path: str | os.PathLike[str], live: Iterable[str], saved: Iterable[str], state: DCPState) -> None:
+def _check_same_names(
+    path: str | os.PathLike[str], live: Iterable[str], saved: Iterable[str], aliases: Iterable[str], state: DCPState
+) -> None:
     prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
     here, there = set(live), {name for name in saved if name.startswith(prefixes)}
     if missing := sorted(here - there):
         raise CheckpointMismatchError(
             f"{path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or optimizer"
         )
-    aliases = {f"{ROOT}.{alias}" for alias in state.aliases()}
-    if unexpected := sorted(there - here - aliases):
+    if unexpected := sorted((there - here).difference(aliases)):
         raise CheckpointMismatchError(
             f"{path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} unexpected)"
         )
@@ -211,13 +226,21 @@ def _no_warning_of_being_alone() -> Iterator[None]:
         yield
 
 
-def _check_json(path: str | os.PathLike[str], given: Mapping[str, torch.Tensor]) -> None:
-    for name in ("param_groups", "scheduler", "counters"):
-        try:
-            if name in given:
-                json.loads(given[name].numpy().tobytes())
-        except ValueError as error:
-            raise CheckpointCorruptError(f"{path}: {name} is not JSON: {error}") from error
+def _check_tied(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+    """A folder that holds a tied tensor under two names must hold the same values under both."""
+    for alias, name in state.aliases().items():
+        if alias in given and not torch.equal(given[alias], given[name]):
+            raise CheckpointMismatchError(
+                f"{path} holds different values for {alias.removeprefix('model.')} and {name.removeprefix('model.')}, "
+                "which this model ties; build it with tie_word_embeddings=False"
+            )
+
+
+def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+    try:
+        state.check(given)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 class _BufferPlanner(LoadPlanner):

@@ -6,10 +6,12 @@ and torch's own reader reads ours. Three things differ from torch's ``get_state_
 - it takes no optimizer step to make the optimizer's state (see `optimizer.materialize_state`);
 - a tensor that is tied to another is stored once, under the first of its names;
 - what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
-  has to be unpickled. JSON keeps every bit of a float and pads with spaces, so that its size stays put.
+  has to be unpickled. JSON keeps every bit of a float and pads with spaces, so that its size stays put; tuples and
+  dicts with other keys than strings are tagged, and what would not come back as it was is refused at save.
 """
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,29 +21,80 @@ from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.tensor import DTensor
 
 from ..utils.distributed import get_rank
-from ..utils.errors import CheckpointMismatchError
+from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
-from ..utils.rng import capture_rng, derive_rng, restore_rng
+from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from .api import Stateful
 from .optimizer import materialize_state
 
 logger = get_logger(__name__)
 
 _JSON_BLOCK_BYTES = 4096
+_TAG = "__type__"
+_TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
+_OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
+PACKED = ("param_groups", "optim_plain", "scheduler", "counters")
+"""Names of the tensors that hold JSON."""
 
-def pack_json(value: Any) -> torch.Tensor:
-    """JSON text of ``value`` as ``[n]`` uint8, padded with spaces to a multiple of 4096."""
-    data = json.dumps(value).encode()
+
+def encode_plain(value: Any, name: str) -> Any:
+    """``value`` as JSON has it, such that `decode_plain` gives an equal value of the same container types.
+
+    Raises:
+        ConfigError: ``value``, which the message calls ``name``, is none of number, string, list, tuple and dict.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    if kind is list:
+        return [encode_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if kind is dict and _TAG not in value and all(isinstance(key, str) for key in value):
+        return {key: encode_plain(item, f"{name}.{key}") for key, item in value.items()}
+    if kind in _TAGGED.values():
+        items = list(value) if kind is tuple else [[key, item] for key, item in value.items()]
+        return {_TAG: kind.__name__, "items": encode_plain(items, name)}
+    raise ConfigError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected numbers, "
+        "strings, lists, tuples and dicts of them"
+    )
+
+
+def decode_plain(value: Any) -> Any:
+    """What `encode_plain` encoded."""
+    if isinstance(value, list):
+        return [decode_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode_plain(item) for key, item in value.items()}
+    kind, items = _TAGGED[value[_TAG]], decode_plain(value["items"])
+    return tuple(items) if kind is tuple else kind(dict(items))
+
+
+def pack_json(value: Any, name: str) -> torch.Tensor:
+    """JSON text of ``value`` as ``[n]`` uint8, padded with spaces to a multiple of 4096.
+
+    Raises:
+        ConfigError: see `encode_plain`.
+    """
+    data = json.dumps(encode_plain(value, name)).encode()
     return torch.frombuffer(
         bytearray(data.ljust(-(-len(data) // _JSON_BLOCK_BYTES) * _JSON_BLOCK_BYTES)), dtype=torch.uint8
     )
 
 
-def unpack_json(tensor: torch.Tensor) -> Any:
-    """The value that `pack_json` packed."""
-    return json.loads(tensor.cpu().numpy().tobytes())
+def unpack_json(tensor: torch.Tensor, name: str) -> Any:
+    """The value that `pack_json` packed.
+
+    Raises:
+        CheckpointCorruptError: there is no such value in ``tensor``.
+    """
+    try:
+        return decode_plain(json.loads(tensor.cpu().numpy().tobytes()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointCorruptError(f"{name} is not JSON as a checkpoint has it: {error}") from error
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,7 +118,12 @@ class DCPState(TorchStateful):
         model: the module; parameters and persistent buffers are taken.
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
-        counters: any `Stateful` whose state is JSON-able (step counts, weight version ...).
+        counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
+
+    A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
+    does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
+    save and load is therefore the saved one afterwards; set it after the load. Only the choice of implementation
+    (``foreach``, ``fused``, ``capturable``, ``differentiable``) and ``maximize`` stay this optimizer's own.
     """
 
     def __init__(
@@ -78,87 +136,145 @@ class DCPState(TorchStateful):
         self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested: ``model``, and with an optimizer ``optim``, ``param_groups``, ``rng``, ``scheduler``,
-        ``counters``. The generators' state is this rank's, under this rank's name."""
+        """Live tensors, nested: ``model``, and with an optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an
+        optimizer keeps per parameter besides tensors), ``rng``, ``scheduler``, ``counters``. The generators' state is
+        this rank's, under this rank's name.
+
+        Raises:
+            ConfigError: something here cannot be saved so that it comes back as it is.
+        """
         state: dict[str, Any] = {"model": self._model_tensors()}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
-        state["optim"] = {"state": self._optimizer_tensors(self.optimizer)}
-        state["param_groups"] = pack_json([_hyperparameters(group) for group in self.optimizer.param_groups])
+        self._check_owners(self.optimizer)
+        state["optim"] = {"state": self._optimizer_entries(self.optimizer, tensors=True)}
+        state["param_groups"] = pack_json([_hyperparameters(g) for g in self.optimizer.param_groups], "param_groups")
+        if plain := self._optimizer_entries(self.optimizer, tensors=False):
+            state["optim_plain"] = pack_json(plain, "optimizer state")
         state["rng"] = {rng_key(get_rank()): capture_rng()}
         if self.scheduler is not None:
-            state["scheduler"] = pack_json(self.scheduler.state_dict())
+            state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:
-            state["counters"] = pack_json(self.counters.state_dict())
+            state["counters"] = pack_json(self.counters.state_dict(), "counters")
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
 
-        Tensors may be whole DTensors or this rank's parts. Everything must have been checked before.
+        Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before.
 
         Raises:
-            CheckpointMismatchError: a tensor of this model or optimizer is missing, or the optimizer's groups differ.
+            CheckpointError: see `check`; nothing was changed.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
-        live = self.live_tensors()
-        self._check_groups(given)
-        if missing := sorted(live.keys() - given.keys()):
-            raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
+        values = self.check(given)
         with torch.no_grad():
-            for name, target in live.items():
+            for name, target in self.live_tensors().items():
                 local_tensor(target).copy_(given[name])
         if self.optimizer is not None:
-            self._load_training_state(self.optimizer, given)
+            self._load_training_state(self.optimizer, values)
+            restore_rank_rng(given)
 
-    def _check_groups(self, given: Mapping[str, torch.Tensor]) -> None:
-        if self.optimizer is not None and "param_groups" in given:
-            saved, own = len(unpack_json(given["param_groups"])), len(self.optimizer.param_groups)
-            if saved != own:
-                raise CheckpointMismatchError(f"the checkpoint has {saved} parameter groups, the optimizer {own}")
+    def check(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Raise what `load_state_dict` would raise of these tensors by dotted name; changes nothing.
 
-    def _load_training_state(self, optimizer: torch.optim.Optimizer, given: Mapping[str, torch.Tensor]) -> None:
-        if "param_groups" in given:
-            for group, saved in zip(optimizer.param_groups, unpack_json(given["param_groups"]), strict=True):
-                group.update({key: saved[key] for key in ("lr", "initial_lr") if key in saved})
+        Returns:
+            name in `PACKED` -> value, of those that are there.
+
+        Raises:
+            CheckpointMismatchError: a tensor, counter or scheduler entry is missing, or it is another optimizer's.
+            CheckpointCorruptError: what should be JSON is not.
+        """
+        if missing := sorted(self.live_tensors().keys() - given.keys()):
+            raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
+        if self.optimizer is None:
+            return {}
+        values = {name: unpack_json(given[name], name) for name in PACKED if name in given}
+        _check_groups(self.optimizer, values.get("param_groups"))
+        self._check_plain(self.optimizer, values.get("optim_plain", {}))
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
-            if target is not None and name in given:
-                target.load_state_dict(unpack_json(given[name]))
+            if target is not None and name in values:
+                _check_keys(name, values[name], target.state_dict())
+        check_rank_rng(given)
+        return values
+
+    def _check_owners(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(param) for _, param in self._parameters()}
+        if strangers := [key for key in optimizer.state if id(key) not in own]:
+            what = f"a tensor {list(key.shape)}" if isinstance(key := strangers[0], torch.Tensor) else repr(key)
+            raise ConfigError(
+                f"the optimizer has state for {what}, which is no parameter of the model ({len(strangers)} such) and "
+                "would be lost; make it one, or give it an optimizer of its own"
+            )
+
+    def _check_plain(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        _check_keys("optim_plain", saved, {})
+        if strangers := sorted(saved.keys() - dict(self._parameters()).keys()):
+            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
+        for fqn, entries in self._optimizer_entries(optimizer, tensors=False).items():
+            _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
+
+    def _load_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+        for group, saved in zip(optimizer.param_groups, values.get("param_groups", ()), strict=False):
+            group.update({key: value for key, value in saved.items() if key not in _OWN_OF_GROUP})
+        plain = values.get("optim_plain", {})
+        for fqn, param in self._parameters():
+            if fqn in plain:
+                optimizer.state[param].update(plain[fqn])
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in values:
+                target.load_state_dict(values[name])
             elif target is not None:
                 logger.warning("the checkpoint has no %s; it starts anew", name)
-        restore_rank_rng(given)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """Dotted name -> live (sharded) tensor of everything that is loaded in place: model and optimizer state."""
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
-            live.update(flatten(self._optimizer_tensors(self.optimizer), "optim.state."))
+            live.update(flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state."))
         return live
 
-    def aliases(self) -> set[str]:
-        """Dotted names under which a naive writer stores tied tensors a second time."""
-        every = {f"model.{_clean(name)}" for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return every - {f"model.{name}" for name in self._model_tensors()}
+    def aliases(self) -> dict[str, str]:
+        """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
+        first = {id(param): f"model.{name}" for name, param in self._parameters()}
+        every = {f"model.{_clean(n)}": first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        return {name: canonical for name, canonical in every.items() if name != canonical}
 
-    def adopt_optimizer_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make zeroed state for an optimizer this module cannot materialise, from what a checkpoint holds.
+    def propose_optimizer_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """Zeroed state for an optimizer `materialize_state` does not know, from what a checkpoint holds.
 
         Args:
             names: dotted name (``optim.state.<parameter>.<entry>``) -> shape and dtype. An entry of the parameter's
                 shape is sharded like the parameter, any other is a plain tensor.
+
+        Returns:
+            dotted name -> tensor, for `adopt_optimizer_state`; the optimizer is as it was.
         """
+        proposed: dict[str, torch.Tensor] = {}
         if self.optimizer is None:
-            return
-        for fqn, param in self._parameters():
-            if param.requires_grad and not self.optimizer.state.get(param):
-                prefix = f"optim.state.{fqn}."
-                for name, (shape, dtype) in names.items():
-                    if name.startswith(prefix) and "." not in name.removeprefix(prefix):
-                        like = shape == param.shape
-                        value = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
-                        self.optimizer.state[param][name.removeprefix(prefix)] = value.detach()
+            return proposed
+        materialize_state(self.optimizer)
+        groups = self.optimizer.param_groups
+        on_device = {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+        bare = {fqn: p for fqn, p in self._parameters() if p.requires_grad and not self.optimizer.state.get(p)}
+        for name, (shape, dtype) in names.items():
+            param = bare.get(name.removeprefix("optim.state.").rpartition(".")[0])
+            if param is not None:
+                device = param.device if len(shape) or id(param) in on_device else "cpu"  # step counts, as torch does
+                like = shape == param.shape
+                zeros = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=device)
+                proposed[name] = zeros.detach()
+        return proposed
+
+    def adopt_optimizer_state(self, proposed: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer what `propose_optimizer_state` made."""
+        params = dict(self._parameters())
+        for name, tensor in proposed.items():
+            fqn, _, entry = name.removeprefix("optim.state.").rpartition(".")
+            assert self.optimizer is not None
+            self.optimizer.state[params[fqn]][entry] = tensor
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(_clean(name), param) for name, param in self.model.named_parameters()]
@@ -169,13 +285,13 @@ class DCPState(TorchStateful):
         tensors = {name: param.detach() for name, param in self._parameters()}
         return tensors | {name: buffer for name, buffer in buffers.items() if name in persistent}
 
-    def _optimizer_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-        tensors: dict[str, dict[str, torch.Tensor]] = {}
-        for fqn, param in self._parameters():
-            entries = optimizer.state.get(param, {})
-            if entries:
-                tensors[fqn] = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-        return tensors
+    def _optimizer_entries(self, optimizer: torch.optim.Optimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
+        """Parameter name -> those entries of its state that are tensors, or those that are not."""
+        every = {
+            fqn: {k: v for k, v in optimizer.state.get(param, {}).items() if isinstance(v, torch.Tensor) == tensors}
+            for fqn, param in self._parameters()
+        }
+        return {fqn: entries for fqn, entries in every.items() if entries}
 
 
 def rng_key(rank: int) -> str:
@@ -189,23 +305,48 @@ def restore_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
     A rank that the saved run did not have derives its generators from those of rank 0 (see `derive_rng`).
     """
     rank = get_rank()
-    own, first = (
-        {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rng_key(r)}.")} for r in (rank, 0)
-    )
+    own, first = _rng_of(given, rank), _rng_of(given, 0)
     if own or first:
         restore_rng(own or derive_rng(first, rank))
 
 
+def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
+    """Raise the `CheckpointMismatchError` that `restore_rank_rng` would raise; no generator is touched."""
+    if state := _rng_of(given, get_rank()) or _rng_of(given, 0):
+        check_rng(state)
+
+
+def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rng_key(rank)}.")}
+
+
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    plain = (bool, int, float, str, type(None))
-    values = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key != "params"
-    }
-    return {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
-    }
+    return {key: value for key, value in group.items() if key not in _OWN_OF_GROUP}
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]] | None) -> None:
+    """Groups must be as many, and of an optimizer with these hyperparameters: a scheduler may have added some, and
+    another version of torch may know more or fewer."""
+    groups = optimizer.param_groups
+    if saved is not None and len(saved) != len(groups):
+        raise CheckpointMismatchError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
+    for group, values in zip(groups, saved or (), strict=False):
+        here, there = _hyperparameters(group).keys(), _hyperparameters(values).keys()
+        if not (here <= there or there <= here):
+            raise CheckpointMismatchError(
+                f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
+                f"expected that of {type(optimizer).__name__}"
+            )
+
+
+def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
+    if not isinstance(saved, dict):
+        raise CheckpointMismatchError(f"{name} in the checkpoint is a {type(saved).__name__}; expected a dict")
+    if missing := sorted(map(str, own.keys() - saved.keys())):
+        raise CheckpointMismatchError(
+            f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
+            f"{sorted(map(str, saved))[:8]}"
+        )
 
 
 def _clean(name: str) -> str:

@@ -32,6 +32,7 @@ RngState = dict[str, torch.Tensor]
 
 _MT_WORDS = 625
 _PYTHON_STATE_VERSION = 3
+_CUDA_STATE_BYTES = 16
 
 
 def capture_rng() -> RngState:
@@ -64,7 +65,7 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointMismatchError: a tensor is missing or has another shape or dtype; no generator was touched.
     """
-    _check(state)
+    check_rng(state)
     words = state["python"].tolist()
     random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
     *key, position = state["numpy"].tolist()
@@ -77,6 +78,31 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
             logger.warning("RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices))
         for device, row in zip(devices, state["cuda"], strict=False):
             torch.cuda.set_rng_state(row.contiguous(), device)
+
+
+def check_rng(state: Mapping[str, torch.Tensor]) -> None:
+    """See that `restore_rng` can use ``state``.
+
+    Raises:
+        CheckpointMismatchError: a tensor is missing or has another shape or dtype.
+    """
+    expected = {
+        "python": (torch.int64, (_MT_WORDS,)),
+        "python_gauss": (torch.float64, (2,)),
+        "numpy": (torch.int64, (_MT_WORDS,)),
+        "numpy_gauss": (torch.float64, (2,)),
+        "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
+    }
+    if "cuda" in state:
+        expected["cuda"] = (torch.uint8, (len(state["cuda"]), _CUDA_STATE_BYTES))
+    for name, (dtype, shape) in expected.items():
+        if name not in state:
+            raise CheckpointMismatchError(f"RNG state has no {name!r}; it has {sorted(state)}")
+        tensor = state[name]
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise CheckpointMismatchError(
+                f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
+            )
 
 
 def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
@@ -144,21 +170,3 @@ def _numpy_tensors(state: Mapping) -> RngState:
         "numpy": torch.from_numpy(words),
         "numpy_gauss": _pack_gauss(state["gauss"] if state["has_gauss"] else None),
     }
-
-
-def _check(state: Mapping[str, torch.Tensor]) -> None:
-    expected = {
-        "python": (torch.int64, (_MT_WORDS,)),
-        "python_gauss": (torch.float64, (2,)),
-        "numpy": (torch.int64, (_MT_WORDS,)),
-        "numpy_gauss": (torch.float64, (2,)),
-        "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
-    }
-    for name, (dtype, shape) in expected.items():
-        if name not in state:
-            raise CheckpointMismatchError(f"RNG state has no {name!r}; it has {sorted(state)}")
-        tensor = state[name]
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise CheckpointMismatchError(
-                f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
-            )

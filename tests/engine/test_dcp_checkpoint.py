@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.engine.config import OptimizerConfig
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp_metadata import read_metadata
 from holdfast.engine.dcp_state import DCPState
 from holdfast.engine.optimizer import build_optimizer, build_scheduler
 from holdfast.utils.errors import (
@@ -46,12 +47,14 @@ class Counter:
         self.value = state_dict["value"]
 
 
-def make_state(seed: int, steps: int = 0, tied: bool = True, kind: str = "adam", **config: Any) -> Any:
+def make_state(
+    seed: int, steps: int = 0, tied: bool = True, kind: str = "adam", momentum: float = 0.9, **config: Any
+) -> Any:
     model = build_reference(tiny_qwen3(tied=tied, **config), seed)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    optimizer_config = OptimizerConfig(**{**OPTIMIZER.__dict__, "type": kind, "momentum": 0.9})
+    optimizer_config = OptimizerConfig(**{**OPTIMIZER.__dict__, "type": kind, "momentum": momentum})
     optimizer = build_optimizer(model.parameters(), optimizer_config)
     scheduler = build_scheduler(optimizer, optimizer_config, 20)
     state = DCPState(model, optimizer, scheduler, Counter(steps))
@@ -214,6 +217,14 @@ def _areal_round_trip(rank: int, world_size: int, folder: str) -> None:
         assert same(whole(other), whole(state))
     stock = make_state(2)
     save_dcp(f"{folder}/for_stock", stock)
+    plain = make_state(0, steps=2, kind="sgd", momentum=0.0)
+    dcp.save({"dcp": ArealState(plain.model, plain.optimizer)}, checkpoint_id=f"{folder}/areal_sgd")
+    save_dcp(f"{folder}/sgd", plain)
+    for name in ("areal_sgd", "sgd"):
+        other = make_state(1, kind="sgd", momentum=0.0)
+        load_dcp(f"{folder}/{name}", other)
+        assert same(whole(other), whole(plain))
+    assert other.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
     again = make_state(3)
     dcp.load({"dcp": again}, checkpoint_id=f"{folder}/for_stock")
     assert same(whole(again), whole(stock))
@@ -231,6 +242,22 @@ class Bomb:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, (self.path,))
+
+
+def _expect_tie_broken(rank: int, folder: str) -> None:
+    """A tied model refuses a folder with two values, although one rank alone sees them differ."""
+    separate = make_state(0, tied=False)
+    with torch.no_grad():
+        separate.model.lm_head.weight.copy_(separate.model.model.embed_tokens.weight)
+    save_dcp(f"{folder}/equal", DCPState(separate.model))
+    tied = make_state(1)
+    load_dcp(f"{folder}/equal", DCPState(tied.model))
+    assert torch.equal(tied.model.lm_head.weight.full_tensor(), separate.model.lm_head.weight.full_tensor())
+    if rank == 1:
+        separate.model.lm_head.weight.to_local().data[-1, -1] += 1
+    save_dcp(f"{folder}/unequal", DCPState(separate.model))
+    words = "lm_head.weight and model.embed_tokens.weight" if rank == 1 else "rank 1: CheckpointMismatchError"
+    _expect_refusal(f"{folder}/unequal", DCPState(make_state(1).model), CheckpointMismatchError, words)
 
 
 def _break(folder: Path, how: str) -> None:
@@ -273,6 +300,21 @@ BREAKAGES: dict[str, tuple[type[Exception], str]] = {
 }
 
 
+def test_metadata_written_by_python_3_13_is_read(saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    folder = tmp_path / "python_3_13"
+    shutil.copytree(saved[0] / "trained", folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.checkpoint_id = folder
+    data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"cpathlib._local\nPosixPath" in data
+    (folder / ".metadata").write_bytes(data)
+    read = read_metadata(folder)
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert read.storage_meta is not None
+    assert read.storage_meta.checkpoint_id == folder
+
+
 def _expect_refusal(path: str, state: DCPState, kind: type[Exception], words: str) -> str:
     """Load and expect an error on every rank, and nothing changed."""
     before = whole(state)
@@ -308,6 +350,7 @@ def _refusals(rank: int, world_size: int, folder: str) -> None:
     _expect_refusal(good, make_state(1, kind="sgd"), CheckpointMismatchError, "another model or optimizer")
     _expect_refusal(f"{folder}/untied", make_state(1), CheckpointMismatchError, "lm_head")
     _expect_refusal(f"{folder}/model_only", make_state(1), CheckpointMismatchError, "with_optim=False")
+    _expect_tie_broken(rank, folder)
     halves = make_state(1)
     halves.model.bfloat16()
     _expect_refusal(good, DCPState(halves.model), CheckpointMismatchError, "dtype")
