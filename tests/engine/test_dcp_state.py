@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp_state import DCPState, pack_json, unpack_json
+from holdfast.engine.dcp_state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+from holdfast.utils.plain_json import pack_json, unpack_json
 from holdfast.utils.rng import capture_rng
 
 Make = Callable[..., Any]
