@@ -1,5 +1,6 @@
 """Know a process for sure, end it for sure, and end with one's parent. Linux only; elsewhere nothing is known alive."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -31,7 +32,8 @@ class ProcessId:
     def kill(self) -> None:
         """Send SIGKILL, if it still runs."""
         if self.alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended between the look and the signal
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _start_time(pid: int) -> str | None:
