@@ -1,7 +1,7 @@
 """What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +19,18 @@ class Rendezvous:
     host: str
     port: int
     generation: str
-    cuda: bool
     timeout_s: float
+
+
+def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
+    """What torch calls the first of ``gpus`` (Ray's names) when CUDA_VISIBLE_DEVICES, or AMD's HIP_..., is ``visible``.
+
+    0 when Ray narrowed that to the process's own GPUs; not so under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    """
+    names = [str(gpu) for gpu in gpus]
+    if visible is None:
+        return min(int(name) for name in names)
+    return min(visible.split(",").index(name) for name in names)
 
 
 class RankActor:
@@ -46,18 +56,21 @@ class RankActor:
         self._store = store
         return store.port
 
-    def join(self, env: dict[str, str], threads: int, rendezvous: Rendezvous | None) -> None:
-        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous."""
+    def join(self, env: dict[str, str], threads: int, cuda: bool, rendezvous: Rendezvous | None) -> None:
+        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous.
+
+        Nothing here has touched CUDA yet, so a CUDA_VISIBLE_DEVICES in ``env`` still counts.
+        """
         os.environ.update(env)
         torch.set_num_threads(threads)
+        if cuda and torch.cuda.is_available():
+            torch.cuda.set_device(int(env["LOCAL_RANK"]))
         if rendezvous is None:
             return
-        if rendezvous.cuda:
-            torch.cuda.set_device(int(env["LOCAL_RANK"]))
         timeout = timedelta(seconds=rendezvous.timeout_s)
         store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if rendezvous.cuda else "gloo",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=dist.PrefixStore(rendezvous.generation, store),
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),

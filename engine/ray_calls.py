@@ -61,18 +61,19 @@ class Answers:
     errors: dict[int, RayError] = field(default_factory=dict)
     lost: dict[int, RayError] = field(default_factory=dict)
 
-    def collect(self, end: float) -> None:
-        """Wait until all have answered, ``end`` (monotonic) is reached, or the grace after a mishap is over."""
+    def collect(self, timeout_s: float | None) -> None:
+        """Wait until all have answered or ``timeout_s`` is over; from a mishap on, until its grace is over instead."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
-            timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
+            timeout = None if end == math.inf else max(0.0, end - time.monotonic())
             ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
             if not ready:
                 return
+            calm = not (self.lost or self.errors)
             self._take(ready[0])
-            if self.lost:
-                end = min(end, time.monotonic() + LOSS_GRACE_S)
-            elif self.errors:
-                end = min(end, time.monotonic() + ERROR_GRACE_S)
+            if self.lost or self.errors:
+                grace_end = time.monotonic() + (LOSS_GRACE_S if self.lost else ERROR_GRACE_S)
+                end = grace_end if calm else min(end, grace_end)
 
     def _take(self, ref: Any) -> None:
         rank = self.pending.pop(ref)
@@ -125,4 +126,6 @@ def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
 
 def headline(error: BaseException | None) -> str:
     """First line of an error, for a message."""
-    return "the process is gone" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if error is None:
+        return "the process is gone"
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

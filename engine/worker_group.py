@@ -4,18 +4,23 @@ It owns starting the ranks (rendezvous without a port race), calling a method on
 something goes wrong:
 
 - a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
+- a process is stopped or hangs: the same. While a call without a deadline is waited for, the ranks that owe an answer
+  are pinged every `PING_EVERY_S`, and one that leaves a ping unanswered for ``hang_timeout_s`` is lost. A thread of
+  its own answers, however slow the worker is, unless C code holds the interpreter that long;
 - a rank raised: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a
-  dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`. When other ranks
-  still have not answered by then (they wait in a collective for the one that failed), all are killed: a group whose
-  ranks are out of step is of no use. When every rank has answered, the group stays usable.
+  dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and those of a
+  stopped rank when their collective times out, so the ranks that still owe an answer by then are pinged. If they are
+  well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of step is of
+  no use. When every rank has answered, the group stays usable.
 
 A call costs about a millisecond more than the method. Nothing is ever restarted or called twice by Ray: a retried
 method could apply an update twice, and a restarted actor has no process group.
 """
 
+import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +35,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..utils.errors import ConfigError, HoldfastError, WorkerLost
 from ..utils.logging import get_logger
 from ..utils.processes import ProcessId, still_alive
-from .rank_actor import RankActor, Rendezvous
+from .rank_actor import RankActor, Rendezvous, device_index
 from .ray_calls import LOST, Answers, WorkerResources, culprit, headline, place, require_ray
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
 
 RAY_KILL_S = 0.3
 """How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
+PING_EVERY_S = 5.0
+"""How often the ranks that owe an answer are pinged; also how late a hang may be noticed beyond its timeout."""
 KILL_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone; a process stuck in a device driver can take that long."""
 
@@ -45,11 +52,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's process and where it runs."""
+    """A rank's process, where it runs, and which of the GPUs torch sees there is its own."""
 
     process: ProcessId
     host: str
     node_id: str
+    device: int | None
 
 
 class _RayActor(RankActor):
@@ -58,7 +66,10 @@ class _RayActor(RankActor):
     def start(self, serve_store: bool) -> tuple[_Place, int]:
         """Who and where this process is, and the port of the store it serves (0 without)."""
         host = ray.util.get_node_ip_address()
-        place = _Place(self.process(), host, ray.get_runtime_context().get_node_id())
+        gpus = ray.get_gpu_ids()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        device = device_index(gpus, visible) if gpus else None
+        place = _Place(self.process(), host, ray.get_runtime_context().get_node_id(), device)
         return place, self.serve_store(host) if serve_store else 0
 
 
@@ -66,6 +77,8 @@ class WorkerGroup:
     """``world_size`` copies of a worker class, each in a process of its own, called as one.
 
     Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
+    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `kill`
+    may come from another, also while the group still starts: what waits for the group then raises `WorkerLost`.
 
     Attributes:
         name: what errors and logs call it.
@@ -84,6 +97,9 @@ class WorkerGroup:
         process_group: bool = True,
         process_group_timeout_s: float = 600.0,
         start_timeout_s: float = 120.0,
+        build_timeout_s: float = 3600.0,
+        hang_timeout_s: float | None = 60.0,
+        on_created: Callable[["WorkerGroup"], None] | None = None,
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -95,11 +111,15 @@ class WorkerGroup:
             world_size: number of ranks.
             name: what errors and logs call the group.
             placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
-            resources: what each rank needs; one CPU when None.
+            resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
+                empty, unless ``env`` sets it), so that they compute on the CPU.
             process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
                 WORLD_SIZE and LOCAL_RANK in its environment either way.
             process_group_timeout_s: how long a collective may wait.
-            start_timeout_s: how long placing the group, and then each phase of its start, may take.
+            start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
+            build_timeout_s: how long the constructors may take, of which loading a large model is a part.
+            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged.
+            on_created: called with the group before its first process starts; what it raises ends the start.
             env: environment variables, set before the processes start.
             kwargs: keyword arguments of ``worker_cls``.
 
@@ -114,13 +134,16 @@ class WorkerGroup:
         self._owns_placement = placement_group is None
         self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
         self._places: list[_Place] = []
+        self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._busy = self._closed = False
-        self._actors = [self._create_actor(rank, dict(env or {})) for rank in range(world_size)]
+        self._hang_timeout_s = hang_timeout_s
         try:
-            self._start(process_group, process_group_timeout_s, start_timeout_s)
+            if on_created is not None:
+                on_created(self)
+            self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
             built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
-            self._gather("the constructor", dict(enumerate(built)), start_timeout_s)
+            self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
         except BaseException:
             self._close()
             raise
@@ -139,21 +162,27 @@ class WorkerGroup:
             **options,
         )(_RayActor).remote()
 
-    def _start(self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float) -> None:
+    def _start(
+        self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
+    ) -> None:
+        for rank in range(self.world_size):
+            self._actors.append(self._create_actor(rank, env))
+            self._check_usable()  # after the append: either `kill` finds the actor, or this finds that it came
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
         self._places = [place for place, _ in answers]
         host, port = self._places[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         cuda = self._resources.gpus > 0
-        rendezvous = Rendezvous(host, port, generation, cuda, process_group_timeout_s) if process_group else None
+        rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
         nodes = [place.node_id for place in self._places]
         joined = {}
+        hidden = {} if cuda or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
         for rank, actor in enumerate(self._actors):
-            # Ray shows each process its own GPUs only, so there the local rank, a device index to torch, is 0.
-            local_rank = 0 if cuda else nodes[:rank].count(nodes[rank])
-            env = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
-            joined[rank] = actor.join.remote(env, max(1, int(self._resources.cpus)), rendezvous)
+            device = self._places[rank].device
+            local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
+            joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), cuda, rendezvous)
         self._gather("the rendezvous", joined, start_timeout_s)
 
     def call_all(
@@ -170,7 +199,8 @@ class WorkerGroup:
             method: name of the worker's method.
             args: arguments that are the same on every rank.
             per_rank: further positional arguments, a tuple for each rank.
-            deadline: seconds after which a rank that has not answered counts as lost; None waits while all live.
+            deadline: seconds after which a rank that has not answered counts as lost; None waits while all live
+                and answer pings.
             kwargs: keyword arguments that are the same on every rank.
 
         Raises:
@@ -201,22 +231,16 @@ class WorkerGroup:
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
 
-    def ping(self, timeout_s: float = 1.0) -> list[int]:
-        """The ranks that are dead or cannot answer within ``timeout_s``, however busy their worker may be."""
-        refs = {
-            actor.ping.options(concurrency_group="health").remote(): rank for rank, actor in enumerate(self._actors)
-        }
-        answers = Answers(refs)
-        answers.collect(time.monotonic() + timeout_s)
-        return sorted(set(range(self.world_size)) - answers.values.keys())
+    def ping(self, timeout_s: float = 1.0, ranks: Iterable[int] | None = None) -> list[int]:
+        """Those of ``ranks`` (all when None) that are dead or do not answer in time, however busy their worker is."""
+        asked = sorted(range(self.world_size) if ranks is None else ranks)
+        answers = Answers({self._actors[r].ping.options(concurrency_group="health").remote(): r for r in asked})
+        answers.collect(timeout_s)
+        return [rank for rank in asked if rank not in answers.values]
 
     def pids(self) -> list[int]:
         """The process id of each rank, on its own host."""
         return [place.process.pid for place in self._places]
-
-    def hosts(self) -> list[str]:
-        """The address of each rank's host."""
-        return [place.host for place in self._places]
 
     def server(self, rank: int = 0, timeout_s: float = 300.0) -> "RemoteServer":
         """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups."""
@@ -286,8 +310,9 @@ class WorkerGroup:
         """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
         answers = Answers({ref: rank for rank, ref in refs.items()})
         self._busy = True
-        answers.collect(float("inf") if deadline is None else time.monotonic() + deadline)
+        silent = self._collect(answers, deadline)
         self._busy = False
+        self._check_usable()  # another thread may have killed the group
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
         lost = {*answers.lost, *self._dead_ranks()}
@@ -295,6 +320,8 @@ class WorkerGroup:
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
+        if silent:
+            raise self._lose(silent, f"no answer to a ping within {self._hang_timeout_s:g} s during {what}")
         if not answers.errors:
             raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
         error, rank = culprit(answers.errors)
@@ -303,6 +330,20 @@ class WorkerGroup:
         if isinstance(error, RayTaskError):
             raise error.cause from error
         raise error
+
+    def _collect(self, answers: Answers, deadline: float | None) -> list[int]:
+        """Wait for ``answers``; the ranks found stopped or hung (see the module's docstring)."""
+        hang_s = self._hang_timeout_s if self._places else None  # before it has started, no process can answer
+        wait_s = deadline if deadline is not None or hang_s is None else min(PING_EVERY_S, hang_s)
+        while True:
+            answers.collect(wait_s)
+            bounded = deadline is not None and not answers.errors
+            if hang_s is None or bounded or answers.lost or not answers.pending:
+                return []
+            silent = self.ping(hang_s, answers.pending.values())
+            if silent or answers.errors:
+                answers.collect(0)  # a death that came meanwhile is told as one
+                return silent
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
         """Kill the group; the loss to raise from now on."""

@@ -6,6 +6,7 @@ write), and the job is called again with the next attempt. Anything else that le
 is raised at once. The driver itself is not watched: one that was killed needs only the same command again.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,12 +49,12 @@ class RecoveryEvent:
     rebuilt_s: float | None = None
 
 
-_PlacementKey = tuple[str, int, tuple[tuple[str, float], ...]]
-
-
 @dataclass
 class Attempt:
     """One run of the job.
+
+    Threads of the job may start and use a worker group each at the same time. One group that still starts when the
+    attempt ends, because another was lost say, ends with it, and its `worker_group` raises `WorkerLost`.
 
     Attributes:
         number: 0 for the first run.
@@ -63,14 +64,11 @@ class Attempt:
 
     number: int
     last_loss: WorkerLost | None
-    _placements: dict[_PlacementKey, PlacementGroup]
+    _placements: "_Placements"
     event: RecoveryEvent | None
-    _groups: list[WorkerGroup] = field(default_factory=list)
-
-    @property
-    def recoveries(self) -> int:
-        """How often the job has been run again so far."""
-        return self.number
+    _groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    _ended: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def worker_group(
         self,
@@ -87,39 +85,72 @@ class Attempt:
         Takes what `WorkerGroup` takes, and raises what it raises.
 
         Raises:
-            ConfigError: this attempt has a group of that name already.
+            ConfigError: this attempt has, or tried to start, a group of that name already.
         """
-        if any(group.name == name for group in self._groups):
-            raise ConfigError(f"this attempt has a worker group {name!r} already; give each group its own name")
         resources = resources or WorkerResources()
-        key = (name, world_size, tuple(sorted(resources.bundle().items())))
-        if key not in self._placements:
-            self._placements[key] = place(name, world_size, resources, start_timeout_s)
         group = WorkerGroup(
             worker_cls,
             *args,
             name=name,
             world_size=world_size,
             resources=resources,
-            placement_group=self._placements[key],
+            placement_group=self._placements.get(name, world_size, resources, start_timeout_s),
             start_timeout_s=start_timeout_s,
+            on_created=self._admit,
             **kwargs,
         )
-        self._groups.append(group)
         if self.event is not None:
             self.event.rebuilt_s = time.time() - self.event.detected_at
             logger.info("worker group %r is up %.2f s after the loss", name, self.event.rebuilt_s)
         return group
 
+    def _admit(self, group: WorkerGroup) -> None:
+        """Take in a group before its processes start, so that whatever becomes of them they end with the attempt."""
+        with self._lock:
+            if self._ended:
+                raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
+            if group.name in self._groups:
+                raise ConfigError(f"this attempt has a worker group {group.name!r} already; give each its own name")
+            self._groups[group.name] = group
+
     def _shutdown(self) -> None:
-        with ExitStack() as stack:
-            for group in self._groups:
-                stack.callback(group.shutdown)
+        self._end(WorkerGroup.shutdown)
 
     def _kill(self) -> None:
+        self._end(WorkerGroup.kill)
+
+    def _end(self, end: Callable[[WorkerGroup], None]) -> None:
+        with self._lock:
+            self._ended = True
         with ExitStack() as stack:
-            for group in self._groups:
-                stack.callback(group.kill)
+            for group in self._groups.values():
+                stack.callback(end, group)
+
+
+class _Placements:
+    """The placement groups of a job, which its attempts share; safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[object, ...], PlacementGroup] = {}
+        self._removed = False
+
+    def get(self, name: str, world_size: int, resources: WorkerResources, timeout_s: float) -> PlacementGroup:
+        """The one for this name, size and resources, made when there is none; raises as `place` does."""
+        key = (name, world_size, *sorted(resources.bundle().items()))
+        with self._lock:
+            if self._removed:
+                raise WorkerLost(name, range(world_size), "the job has ended")
+            if key not in self._groups:
+                self._groups[key] = place(name, world_size, resources, timeout_s)
+            return self._groups[key]
+
+    def remove(self) -> None:
+        """Give everything back to Ray."""
+        with self._lock, ExitStack() as stack:
+            self._removed = True
+            for group in self._groups.values():
+                stack.callback(remove_placement_group, group)
 
 
 class Supervisor:
@@ -148,7 +179,7 @@ class Supervisor:
             Exception: whatever else the job raised, unchanged and at once.
         """
         require_ray()
-        placements: dict[_PlacementKey, PlacementGroup] = {}
+        placements = _Placements()
         attempt = Attempt(0, None, placements, None)
         try:
             while True:
@@ -161,10 +192,10 @@ class Supervisor:
                     self._spend_retry(loss)
                     attempt = Attempt(attempt.number + 1, loss, placements, event)
         finally:
-            with ExitStack() as stack:
-                for placement in placements.values():
-                    stack.callback(remove_placement_group, placement)
-                stack.callback(attempt._kill)
+            try:
+                attempt._kill()
+            finally:
+                placements.remove()
 
     def _tear_down(self, attempt: Attempt, loss: WorkerLost) -> RecoveryEvent:
         detected_at = time.time()

@@ -20,12 +20,16 @@ ROOT = str(Path(__file__).parents[1])
 SMALLEST_STORE_BYTES = 78643200
 
 
-def start_ray(num_cpus: int = 4) -> None:
-    """Start a local Ray whose workers can import ``tests``; its files stay under Ray's own short temporary folder."""
+def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
+    """Start a local Ray, its GPUs just numbers, whose workers can import ``tests``.
+
+    Its files stay under Ray's own short temporary folder.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
         num_cpus=num_cpus,
+        num_gpus=num_gpus,
         object_store_memory=SMALLEST_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
@@ -81,6 +85,7 @@ class Worker:
             "dist": (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None,
             "threads": torch.get_num_threads(),
             "same_thread": self.constructed_on == threading.get_ident(),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "extra": os.environ.get("HOLDFAST_TEST_EXTRA"),
         }
 
@@ -112,6 +117,10 @@ class Worker:
         if self.stubborn:
             self.idle()
 
+    def nap(self, seconds: float) -> None:
+        """Slow, but well."""
+        time.sleep(seconds)
+
     def idle(self) -> None:
         """Much longer than any test."""
         time.sleep(600)
@@ -130,6 +139,14 @@ class Worker:
         served = server.update_weights_from_disk(path, version) if dist.get_rank() == 0 else None
         dist.barrier()
         return served
+
+
+class SlowToBuild:
+    """A constructor that says who it is, then takes longer than any test."""
+
+    def __init__(self, pid_file: str) -> None:
+        Path(pid_file).write_text(str(os.getpid()))
+        time.sleep(600)
 
 
 class Server:

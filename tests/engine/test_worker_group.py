@@ -7,18 +7,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from holdfast.engine.ray_calls import place
+from holdfast.engine.rank_actor import device_index
+from holdfast.engine.ray_calls import headline, place
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.ray_helpers import (
     ROOT,
     Server,
+    SlowToBuild,
     UserBugError,
     Worker,
     kill_after,
@@ -76,7 +80,8 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
     for rank, described in enumerate(descriptions):
         env_values = [str(rank), "2", str(rank)]
         assert described == {
-            "env": env_values, "dist": (rank, 2), "threads": 1, "same_thread": True, "extra": "here"
+            "env": env_values, "dist": (rank, 2), "threads": 1, "same_thread": True,
+            "gpus": "", "extra": "here"
         }  # fmt: skip
     assert group.call_all("add", 1, per_rank=[(5,), (6,)], times=2) == [32, 34]
     assert group.call(1, "add", 3, times=3) == 39
@@ -84,7 +89,7 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
     assert group.call_all("reduce") == [2.0, 2.0]
     assert group.ping() == []
     assert len(set(group.pids())) == 2 and all(running(pid) for pid in group.pids())
-    assert group.world_size == 2 and len(group.hosts()) == 2
+    assert group.world_size == 2
 
     with pytest.raises(UserBugError) as caught:
         group.call_all("fail", 1)
@@ -145,6 +150,55 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
     moment = [time.monotonic()]
     call = lambda: pair.call_all("add", deadline=0.5)  # noqa: E731
     assert_lost(pair, [1], call, moment, r"no answer to add\(\) within 0.5 s")
+
+
+def test_a_stopped_rank_is_lost_though_no_deadline_was_set_and_a_slow_one_is_not(placement: PlacementGroup) -> None:
+    group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
+    group.call_all("nap", 3.5)
+    os.kill(group.pids()[1], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"no answer to a ping within 1.5 s during idle\(\)") as caught:
+        group.call_all("idle")
+    assert time.monotonic() - start < 6
+    assert caught.value.ranks == [1]
+    assert not any(running(pid) for pid in group.pids())
+
+
+def test_the_error_of_a_rank_that_waited_for_a_stopped_one_is_a_loss(placement: PlacementGroup) -> None:
+    group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
+    os.kill(group.pids()[1], signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match="no answer to a ping") as caught:
+        group.call_all("fail", 0, deadline=60)
+    assert caught.value.ranks == [1]
+    assert not any(running(pid) for pid in group.pids())
+
+
+def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    with pytest.raises(WorkerLost, match=r"no answer to the constructor within 0.5 s"):
+        WorkerGroup(SlowToBuild, str(pid_file), placement_group=placement, process_group=False, build_timeout_s=0.5)
+    assert not running(int(pid_file.read_text()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the two GPUs of this test are made up")
+def test_the_local_rank_is_the_own_gpu_when_ray_shows_all_of_them() -> None:
+    env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    resources = WorkerResources(cpus=0.5, gpus=1)
+    group = WorkerGroup(Worker, world_size=2, resources=resources, process_group=False, env=env)
+    assert sorted(described["env"][2] for described in group.call_all("describe")) == ["0", "1"]
+    group.shutdown()
+
+
+def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
+    assert device_index([3], None) == 3
+    assert device_index(["3"], "3") == 0
+    assert device_index(["7", "5"], "4,5,6,7") == 1
+    assert device_index(["GPU-b"], "GPU-a,GPU-b") == 1
+
+
+def test_an_error_without_a_message_has_a_headline() -> None:
+    assert headline(WorkerLost("trainer", [0], "gone\nfor good")).endswith("gone")
+    assert (headline(OSError()), headline(None)) == ("OSError", "the process is gone")
 
 
 def test_ctrl_c_while_waiting_reaches_the_caller() -> None:

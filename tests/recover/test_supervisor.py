@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
@@ -12,7 +14,7 @@ from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, RetriesExhausted, WorkerLost
-from tests.ray_helpers import Server, UserBugError, Worker, kill_after, local_ray, running
+from tests.ray_helpers import Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -34,7 +36,6 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
 
     def job(attempt: Attempt) -> int:
         numbers.append(attempt.number)
-        assert attempt.recoveries == attempt.number
         losses.append(attempt.last_loss)
         trainer = attempt.worker_group(Worker, name="trainer", world_size=2, base=5)
         rollout = attempt.worker_group(Server, name="rollout", process_group=False)
@@ -117,6 +118,48 @@ def test_groups_lost_while_they_start_or_end_are_losses_too() -> None:
     supervisor = Supervisor()
     assert supervisor.run(job) == 1
     assert [event.attempt for event in supervisor.events] == [0]
+
+
+def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    late: list[Future[WorkerGroup]] = []
+    last: list[Attempt] = []
+
+    def job(attempt: Attempt) -> int:
+        last.append(attempt)
+        starter = ThreadPoolExecutor(2)
+        rollout = starter.submit(attempt.worker_group, Server, name="rollout", process_group=False)
+        if attempt.number == 0:
+            late.append(starter.submit(attempt.worker_group, SlowToBuild, str(pid_file), name="trainer"))
+            while not (pid_file.exists() and pid_file.read_text()):
+                time.sleep(0.05)
+            lose(rollout.result())
+        trainer = starter.submit(attempt.worker_group, Worker, name="trainer", base=5)
+        assert not running(int(pid_file.read_text()))
+        return trainer.result().call(0, "publish", rollout.result().server(), "weights/v3", 3)
+
+    supervisor = Supervisor()
+    assert supervisor.run(job) == 3
+    with pytest.raises(WorkerLost, match="killed on request"):
+        late[0].result(timeout=5)
+    assert [event.group for event in supervisor.events] == ["rollout"]
+    assert live_placements() == 0
+    with pytest.raises(WorkerLost, match="the job has ended"):
+        last[0].worker_group(Server, name="too late")
+
+
+def test_a_group_that_comes_after_its_attempt_is_refused() -> None:
+    attempts: list[Attempt] = []
+
+    def job(attempt: Attempt) -> None:
+        attempts.append(attempt)
+        if attempt.number == 0:
+            raise WorkerLost("trainer", [0], "says who")
+        with pytest.raises(WorkerLost, match="attempt 0 has ended"):
+            attempts[0].worker_group(Server, name="rollout", process_group=False)
+
+    Supervisor().run(job)
+    assert live_placements() == 0
 
 
 def test_ray_must_be_running() -> None:
