@@ -14,7 +14,9 @@ import logging
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,15 @@ class GRPOConfig:
 class TrainWorker:
     """One rank of the policy. `RecoverHandler` finds what to snapshot under ``engine``."""
 
-    def __init__(self, config: GRPOConfig, servers: list[InferenceServer]) -> None:
+    def __init__(self, config: GRPOConfig) -> None:
         self.engine = FSDPEngine(config.actor)
         self.engine.create_process_group()
         self.engine.initialize(None, config.ft_spec)
-        self.engine.connect_engine(servers, WeightUpdateMeta("disk", str(config.recover.trial_root / "weights")))
         self.actor = PPOActor(config.actor, self.engine)
+
+    def connect(self, servers: list[InferenceServer], path: str) -> None:
+        """Name the workers that sample, and the folder that versions of the weights reach them through."""
+        self.engine.connect_engine(servers, WeightUpdateMeta("disk", path))
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One GRPO step on this rank's share of the batch; the new weights are a new version."""
@@ -116,10 +121,8 @@ class TrainWorker:
 
 def train(config: GRPOConfig, attempt: Attempt) -> None:
     """The job, from wherever it is to the end."""
-    rollout = attempt.worker_group(RolloutWorker, config.actor.path, name="rollout", process_group=False)
-    trainer = attempt.worker_group(
-        TrainWorker, config, [rollout.server()], name="trainer", world_size=config.n_trainers
-    )
+    rollout, trainer = start_workers(config, attempt)
+    trainer.call_all("connect", [rollout.server()], str(config.recover.trial_root / "weights"))
     loader = ResumableDataLoader(CopyPrompts(config.n_prompts, config.seed), config.batch_size, seed=config.seed)
     handler = RecoverHandler(config.recover, config.ft_spec)
     info = handler.load(trainer, dataloader=loader)
@@ -151,6 +154,18 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
     handler.close()
     stats_logger.close()
     trainer.call_all("export", str(config.final_export))
+
+
+def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, WorkerGroup]:
+    """The rollout worker and the trainers, started at the same time: a recovery waits for little else."""
+    pool = ThreadPoolExecutor()
+    start = partial(pool.submit, attempt.worker_group)
+    try:
+        rollout = start(RolloutWorker, config.actor.path, name="rollout", process_group=False)
+        trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers)
+        return rollout.result(), trainer.result()
+    finally:
+        pool.shutdown(wait=False)  # should one fail, the supervisor ends the other
 
 
 def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, *groups: WorkerGroup) -> None:
