@@ -52,12 +52,14 @@ class WeightUpdateMeta:
         path: folder that holds the ``v<N>`` folders.
         version: the version to publish; None takes the engine's own.
         keep: how many of the newest versions stay.
+        timeout_s: how long the servers may take to load a version.
     """
 
     type: str
     path: str
     version: int | None = None
     keep: int = 2
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.type != "disk":
@@ -79,15 +81,24 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """How long the run is; the schedule and the epochs follow from it."""
+    """How long the run is; the schedule and the epochs follow from it.
+
+    Attributes:
+        total_train_epochs: passes over the dataset.
+        dataset_size: samples in it.
+        train_batch_size: samples of a step, over all ranks.
+        max_train_steps: the run ends after so many steps, if that is sooner.
+    """
 
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
+    max_train_steps: int | None = None
 
     def __post_init__(self) -> None:
         require_range("total_train_epochs", self.total_train_epochs, low=1)
         require_range("train_batch_size", self.train_batch_size, low=1)
+        require_range("max_train_steps", self.max_train_steps, low=1)
         if self.dataset_size < self.train_batch_size:
             raise ConfigError(
                 f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}"
@@ -101,7 +112,8 @@ class FinetuneSpec:
     @property
     def total_train_steps(self) -> int:
         """Steps of the whole run."""
-        return self.total_train_epochs * self.steps_per_epoch
+        steps = self.total_train_epochs * self.steps_per_epoch
+        return steps if self.max_train_steps is None else min(steps, self.max_train_steps)
 
 
 @dataclass(frozen=True)

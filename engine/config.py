@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..utils.config import require_choice, require_range
 
 DTYPES = ("float32", "bfloat16")
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass
@@ -45,6 +46,7 @@ class OptimizerConfig:
         require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
         require_range("optimizer.beta1", self.beta1, low=0.0, high=0.999999)
         require_range("optimizer.beta2", self.beta2, low=0.0, high=0.999999)
+        require_range("optimizer.eps", self.eps, low=0.0)
         require_range("optimizer.momentum", self.momentum, low=0.0, high=1.0)
         require_range("optimizer.warmup_steps_proportion", self.warmup_steps_proportion, low=0.0, high=1.0)
         require_range("optimizer.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
@@ -69,11 +71,19 @@ class MicroBatchSpec:
 
 
 @dataclass
+class FSDPWrapPolicy:
+    """Which modules get a shard group each."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names; None takes the model's ``_no_split_modules``."""
+
+
+@dataclass
 class FSDPConfig:
     """How the model is sharded."""
 
-    transformer_layer_cls_to_wrap: list[str] | None = None
-    """Class names of the blocks that get a shard group each; None takes the model's ``_no_split_modules``."""
+    wrap_policy: FSDPWrapPolicy = field(default_factory=FSDPWrapPolicy)
+    """Shard groups."""
     reshard_after_forward: bool = True
     """Free the gathered parameters of a block after its forward (less memory, one more gather)."""
 
@@ -121,6 +131,8 @@ class TrainEngineConfig:
     """Longest wait for a peer in any collective."""
 
     def __post_init__(self) -> None:
+        self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
+        self.grad_reduce_dtype = _DTYPE_ALIASES.get(self.grad_reduce_dtype, self.grad_reduce_dtype)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("device", self.device, ("auto", "cpu", "cuda"))
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointWriteError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, seal_files, verify_folder, write_manifest
 from ..utils.staging import as_write_error, staged_folder
@@ -92,8 +92,8 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         PeerError: all is well here, but not on another rank.
     """
     with all_ranks_succeed(f"checking {path}", group):
-        if get_rank(group) == 0 and (Path(path) / MANIFEST_NAME).exists():
-            verify_folder(path)
+        if (Path(path) / MANIFEST_NAME).exists():
+            verify_folder(path, get_rank(group), get_world_size(group))
         metadata = read_metadata(path)
         proposed = _propose_state(path, state, metadata)
         buffers = _buffers_for(path, state, metadata, proposed)

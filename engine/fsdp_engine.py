@@ -108,7 +108,7 @@ class FSDPEngine:
         groups = self._require_groups()
         started = time.monotonic()
         model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
-        blocks = block_classes(model, self.config.fsdp.transformer_layer_cls_to_wrap)
+        blocks = block_classes(model, self.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         shard_model(model, self.config, blocks, groups.device)
         give_memory(model, skeleton, groups.device)
         if self.config.init_from_scratch or self.config.is_critic:
@@ -392,6 +392,6 @@ class FSDPEngine:
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ConfigError(
-                "the engine has no optimizer: config key 'optimizer' is null; set it, or with_optim=False"
+                "the engine has no optimizer (config key 'optimizer' is null): it can neither train nor save one"
             )
         return self.optimizer

@@ -108,8 +108,8 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
     found = {type(module).__name__: type(module) for module in model.modules()}
     if names and (unknown := sorted(wanted - found.keys())):
         raise ConfigError(
-            f"config key 'fsdp.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which {type(model).__name__} does "
-            f"not contain; it contains {', '.join(sorted(found))}"
+            f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which "
+            f"{type(model).__name__} does not contain; it contains {', '.join(sorted(found))}"
         )
     return tuple(found[name] for name in sorted(wanted & found.keys()))
 

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,7 +62,7 @@ def publish_weights(
 
     Raises:
         CheckpointWriteError: any rank could not write; no server was told.
-        PublishError: a server confirmed another version.
+        PublishError: a server confirmed another version, or none within ``meta.timeout_s``.
     """
     started = time.monotonic()
     final = version_path(meta.path, version)
@@ -74,22 +74,27 @@ def publish_weights(
         entries = gather_objects(sealed, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
-    rank_zero_decides(lambda: _tell(servers, final, version), group)
+    rank_zero_decides(lambda: _tell(servers, final, version, meta.timeout_s), group)
     rank_zero_decides(lambda: _retire(meta.path, published_versions(meta.path)[: -meta.keep]), group)
     logger.info("published weight version %d to %s in %.3f s", version, final, time.monotonic() - started)
     return final
 
 
-def _tell(servers: Sequence[InferenceServer], path: Path, version: int) -> None:
+def _tell(servers: Sequence[InferenceServer], path: Path, version: int, timeout_s: float) -> None:
     if not servers:
         return
-    with ThreadPoolExecutor(len(servers)) as pool:
-        confirmed = list(pool.map(lambda server: server.update_weights_from_disk(str(path), version), servers))
-    for server, served in zip(servers, confirmed, strict=True):
-        if served != version:
-            raise PublishError(
-                f"{server!r} serves version {served!r} after it was told to load version {version} of {path}"
-            )
+    pool = ThreadPoolExecutor(len(servers))
+    try:
+        told = [pool.submit(server.update_weights_from_disk, str(path), version) for server in servers]
+        wait(told, timeout_s, return_when=FIRST_EXCEPTION)
+        for server, answer in zip(servers, told, strict=True):
+            if answer.done() and answer.result() != version:  # or raises what the server raised
+                served = answer.result()
+                raise PublishError(f"{server!r} serves version {served!r} after it was told to load version {version}")
+        if silent := [server for server, answer in zip(servers, told, strict=True) if not answer.done()]:
+            raise PublishError(f"{silent[0]!r} did not load {path} within {timeout_s:g} s ({len(silent)} silent)")
+    finally:
+        pool.shutdown(wait=False)
 
 
 def _clear(root: str, version: int) -> None:

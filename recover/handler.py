@@ -34,6 +34,7 @@ from .schedule import SnapshotSchedule
 from .snapshot import (
     DATA_STATE,
     DRIVER_STATE,
+    check_bytes,
     check_rank,
     load_plain,
     pack_plain,
@@ -108,7 +109,7 @@ class RecoverHandler:
         if self.config.mode == "off":
             return None
         started, ranks = time.monotonic(), self._ranks(engine)
-        choice = ranks.decide(self._choose)
+        choice = self._choose_verified(ranks)
         if choice is None:
             self._loaded = True
             return None
@@ -218,12 +219,26 @@ class RecoverHandler:
 
     # Load
 
+    def _choose_verified(self, ranks: Ranks) -> tuple[Path, RecoverInfo] | None:
+        """The generation to resume from: one process chooses by names and sizes, all ranks compare the bytes."""
+        ranks.decide(self.store.sweep)
+        while (choice := ranks.decide(self._choose)) is not None:
+            problems = [problem for problem in ranks.run_all(check_bytes, str(choice[0])) if problem is not None]
+            if not problems:
+                return choice
+            ranks.decide(partial(self._refuse, choice[0], problems[0]))
+        return None
+
+    def _refuse(self, path: Path, problem: str) -> None:
+        if path == self._resume_path:
+            raise CheckpointCorruptError(problem)
+        (generation,) = (generation for generation in self.store.generations() if generation.path == path)
+        self.store.set_aside(generation, problem)
+
     def _choose(self) -> tuple[Path, RecoverInfo] | None:
-        """The generation to resume from, verified; runs in one process only."""
-        self.store.sweep()
-        newest, wanted = self.store.newest_valid(), self._resume_path
+        newest, wanted = self.store.newest_valid(self.store.inspect), self._resume_path
         if wanted is not None and (newest is None or newest[1].resume_path != str(wanted)):
-            choice = (wanted, self.store.verify(wanted))
+            choice = (wanted, self.store.inspect(wanted))
         elif newest is not None:
             choice = (newest[0].path, newest[1])
         else:

@@ -43,5 +43,5 @@ class RecoverInfo:
         try:
             fields = json.loads(path.read_bytes())
             return cls(**fields | {"last_step_info": StepInfo(**fields["last_step_info"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,21 +115,28 @@ class GenerationStore:
         """Remove a staging folder whose writers failed."""
         shutil.rmtree(staging, ignore_errors=True)
 
-    def newest_valid(self) -> tuple[Generation, RecoverInfo] | None:
-        """The newest generation whose every byte is as committed; worse ones are set aside with the reason.
+    def newest_valid(self, check: Callable[[Path], RecoverInfo] | None = None) -> tuple[Generation, RecoverInfo] | None:
+        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside with the reason.
 
         Returns:
             None when nothing usable is left; `rejected` tells whether there ever was something.
         """
+        check = check or self.verify
         for generation in self.generations():
             try:
-                return generation, self.verify(generation.path)
+                return generation, check(generation.path)
             except CheckpointCorruptError as error:
                 self.set_aside(generation, str(error))
         return None
 
     def verify(self, path: Path) -> RecoverInfo:
-        """Compare every file of a generation with its manifest, sizes first, and read its info.
+        """`inspect` a generation, and compare every byte with its manifest."""
+        info = self.inspect(path)
+        verify_folder(path)
+        return info
+
+    def inspect(self, path: Path) -> RecoverInfo:
+        """Compare names and sizes of a generation's files with its manifest, and read its info.
 
         Raises:
             CheckpointNotFoundError: there is no such folder.
@@ -137,7 +144,7 @@ class GenerationStore:
         """
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no generation at {path}")
-        verify_folder(path)
+        check_listing(path)
         info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
         if named and int(named[1]) != info.last_step_info.global_step:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {info.last_step_info.global_step}")

@@ -59,7 +59,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The parsed manifest.
 
     Raises:
-        CheckpointCorruptError: it is missing, cannot be read, or is not what `write_manifest` writes.
+        CheckpointCorruptError: it is missing, or is not what `write_manifest` writes.
         CheckpointMismatchError: it is of a format newer than this code knows: nothing is wrong with it.
     """
     path = Path(folder) / MANIFEST_NAME
@@ -69,7 +69,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in files.items()]
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing: the folder was never committed") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointMismatchError(
@@ -99,18 +99,19 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
-def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare every byte of every file with the manifest and return the manifest.
+def verify_folder(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Compare names, sizes and bytes with the manifest and return the manifest.
+
+    Ranks can share the reading: each compares the bytes of every ``world_size``-th file.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra, unreadable, or of other bytes.
+        CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
+        OSError: a file that is there cannot be read. That may pass (a network file system, permissions), so it is no
+            verdict on the folder.
     """
     root, manifest = Path(folder), check_listing(folder)
-    for name, entry in manifest["files"].items():
-        try:
-            digest = file_digest(root / name)
-        except OSError as error:
-            raise CheckpointCorruptError(f"{root}: {name} cannot be read: {error.strerror or error}") from error
+    for name, entry in list(manifest["files"].items())[rank::world_size]:
+        digest = file_digest(root / name)
         if digest != entry["digest"]:
             raise CheckpointCorruptError(f"{root}: {name} has digest {digest}, the manifest says {entry['digest']}")
     return manifest

@@ -90,8 +90,8 @@ class PPOActor:
             ``kl`` (k3, from the old policy to this one), ``kl_ref`` and ``entropy`` (nats). All over all ranks.
 
         Raises:
-            BatchError: ``advantages``, the old log-probabilities or (with ``kl_ctl``) ``ref_logp`` are missing or not
-                finite, or there is no loss token on any rank, or the batch of another rank was refused.
+            BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``) ``ref_logp`` are missing or
+                not finite, or there is no loss token on any rank, or the batch of another rank was refused.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
@@ -118,10 +118,11 @@ class PPOActor:
             )
             seen = {**seen, "entropy": entropy.detach(), "advantage": advantages}
             if "ref_logp" in micro_batch:
-                kl_ref = kl_estimate(logprobs, micro_batch["ref_logp"], config.kl_estimator)
+                ref_logp = torch.where(mask.bool(), micro_batch["ref_logp"], logprobs.detach())  # else may be NaN
+                kl_ref = kl_estimate(logprobs, ref_logp, config.kl_estimator)
                 seen["kl_ref"] = kl_ref.detach()
-                if config.kl_ctl:
-                    loss = loss + config.kl_ctl * masked_mean(kl_ref, mask)
+                if config.kl_loss_coef:
+                    loss = loss + config.kl_loss_coef * masked_mean(kl_ref, mask)
             if config.entropy_coeff:
                 loss = loss - config.entropy_coeff * masked_mean(entropy, mask)
             stats.add(seen, mask)
@@ -165,6 +166,6 @@ class PPOActor:
             require_per_token(batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob")
         elif "prox_logp" in batch:
             require_per_token(batch, "prox_logp", mask, "")
-        if self.config.kl_ctl or "ref_logp" in batch:
-            hint = "kl_ctl is not 0, so the reference policy's compute_logp must give it"
+        if self.config.kl_loss_coef or "ref_logp" in batch:
+            hint = "kl_loss_coef is not 0, so the reference policy's compute_logp must give it"
             require_per_token(batch, "ref_logp", mask, hint)

@@ -7,7 +7,7 @@ from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 
 LEVELS = ("group", "batch", None)
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k2", "k3")
 
 
 @dataclass
@@ -62,10 +62,11 @@ class PPOActorConfig(TrainEngineConfig):
     """GAE's gamma. Used only when the batch has ``values``."""
     gae_lambda: float = 1.0
     """GAE's lambda. Used only when the batch has ``values``."""
-    kl_ctl: float = 0.0
-    """Weight in the loss of the KL to the reference policy (``ref_logp`` in the batch)."""
+    kl_loss_coef: float = 0.0
+    """Weight in the loss of the KL to the reference policy (``ref_logp`` in the batch). AReaL's ``kl_ctl`` is another
+    thing, a penalty on rewards."""
     kl_estimator: str = "k3"
-    """``k1``, ``k2`` or ``k3``. As a loss k1 has an expected gradient of zero: prefer k3, or k2."""
+    """``k3`` or ``k2``; k1 would have an expected gradient of zero as a loss."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     recompute_logprob: bool = False
@@ -83,7 +84,7 @@ class PPOActorConfig(TrainEngineConfig):
         require_range("reward_clip", self.reward_clip, low=0.0)
         require_range("discount", self.discount, low=0.0, high=1.0)
         require_range("gae_lambda", self.gae_lambda, low=0.0, high=1.0)
-        require_range("kl_ctl", self.kl_ctl, low=0.0)
+        require_range("kl_loss_coef", self.kl_loss_coef, low=0.0)
         require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         require_range("entropy_coeff", self.entropy_coeff, low=0.0)
         norm = self.reward_norm
@@ -102,7 +103,7 @@ class PPOCriticConfig(TrainEngineConfig):
     """Always True."""
     ppo_n_minibatches: int = 4
     """Optimizer steps in one `ppo_update`."""
-    value_eps_clip: float = 0.5
+    eps_clip: float = 0.5
     """New values count at most this far from the old ones."""
 
     def __post_init__(self) -> None:
@@ -110,4 +111,4 @@ class PPOCriticConfig(TrainEngineConfig):
         if not self.is_critic:
             raise ConfigError("config key 'is_critic' is False; a critic has a value head, expected True")
         require_range("ppo_n_minibatches", self.ppo_n_minibatches, low=1)
-        require_range("value_eps_clip", self.value_eps_clip, low=0.0)
+        require_range("eps_clip", self.eps_clip, low=0.0)

@@ -60,7 +60,7 @@ class PPOCritic:
                 micro_batch["values"],
                 micro_batch["returns"],
                 micro_batch["loss_mask"],
-                self.config.value_eps_clip,
+                self.config.eps_clip,
             )
             stats.add(seen, micro_batch["loss_mask"])
             return loss

@@ -93,7 +93,7 @@ def ppo_critic_loss(
     old_values: torch.Tensor,
     returns: torch.Tensor,
     loss_mask: torch.Tensor,
-    value_eps_clip: float = 0.5,
+    eps_clip: float = 0.5,
 ) -> tuple[torch.Tensor, Stats]:
     """Clipped value loss: mean of ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
 
@@ -105,7 +105,7 @@ def ppo_critic_loss(
     """
     mask = loss_mask.bool()
     values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
-    held = torch.maximum(torch.minimum(values, old_values + value_eps_clip), old_values - value_eps_clip)
+    held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
     plain, clipped = (values - returns).square(), (held - returns).square()
     stats = {
         "value": values,

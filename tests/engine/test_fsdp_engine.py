@@ -22,6 +22,7 @@ from holdfast.engine import (
     TrainEngineConfig,
 )
 from holdfast.engine.api import Batch
+from holdfast.engine.config import FSDPWrapPolicy
 from holdfast.engine.rl.logprobs import token_logprobs
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -180,7 +181,7 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
 
 
 def _half_precision(rank: int, world_size: int, folder: str) -> None:
-    engine = make_engine(folder, dtype="bfloat16", grad_reduce_dtype="float32")
+    engine = make_engine(folder, dtype="bf16", grad_reduce_dtype="fp32")
     expected, _ = reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_batch())
     seen: set[torch.dtype] = set()
 
@@ -298,7 +299,7 @@ def test_weights_drawn_from_a_seed_are_the_same_at_every_world_size(tmp_path: Pa
 def _unusual_wraps(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     drawn = {}
     for names in (["Qwen3MLP"], ["Qwen3DecoderLayer", "Qwen3MLP"]):
-        fsdp = FSDPConfig(transformer_layer_cls_to_wrap=names)
+        fsdp = FSDPConfig(wrap_policy=FSDPWrapPolicy(names))
         engine = make_engine(folder, init_from_scratch=True, fsdp=fsdp)
         drawn |= {f"{names}.{n}": t.full_tensor().clone() for n, t in engine.model.state_dict().items()}
         assert all(torch.isfinite(t).all() for t in drawn.values())
@@ -365,7 +366,7 @@ def _bad_models(rank: int, world_size: int, folder: str) -> None:
         make_engine("/nowhere")
     with pytest.raises(ConfigError, match="'NoSuchBlock'"):
         engine = FSDPEngine(TrainEngineConfig(path=folder))
-        engine.config.fsdp.transformer_layer_cls_to_wrap = ["NoSuchBlock"]
+        engine.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap = ["NoSuchBlock"]
         engine.create_process_group()
         engine.initialize(None, SPEC)
     with pytest.raises(ConfigError, match="cannot be built"):

@@ -128,7 +128,7 @@ def raises_batch_error(action: Callable[[], object]) -> str:
 def _grpo_against_reference(rank: int, world_size: int, path: str) -> dict[str, float]:
     batch = global_batch()
     mine = share_of(batch, rank, world_size)
-    actor = make_actor(path, kl_ctl=0.1, entropy_coeff=0.02, eps_clip_higher=0.28)
+    actor = make_actor(path, kl_loss_coef=0.1, entropy_coeff=0.02, eps_clip_higher=0.28)
     with torch.no_grad():
         logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch)
     batch |= {"old": logp + batch["noise"], "ref": logp - batch["noise"].flip(0)}
@@ -199,7 +199,7 @@ def _learning(rank: int, world_size: int, path: str) -> list[float]:
 def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     adam = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
     config = PPOCriticConfig(path=path, dtype="float32", init_from_scratch=True, optimizer=adam, ppo_n_minibatches=2)
-    config.value_eps_clip = 1e3
+    config.eps_clip = 1e3
     config.mb_spec = MicroBatchSpec(n_mbs=2)
     engine = FSDPEngine(config)
     start(engine)
