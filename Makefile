@@ -1,5 +1,5 @@
 # Every target makes .venv and installs by itself; `make help` lists them.
-#   make PYTHON=python3.12 test       another interpreter (3.11 or newer)
+#   make PYTHON=python3.12 test       another interpreter (3.11 or newer), after make clean
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 #                                     torch without CUDA on Linux: gigabytes less to fetch
 
@@ -36,6 +36,6 @@ clean:  ## Remove what these targets made, .venv included; runs/ stays
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

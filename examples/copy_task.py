@@ -12,9 +12,10 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from holdfast.engine import Batch
+from holdfast.utils.errors import ConfigError
 from holdfast.utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files
 
 VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "=")
@@ -109,6 +110,17 @@ def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64) ->
         if not folder.is_dir():  # else another process was faster, with the same contents
             raise
     return folder
+
+
+def require_copy_tokenizer(folder: str | Path) -> None:
+    """Raise ConfigError unless the model folder's tokenizer gives the token ids that this task is made of."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found, expected = tokenizer("123=", add_special_tokens=False).input_ids, encode("123=")
+    if found != expected or tokenizer.eos_token_id != EOS_ID:
+        raise ConfigError(
+            f"the tokenizer in {folder} makes {found} of '123=' with end token {tokenizer.eos_token_id}; this example "
+            f"needs {expected} with {EOS_ID}: leave the model's path empty, or write a task for your model"
+        )
 
 
 class CopyPrompts:

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from copy_task import MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
+from copy_task import MAX_NEW_TOKENS, CopyPrompts, require_copy_tokenizer, reward, write_model_folder
 from rollout import RolloutWorker
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
@@ -35,34 +36,59 @@ from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import load_config, require_range
+from holdfast.utils.config import load_config, require_choice, require_range
 from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
+from holdfast.utils.rng import seed_rng
 from holdfast.utils.stats import StatsLogger
 
 
 @dataclass
 class GRPOConfig:
-    """The job. Keys of ``actor`` and ``recover`` are those of `PPOActorConfig` and `RecoverConfig`."""
+    """The job. Everything of a run is below ``<fileroot>/<experiment_name>/<trial_name>``."""
 
     experiment_name: str = "grpo_copy"
+    """Groups trials."""
     trial_name: str = "trial0"
+    """Names this run: the same name again goes on with it."""
     fileroot: str = "runs"
+    """First folder of every path."""
     seed: int = 1
+    """Of prompts, their order, and what is sampled."""
     total_steps: int = 150
+    """Length of the run."""
     n_prompts: int = 1600
+    """Size of the dataset."""
     batch_size: int = 16
+    """Prompts of a step."""
     n_samples: int = 16
+    """Completions of a prompt."""
     n_trainers: int = 2
+    """Ranks the policy is sharded over."""
     tensorboard: bool = True
+    """Log to TensorBoard too."""
     log_level: str = "WARNING"
+    """Of the driver and all workers."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    """The policy; an empty ``path`` takes the copy task's model, from scratch."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Snapshots; its folder is this job's."""
 
     def __post_init__(self) -> None:
+        require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         require_range("total_steps", self.total_steps, low=1)
+        require_range("n_trainers", self.n_trainers, low=1)
         require_range("n_prompts", self.n_prompts, low=self.batch_size)
+        if self.actor.optimizer is None:
+            raise ConfigError("config key 'actor.optimizer' is null; a policy that is trained needs one")
+        for key in ("experiment_name", "trial_name", "fileroot"):
+            given, own = getattr(self.recover, key), getattr(self, key)
+            if given not in (getattr(RecoverConfig(), key), own):
+                raise ConfigError(
+                    f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only the latter"
+                )
+            setattr(self.recover, key, own)
         if self.batch_size < 1 or self.batch_size % self.n_trainers:
             raise ConfigError(
                 f"config key 'batch_size' is {self.batch_size}; expected a multiple of n_trainers, {self.n_trainers}"
@@ -70,9 +96,9 @@ class GRPOConfig:
 
     @property
     def ft_spec(self) -> FinetuneSpec:
-        """Enough epochs for all steps."""
+        """As many epochs as the steps take."""
         epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
-        return FinetuneSpec(epochs, dataset_size=self.n_prompts, train_batch_size=self.batch_size)
+        return FinetuneSpec(epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps)
 
     @property
     def stats_folder(self) -> Path:
@@ -89,6 +115,8 @@ class TrainWorker:
     """One rank of the policy. `RecoverHandler` finds what to snapshot under ``engine``."""
 
     def __init__(self, config: GRPOConfig) -> None:
+        configure_logging(config.log_level)
+        seed_rng(config.seed, int(os.environ["RANK"]))
         self.engine = FSDPEngine(config.actor)
         self.engine.create_process_group()
         self.engine.initialize(None, config.ft_spec)
@@ -124,17 +152,33 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
     rollout, trainer = start_workers(config, attempt)
     trainer.call_all("connect", [rollout.server()], str(config.recover.trial_root / "weights"))
     loader = ResumableDataLoader(CopyPrompts(config.n_prompts, config.seed), config.batch_size, seed=config.seed)
-    handler = RecoverHandler(config.recover, config.ft_spec)
-    info = handler.load(trainer, dataloader=loader)
-    trainer.call_all("publish")  # also after a recovery, before anything is sampled
-    step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
-    if step.global_step > config.total_steps:
-        raise ConfigError(
-            f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
-        )
-    stats_logger = StatsLogger(config.stats_folder, tensorboard=config.tensorboard)
-    stats_logger.resume_after(info.last_step_info.global_step if info else None)
-    note_attempt(config, attempt, step, trainer, rollout)
+    with (
+        closing(RecoverHandler(config.recover, config.ft_spec)) as handler,
+        closing(StatsLogger(config.stats_folder, tensorboard=config.tensorboard)) as stats_logger,
+    ):
+        info = handler.load(trainer, dataloader=loader)
+        step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        if step.global_step > config.total_steps:
+            raise ConfigError(
+                f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
+            )
+        trainer.call_all("publish")  # also after a recovery, before anything is sampled
+        stats_logger.resume_after(info.last_step_info.global_step if info else None)
+        note_attempt(config, attempt, step, trainer, rollout)
+        train_steps(config, rollout, trainer, loader, handler, stats_logger, step)
+    trainer.call_all("export", str(config.final_export))
+
+
+def train_steps(
+    config: GRPOConfig,
+    rollout: WorkerGroup,
+    trainer: WorkerGroup,
+    loader: ResumableDataLoader,
+    handler: RecoverHandler,
+    stats_logger: StatsLogger,
+    step: StepInfo,
+) -> None:
+    """The steps that are left: sample, train, publish, log, and snapshot when it is due."""
     batches = loader.batches()
     with show_progress() as progress:
         task = progress.add_task("", total=config.total_steps, completed=step.global_step, reward=0.0, seconds=0.0)
@@ -151,9 +195,6 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
             if not progress.console.is_terminal and step.global_step % 10 == 9:
                 print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
             step = step.next()
-    handler.close()
-    stats_logger.close()
-    trainer.call_all("export", str(config.final_export))
 
 
 def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, WorkerGroup]:
@@ -161,7 +202,7 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
     pool = ThreadPoolExecutor()
     start = partial(pool.submit, attempt.worker_group)
     try:
-        rollout = start(RolloutWorker, config.actor.path, name="rollout", process_group=False)
+        rollout = start(RolloutWorker, config.actor.path, config.log_level, name="rollout", process_group=False)
         trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers)
         return rollout.result(), trainer.result()
     finally:
@@ -227,7 +268,8 @@ def main(argv: list[str]) -> int:
         return 0
     if not config.actor.path:
         config.actor.path = str(write_model_folder(config.recover.trial_root / "base_model"))
-    require_model_folder(config.actor.path)
+        config.actor.init_from_scratch = True
+    require_copy_tokenizer(require_model_folder(config.actor.path))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     ray.init(
@@ -236,7 +278,6 @@ def main(argv: list[str]) -> int:
         object_store_memory=256 << 20,
         include_dashboard=False,
         logging_level=logging.WARNING,
-        log_to_driver=config.log_level == "INFO",
     )
     try:
         Supervisor(config.recover).run(lambda attempt: train(config, attempt))

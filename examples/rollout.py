@@ -7,10 +7,11 @@ told to, and says which one it serves. Sampling is seeded by the caller, so a st
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from holdfast.engine.api import Batch
+from holdfast.utils.logging import configure_logging
 
 
 class RolloutWorker:
@@ -18,9 +19,11 @@ class RolloutWorker:
 
     Args:
         tokenizer_path: folder of the model's tokenizer.
+        log_level: of this process.
     """
 
-    def __init__(self, tokenizer_path: str) -> None:
+    def __init__(self, tokenizer_path: str, log_level: str = "WARNING") -> None:
+        configure_logging(log_level)
         disable_progress_bar()  # one for every version would drown the log
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
         self.model: Any = None
@@ -29,6 +32,10 @@ class RolloutWorker:
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load a published folder and serve it from now on."""
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # The folder's own may cut the distribution (top_p ...): the log-probabilities would not be the trainer's.
+        self.model.generation_config = GenerationConfig(
+            pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.tokenizer.eos_token_id
+        )
         self.version = version
         return version
 
@@ -56,8 +63,6 @@ class RolloutWorker:
             max_new_tokens=max_new_tokens,
             output_scores=True,
             return_dict_in_generate=True,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
         )
         completions = out.sequences[:, padded["input_ids"].shape[1] :]
         logprobs = torch.stack([scores.float().log_softmax(-1) for scores in out.scores], dim=1)

@@ -15,21 +15,25 @@ every method; rank 0 decides for all. The ``trainer`` options mean what they mea
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import torch
-from copy_task import CopyPrompts, sft_collate, write_model_folder
+from copy_task import CopyPrompts, require_copy_tokenizer, sft_collate, write_model_folder
 from transformers import AutoTokenizer
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
+from holdfast.engine.model import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
 from holdfast.utils.distributed import rank_zero_decides
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.logging import configure_logging
+from holdfast.utils.processes import die_with_parent
+from holdfast.utils.rng import seed_rng
 from holdfast.utils.stats import StatsLogger
 
 
@@ -113,9 +117,11 @@ def main(config: SFTConfig) -> None:
     recover_config = config.trainer.recover_config()
     if not config.engine.path:
         config.engine.path, config.engine.init_from_scratch = str(write_model_folder(run / "model")), True
+    require_copy_tokenizer(require_model_folder(config.engine.path))
     engine = FSDPEngine(config.engine)
     engine.create_process_group()
     try:
+        seed_rng(config.data.seed, engine.data_parallel_rank)
         if rank_zero_decides(export.exists, engine.control_group):
             print(f"this run has finished: {export}", flush=True)
             return
@@ -174,10 +180,15 @@ def train(
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # else ranks of a torchrun that was killed go on, beside those of the one started after it
     parser = argparse.ArgumentParser(description="Supervised fine-tuning on the copy task.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_copy.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.save_freq=10")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a tiny model gains nothing from more, and the arithmetic repeats exactly
     configure_logging("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
-    main(load_config(SFTConfig, args.config, args.overrides))
+    try:
+        main(load_config(SFTConfig, args.config, args.overrides))
+    except HoldfastError as error:
+        sys.exit(f"error: {error}")

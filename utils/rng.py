@@ -35,6 +35,14 @@ _PYTHON_STATE_VERSION = 3
 _CUDA_STATE_BYTES = 16
 
 
+def seed_rng(seed: int, rank: int = 0) -> None:
+    """Start every generator of this process from ``seed`` and ``rank``; each rank draws numbers of its own."""
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, rank))
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(_torch_seed(mixed))
+
+
 def capture_rng() -> RngState:
     """The state of every generator of this process, on copies that later draws do not change.
 

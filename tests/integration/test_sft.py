@@ -39,16 +39,18 @@ def finish(job: subprocess.Popen[str]) -> str:
     return output
 
 
-def kill_tree(job: subprocess.Popen[str]) -> None:
-    """SIGKILL torchrun and all that it started, at once."""
-    tree = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
-    for process in tree:
+def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
+    """SIGKILL torchrun and all that it started, or torchrun alone: its ranks must not outlive it."""
+    launcher = psutil.Process(job.pid)
+    tree = [*launcher.children(recursive=True), launcher]
+    for process in [launcher] if launcher_only else tree:
         process.kill()
     job.wait(timeout=20)
-    psutil.wait_procs(tree, timeout=20)
+    _, alive = psutil.wait_procs(tree, timeout=5)
+    assert not alive
 
 
-def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: float) -> None:
+def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: float, launcher_only: bool) -> None:
     """Kill the job ``delay_s`` after it has logged ``step``."""
     deadline = time.monotonic() + 60
     while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):
@@ -56,7 +58,7 @@ def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: floa
         assert time.monotonic() < deadline, f"the job did not reach step {step}"
         time.sleep(0.01)
     time.sleep(delay_s)
-    kill_tree(job)
+    kill_tree(job, launcher_only)
 
 
 def tree_bytes(folder: Path) -> dict[str, bytes]:
@@ -69,8 +71,8 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_bytes_of_one_that_was_
     reference = start(whole, 2, "trainer.tensorboard=true")
     moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
     print(f"killing at (step, seconds after it) {moments}")
-    for step, delay_s in moments:
-        kill_after(start(killed), killed / "stats.jsonl", step, delay_s)
+    for launcher_only, (step, delay_s) in zip((False, True), moments, strict=True):
+        kill_after(start(killed), killed / "stats.jsonl", step, delay_s, launcher_only)
         assert not (killed / EXPORT).exists()
     resumed = finish(start(killed))
     finish(reference)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
-from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
+from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, seed_rng
 
 # Draws from every generator and prints them exactly; an odd number of normals leaves a cached half of a pair.
 DRAW = """
@@ -169,3 +169,12 @@ def test_cuda_draws_repeat_after_restore_and_derived_ranks_differ() -> None:
     derived = draw_cuda()
     restore_rng(derive_rng(state, 2))
     assert not torch.equal(derived, expected) and not torch.equal(derived, draw_cuda())
+
+
+def test_a_seed_starts_every_generator_and_ranks_differ() -> None:
+    draws = []
+    for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
+        seed_rng(seed, rank)
+        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[3]
+    assert all(len({draw[i] for draw in draws}) == 3 for i in range(3))
