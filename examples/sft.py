@@ -123,7 +123,8 @@ def main(config: SFTConfig) -> None:
     try:
         seed_rng(config.data.seed, engine.data_parallel_rank)
         if rank_zero_decides(export.exists, engine.control_group):
-            print(f"this run has finished: {export}", flush=True)
+            if engine.data_parallel_rank == 0:
+                print(f"this run has finished: {export}", flush=True)
             return
         engine.initialize(None, spec)
         train(engine, dataset, spec, config, RecoverHandler(recover_config, spec, group=engine.control_group))

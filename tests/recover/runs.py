@@ -34,12 +34,6 @@ def make_handler(fileroot: Path | str, **options: Any) -> RecoverHandler:
     return RecoverHandler(config, SPEC)
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def draw() -> tuple[float, ...]:
     """One number of each generator; the gaussians leave a cached half behind."""
     return random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item(), torch.randn(1).item()

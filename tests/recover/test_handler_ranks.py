@@ -24,6 +24,7 @@ from holdfast.utils.errors import (
     HoldfastError,
     PeerError,
 )
+from holdfast.utils.rng import seed_rng
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
@@ -35,7 +36,6 @@ from tests.recover.runs import (
     make_loader,
     names,
     newest,
-    seed_everything,
     step_info,
     stream,
     train_steps,
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engines: tuple[str, ...]) -> Any:
-    seed_everything(100 + rank)
+    seed_rng(100 + rank)
     loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
     handler.register("meter", job.meter)
     assert handler.load(job.engine, loader) is None
@@ -61,7 +61,7 @@ def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engine
     assert handler.dump(job.engine, step_info(3), loader, force=True)
     expected = [record for _, record in train_steps(job, batches, 4, 6)]  # into the next epoch
 
-    seed_everything(rank)
+    seed_rng(rank)
     loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
     handler.register("meter", job.meter)
     info = handler.load(job.engine, loader)
@@ -103,7 +103,7 @@ def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str
 
 def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict[str, Any]:
     """Load, look, train one step, snapshot, and draw what comes next."""
-    seed_everything(1000 * step + rank)
+    seed_rng(1000 * step + rank)
     loader, job, handler = make_loader("own", rank, world_size), Job(model), make_handler(root)
     handler.register("meter", job.meter)
     info = handler.load(job.engine, loader)

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
 from holdfast.utils.errors import CheckpointExistsError, ConfigError, WorkerLost
+from holdfast.utils.rng import seed_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.ray_helpers import local_ray
@@ -26,7 +27,6 @@ from tests.recover.runs import (
     make_loader,
     names,
     newest,
-    seed_everything,
     step_info,
     stream,
     train_steps,
@@ -41,7 +41,7 @@ class Trainer(Job):
 
     def __init__(self, model: str, seed: int) -> None:
         super().__init__(model)
-        seed_everything(seed + torch.distributed.get_rank())
+        seed_rng(seed + torch.distributed.get_rank())
 
     def break_meter(self, rank: int, broken: bool) -> None:
         """The state of this rank's meter cannot be saved."""
@@ -68,7 +68,7 @@ class Driver:
 
     def __init__(self, model: str, placement: PlacementGroup, root: Path, seed: int) -> None:
         self.group = WorkerGroup(Trainer, model, seed, world_size=2, placement_group=placement, name="trainer")
-        seed_everything(seed)
+        seed_rng(seed)
         self.loader, self.progress = make_loader("own", 0, 1), Meter()
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None)
         self.handler.register("progress", self.progress)
@@ -90,7 +90,7 @@ class Driver:
 
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
     """Resume what a driver wrote, and write what a driver can resume."""
-    seed_everything(50 + rank)
+    seed_rng(50 + rank)
     loader, job, progress, handler = make_loader("own", rank, 2), Job(model), Meter(), make_handler(root)
     handler.register("meter", job.meter)
     handler.register("progress", progress)

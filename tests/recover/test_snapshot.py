@@ -23,7 +23,8 @@ from holdfast.recover.snapshot import (
 )
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
-from tests.recover.runs import Meter, Tiny, draw, seed_everything
+from holdfast.utils.rng import seed_rng
+from tests.recover.runs import Meter, Tiny, draw
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,12 @@ def test_a_file_that_is_not_plain_is_corrupt_and_not_run(tmp_path: Path, content
 def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None:
     meter = Meter()
     meter.seen, meter.mean = [1, 2], torch.tensor([0.5, 0.25])
-    seed_everything(4)
+    seed_rng(4)
     (entry,) = write_process_state(str(tmp_path), rank_state_name(0), {"meter": meter})
     expected, again = draw(), Meter()
     file = tmp_path / "state" / "rank_00000.pt"
     assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
-    seed_everything(5)
+    seed_rng(5)
     read_process_state(tmp_path, rank_state_name(0), {"meter": again})
     assert (again.seen, again.mean.tolist(), draw()) == ([1, 2], [0.5, 0.25], expected)
     assert random.random() and np.random.rand()
@@ -83,7 +84,7 @@ def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driv
         made.seen = [number]
         return made
 
-    seed_everything(4)
+    seed_rng(4)
     write_process_state(str(tmp_path), rank_state_name(0), {"both": meter(0), "rank": meter(1)})
     write_process_state(str(tmp_path), DRIVER_STATE, {"both": meter(2), "driver": meter(3)})
     taken = draw()
