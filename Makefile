@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test faults lint bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -17,8 +17,11 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
 	$(PY) examples/demo.py
 
-test: $(INSTALLED)  ## Run all tests
+test: $(INSTALLED)  ## Run all tests, with a quick subset of the faults
 	$(PY) -m pytest
+
+faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
+	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest --timeout-method=signal tests/faults
 
 lint: $(INSTALLED)  ## Check style and types
 	$(VENV)/bin/ruff check .
@@ -29,7 +32,7 @@ bench: $(INSTALLED)  ## Measure the figures in the README
 	$(PY) -m benchmarks
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info demo_out bench_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) build dist *.egg-info demo_out bench_out faults_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than both files exactly when what they ask for is installed.

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from . import hf_memory
+from . import dump_digest, hf_memory
 
 OUT = Path("bench_out")
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
     hf_memory.main(["--json", str(OUT / "hf_memory.json")])
+    dump_digest.main(["--json", str(OUT / "dump_digest.json")])

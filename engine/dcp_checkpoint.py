@@ -1,36 +1,34 @@
 """Save and load a `DCPState` as a torch.distributed.checkpoint folder: durable, checked, all ranks or none.
 
-Writing goes through torch's writer with one thread (with more, it swallows errors) into a staging folder that becomes
-visible in one rename. Reading plans by itself instead of in place: each rank reads its part of every tensor into
-buffers of its own, and only when all ranks have all they need is anything copied into the model. Cost: one shard of
-host memory during a load.
+Writing goes through `DurableWriter` into a staging folder that becomes visible in one rename. Reading plans by itself
+instead of in place: each rank reads its part of every tensor into buffers of its own, and only when all ranks have all
+they need is anything copied into the model. Cost: one shard of host memory during a load.
 """
 
-import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from io import BytesIO
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, ReadItem
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, ReadItem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size
-from ..utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointWriteError
-from ..utils.manifest import MANIFEST_NAME, FileEntry, seal_files, verify_folder, write_manifest
-from ..utils.staging import as_write_error, staged_folder
-from .dcp_metadata import CheckedReader, read_metadata, tensor_entry
+from ..utils.errors import CheckpointError, CheckpointMismatchError, CheckpointWriteError, PeerError
+from ..utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
+from ..utils.staging import staged_folder
+from .dcp_metadata import read_metadata, tensor_entry
+from .dcp_reader import CheckedReader
 from .dcp_state import PACKED, DCPState, rng_key
+from .dcp_writer import DurableWriter
 
 ROOT = "dcp"
 """The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
@@ -39,29 +37,38 @@ ROOT = "dcp"
 def write_dcp(
     folder: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
-    """Write ``state`` into the existing, empty ``folder`` and fsync it; all ranks of ``group`` call it.
+    """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
 
     Returns:
         what this rank wrote: its own data file, and on rank 0 also the metadata.
 
     Raises:
-        CheckpointWriteError: any rank could not write.
+        CheckpointWriteError: the file system refused, on any rank.
+        PeerError: another rank failed for another reason; that rank raises its own error.
+        RuntimeError: a rank is gone; within the timeout of the group.
     """
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), DurableWriter(folder)
     alone = not dist.is_initialized()
     try:
-        with _no_warning_of_being_alone():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save({ROOT: values}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # derives from BaseException
-        causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
-        raise CheckpointWriteError(f"cannot write {folder}: {causes}") from error
-    rank = get_rank(group)
-    with all_ranks_succeed(f"sealing {folder}", group), as_write_error(folder):
-        own = [n for n in os.listdir(folder) if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
-        return seal_files(folder, own)
+        raise _save_error(folder, error, get_rank(group)) from error
+    return writer.entries
+
+
+def _save_error(folder: str | os.PathLike[str], error: CheckpointException, rank: int) -> BaseException:
+    """What a rank raises when torch has told all of them which failed, and why."""
+    causes = {failed: cause for failed, (cause, _) in sorted(error.failures.items())}
+    if all(isinstance(cause, OSError) for cause in causes.values()):
+        reasons = "; ".join(f"rank {failed}: {cause}" for failed, cause in causes.items())
+        return CheckpointWriteError(f"cannot write {folder}: {reasons}")
+    others = {failed: cause for failed, cause in causes.items() if not isinstance(cause, OSError)}
+    reports = {failed: f"{type(cause).__name__}: {cause}" for failed, cause in others.items()}
+    return others.get(rank) or PeerError(f"writing {folder}", reports)
 
 
 def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -77,18 +84,32 @@ def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
             write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
 
 
-def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
-    """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
+@dataclass(frozen=True)
+class DCPLoad:
+    """A folder that was read and found good on all ranks, and waits to be put into the live state."""
 
-    Nothing in ``state`` changes unless every rank has found the folder sound, of this model, and has read all of it.
-    A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
-    schedule, counters or generators: those stay as they are, with a warning.
+    _state: DCPState
+    _proposed: Mapping[str, torch.Tensor]
+    _given: dict[str, torch.Tensor]
+
+    def apply(self) -> None:
+        """Copy it into the state. What could be checked has been; only a user's own counters can still refuse."""
+        self._state.adopt_optimizer_state(self._proposed)
+        self._state.load_state_dict(self._given)
+
+
+def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
+    """Read the folder ``path`` into memory of its own, at any world size; all ranks of ``group`` call it.
+
+    When it returns, every rank has found the folder sound and of this model, and has read all it needs; nothing in
+    ``state`` has changed. It costs the host memory of one shard until the result is dropped.
 
     Raises:
         CheckpointNotFoundError: no such folder, or not a DCP folder.
         CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
         CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, or tensors that its model ties
             differ.
+        OSError: a file that is there cannot be read.
         PeerError: all is well here, but not on another rank.
     """
     with all_ranks_succeed(f"checking {path}", group):
@@ -98,13 +119,26 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         proposed = _propose_state(path, state, metadata)
         buffers = _buffers_for(path, state, metadata, proposed)
     with all_ranks_succeed(f"reading {path}", group):
-        _read(path, metadata, buffers)
+        _fill(path, metadata, buffers)
         given = {name.removeprefix(f"{ROOT}."): buffer.tensor for name, buffer in buffers.items()}
         _check_tied(path, state, given)
         _check_values(path, state, given)
-    with all_ranks_succeed(f"loading {path}", group):  # checked before; but counters may be a user's own
-        state.adopt_optimizer_state(proposed)
-        state.load_state_dict(given)
+    return DCPLoad(state, proposed, given)
+
+
+def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
+
+    Nothing in ``state`` changes unless every rank has found the folder sound, of this model, and has read all of it.
+    A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
+    schedule, counters or generators: those stay as they are, with a warning.
+
+    Raises:
+        see `read_dcp`.
+    """
+    load = read_dcp(path, state, group)
+    with all_ranks_succeed(f"loading {path}", group):
+        load.apply()
 
 
 def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
@@ -155,8 +189,9 @@ def _buffers_for(
     if state.optimizer is not None:
         for name in _training_names(saved.keys()):
             entry = tensor_entry(metadata, name)
-            if entry is not None:
-                buffers[name] = _Buffer(entry.size, entry.properties.dtype)
+            if entry is None:
+                raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
+            buffers[name] = _Buffer(entry.size, entry.properties.dtype)
     return buffers
 
 
@@ -201,29 +236,21 @@ def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tens
         raise CheckpointMismatchError(
             f"{path}: {name} has dtype {entry.properties.dtype}, this model needs {live.dtype}"
         )
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
-        raise CheckpointCorruptError(f"{path}: the chunks of {name} do not cover its shape {list(entry.size)}")
 
 
-def _read(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
-    reader, planner = CheckedReader(path, metadata), _BufferPlanner(buffers)
-    try:
-        with _no_warning_of_being_alone():  # each rank plans by itself
-            dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:  # derives from BaseException
-        cause = next(iter(error.failures.values()))[0]
-        raise CheckpointCorruptError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from error
-    except (RuntimeError, AssertionError, OSError, EOFError, KeyError, ValueError) as error:
-        if isinstance(error, CheckpointCorruptError):
-            raise
-        raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _no_warning_of_being_alone() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _fill(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
+    """Read this rank's part of every tensor; each rank plans by itself."""
+    items: list[ReadItem] = []
+    for name, buffer in buffers.items():
+        entry = tensor_entry(metadata, name)
+        assert entry is not None
+        items += create_read_items_for_chunk_list(name, entry, [buffer.chunk]) if buffer.tensor.numel() else []
+    for item, values in CheckedReader(path, metadata).read_items(items):
+        assert isinstance(values, torch.Tensor), f"{item} was planned as a tensor"
+        target = buffers[item.dest_index.fqn].tensor
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        target.copy_(values)
 
 
 def _check_tied(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
@@ -241,47 +268,3 @@ def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[
         state.check(given)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
-
-
-class _BufferPlanner(LoadPlanner):
-    """Plan the reads that fill plain buffers, with no collective and nothing unpickled."""
-
-    def __init__(self, buffers: Mapping[str, _Buffer]) -> None:
-        self._buffers = buffers
-        self._metadata: Metadata | None = None
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
-        items: list[ReadItem] = []
-        for name, buffer in self._buffers.items():
-            entry = tensor_entry(self._metadata, name)
-            assert entry is not None
-            reads = create_read_items_for_chunk_list(name, entry, [buffer.chunk]) if buffer.tensor.numel() else []
-            if sum(math.prod(read.lengths) for read in reads) != buffer.tensor.numel():
-                raise CheckpointCorruptError(f"the chunks saved of {name} do not cover what this rank needs of it")
-            items += reads
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise CheckpointCorruptError(f"{read_item.storage_index.fqn} holds pickled bytes where a tensor was announced")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index: MetadataIndex = read_item.dest_index
-        tensor = self._buffers[index.fqn].tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, offset, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.errors import BatchError, ConfigError
+from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from ..utils.stats import reduce_stats
 from .api import (
@@ -274,6 +275,7 @@ class FSDPEngine:
         return loss_fn(output, mb.data) * share
 
     def _forward(self, mb: MicroBatch) -> torch.Tensor:
+        beat()
         return model_output(self.model, mb, packed=self.config.pack_sequences)
 
     def step_lr_scheduler(self) -> None:

@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointNotFoundError
 from ..utils.files import fsync_file, walk_files, write_durably
+from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
 from ..utils.staging import as_write_error, staged_folder
@@ -277,6 +278,7 @@ class _OpenFiles:
             while rest:
                 written = os.pwrite(fd, rest, offset)
                 rest, offset = rest[written:], offset + written
+                beat()
 
 
 def _chunks(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:

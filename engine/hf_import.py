@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, get_rank
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from ..utils.heartbeat import beat
 from .hf_keys import FileTensor, element_map, stored_tensors, unsharded_class
 from .hf_layout import Place, read_layout
 from .hf_shards import Plan, local_of_whole, overlap, plan_tensors
@@ -274,3 +275,4 @@ class _Reader:
             if count == 0:
                 raise CheckpointCorruptError(f"{self._folder / place.file} ends at byte {offset}; it became shorter")
             rest, offset = rest[count:], offset + count
+            beat()

@@ -200,7 +200,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         names = {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a weight index: {type(error).__name__}: {error}") from error
     if outside := next((name for name in names.values() if Path(name).name != name), None):
         raise CheckpointCorruptError(f"{path} names the file {outside!r}, which is outside of its folder")
@@ -228,7 +228,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Place]:
             str(key): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
             for key, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
     return _check_header(path, 8 + length, size, described)
 

@@ -52,7 +52,7 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
     """
     folder = require_model_folder(config.path)
     try:
-        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {error}") from error
     factory = AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM

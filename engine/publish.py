@@ -21,7 +21,7 @@ from ..utils.errors import PublishError
 from ..utils.files import remove_or_log
 from ..utils.logging import get_logger
 from ..utils.manifest import seal_files, write_manifest
-from ..utils.staging import staged_folder
+from ..utils.staging import as_write_error, staged_folder
 from .api import InferenceServer, WeightUpdateMeta
 from .hf_checkpoint import write_hf
 
@@ -66,16 +66,16 @@ def publish_weights(
     """
     started = time.monotonic()
     final = version_path(meta.path, version)
-    rank_zero_decides(lambda: _clear(meta.path, version), group)
+    rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         names = write_hf(model, staging, group=group, base_model_path=base_model_path)
-        with all_ranks_succeed(f"sealing {final}", group):  # nobody gathers while another has failed
+        with all_ranks_succeed(f"sealing {final}", group), as_write_error(final):  # nobody gathers while one has failed
             sealed = seal_files(staging, names)
         entries = gather_objects(sealed, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
     rank_zero_decides(lambda: _tell(servers, final, version, meta.timeout_s), group)
-    rank_zero_decides(lambda: _retire(meta.path, published_versions(meta.path)[: -meta.keep]), group)
+    rank_zero_decides(lambda: _retire(meta.path, meta.keep), group)
     logger.info("published weight version %d to %s in %.3f s", version, final, time.monotonic() - started)
     return final
 
@@ -97,14 +97,23 @@ def _tell(servers: Sequence[InferenceServer], path: Path, version: int, timeout_
         pool.shutdown(wait=False)
 
 
-def _clear(root: str, version: int) -> None:
+def _clear(final: Path, version: int) -> None:
     """Remove ``version`` and what is newer, and what killed publishers left."""
-    for pattern in (".staging-v*", ".retired-v*"):
-        for leftover in Path(root).glob(pattern):
-            remove_or_log(leftover)
-    _retire(root, [v for v in published_versions(root) if v >= version])
+    root = final.parent
+    with as_write_error(final):
+        for pattern in (".staging-v*", ".retired-v*"):
+            for leftover in root.glob(pattern):
+                remove_or_log(leftover)
+        for newer in [v for v in published_versions(root) if v >= version]:
+            remove_or_log(version_path(root, newer))
 
 
-def _retire(root: str, versions: Sequence[int]) -> None:
-    for version in versions:
+def _retire(root: str, keep: int) -> None:
+    """Remove all but the newest versions. What cannot be removed, or listed, is left: it costs space, not the run."""
+    try:
+        old = published_versions(root)[:-keep]
+    except OSError as error:
+        logger.warning("cannot list %s to retire old versions: %s", root, error)
+        return
+    for version in old:
         remove_or_log(version_path(root, version))

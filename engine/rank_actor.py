@@ -1,7 +1,8 @@
 """What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..utils.heartbeat import beat, seconds_since_beat
 from ..utils.processes import ProcessId, die_with_parent
 
 
@@ -79,20 +81,35 @@ class RankActor:
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Construct the worker."""
-        self._worker = worker_cls(*args, **kwargs)
+        with _beating():
+            self._worker = worker_cls(*args, **kwargs)
 
     def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the worker's method."""
-        return getattr(self._worker, method)(*args, **kwargs)
+        with _beating():
+            return getattr(self._worker, method)(*args, **kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
         """Call ``fn(worker, *args)``."""
-        return fn(self._worker, *args)
+        with _beating():
+            return fn(self._worker, *args)
 
     def destroy(self) -> None:
         """The worker's own end, if it has one."""
-        if hasattr(self._worker, "destroy"):
-            self._worker.destroy()
+        with _beating():
+            if hasattr(self._worker, "destroy"):
+                self._worker.destroy()
 
-    def ping(self) -> None:
-        """Answers while the process can run Python at all, whatever the worker is doing."""
+    def ping(self) -> float:
+        """Seconds since the last `beat`; answers while the process can run Python at all, whatever the worker does."""
+        return seconds_since_beat()
+
+
+@contextmanager
+def _beating() -> Iterator[None]:
+    """A call is progress when it begins and when it ends."""
+    beat()
+    try:
+        yield
+    finally:
+        beat()

@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import (
@@ -23,6 +24,8 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from ..utils.errors import ConfigError, PeerError, WorkerLost
+from ..utils.logging import get_logger
+from .collective_errors import collective_broke
 
 ERROR_GRACE_S = 1.0
 """How long after a rank's error others may still turn out to be dead, or answer."""
@@ -37,6 +40,9 @@ LOST = (
     LocalRayletDiedError,
 )
 """What Ray raises for a call whose process is gone."""
+
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,29 @@ def require_ray() -> None:
         raise ConfigError("Ray is not initialised in this process; call ray.init() before making worker groups")
 
 
+def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
+    """Nodes that Ray was told to drain: node id -> unix time when each will be gone, None when nobody said.
+
+    None of them when Ray does not answer in time. Ray shows this only to its own libraries (Serve, Train), so a version
+    that does so in another way is warned about, and has none.
+    """
+    control = getattr(ray.get_runtime_context().worker, "gcs_client", None)
+    ask = getattr(control, "get_draining_nodes", None)
+    if ask is None:
+        _warn_of_no_drain_notices()
+        return {}
+    try:
+        return {node: end_ms / 1000 or None for node, end_ms in ask(timeout=timeout_s).items()}
+    except RayError as error:
+        logger.warning("Ray could not say which nodes are drained: %s", headline(error))
+        return {}
+
+
+@cache
+def _warn_of_no_drain_notices() -> None:
+    logger.warning("Ray %s does not say which nodes are drained; its notices will not stop the run", ray.__version__)
+
+
 def place(name: str, world_size: int, resources: WorkerResources, timeout_s: float) -> PlacementGroup:
     """Reserve a bundle for each rank, on as few nodes as possible.
 
@@ -114,14 +143,29 @@ def place(name: str, world_size: int, resources: WorkerResources, timeout_s: flo
 
 
 def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
-    """The error that explains the others, and its rank: a lost worker, else a rank's own, else a `PeerError`."""
+    """The error that explains the others, and its rank.
 
-    def order(rank: int) -> tuple[bool, bool, int]:
-        cause = getattr(errors[rank], "cause", None)
-        return not isinstance(cause, WorkerLost), isinstance(cause, PeerError), rank
+    A lost worker of another group, else a bug, else a collective that broke down, else what peers say of another rank.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        cause = cause_of(errors[rank])
+        return not isinstance(cause, WorkerLost), isinstance(cause, PeerError), collective_broke(cause), rank
 
     rank = min(errors, key=order)
     return errors[rank], rank
+
+
+def cause_of(error: RayError) -> BaseException:
+    """What the worker raised, or Ray's own error."""
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def raise_cause(error: RayError) -> NoReturn:
+    """Raise what the worker raised, from Ray's error, which has the worker's traceback."""
+    if isinstance(error, RayTaskError):
+        raise error.cause from error
+    raise error
 
 
 def headline(error: BaseException | None) -> str:

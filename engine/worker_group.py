@@ -4,14 +4,13 @@ It owns starting the ranks (rendezvous without a port race), calling a method on
 something goes wrong:
 
 - a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
-- a process is stopped or hangs: the same. While a call without a deadline is waited for, the ranks that owe an answer
-  are pinged every `PING_EVERY_S`, and one that leaves a ping unanswered for ``hang_timeout_s`` is lost. A thread of
-  its own answers, however slow the worker is, unless C code holds the interpreter that long;
-- a rank raised: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a
-  dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and those of a
-  stopped rank when their collective times out, so the ranks that still owe an answer by then are pinged. If they are
-  well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of step is of
-  no use. When every rank has answered, the group stays usable.
+- a process is stopped, or makes no progress (an endless loop): the same; how that is found is told in `hangs`;
+- a collective timed out on some ranks: those that still owe an answer hang, which is the same again;
+- a rank raised anything else: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo
+  neighbours of a dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and
+  those of a stopped rank when their collective times out, so the ranks that still owe an answer by then are pinged. If
+  they are well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of
+  step is of no use. When every rank has answered, the group stays usable.
 
 A call costs about a millisecond more than the method. Nothing is ever restarted or called twice by Ray: a retried
 method could apply an update twice, and a restarted actor has no process group.
@@ -20,30 +19,27 @@ method could apply an update twice, and a restarted actor has no process group.
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    RayTaskError,
-)
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..utils.errors import ConfigError, HoldfastError, WorkerLost
 from ..utils.logging import get_logger
 from ..utils.processes import ProcessId, still_alive
+from .collective_errors import collective_broke
+from .hangs import Patience, ping, wait_watching
 from .rank_actor import RankActor, Rendezvous, device_index
-from .ray_calls import LOST, Answers, WorkerResources, culprit, headline, place, require_ray
+from .ray_calls import Answers, WorkerResources, cause_of, culprit, headline, place, raise_cause, require_ray
+from .remote_server import RemoteServer
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
 
 RAY_KILL_S = 0.3
 """How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
-PING_EVERY_S = 5.0
-"""How often the ranks that owe an answer are pinged; also how late a hang may be noticed beyond its timeout."""
 KILL_TIMEOUT_S = 10.0
 """How long a killed process may take to be gone; a process stuck in a device driver can take that long."""
 
@@ -99,6 +95,7 @@ class WorkerGroup:
         start_timeout_s: float = 120.0,
         build_timeout_s: float = 3600.0,
         hang_timeout_s: float | None = 60.0,
+        stall_timeout_s: float | None = 1800.0,
         on_created: Callable[["WorkerGroup"], None] | None = None,
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
@@ -118,7 +115,11 @@ class WorkerGroup:
             process_group_timeout_s: how long a collective may wait.
             start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
             build_timeout_s: how long the constructors may take, of which loading a large model is a part.
-            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged.
+            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged, and
+                ``stall_timeout_s`` is without effect. Neither counts while the group starts.
+            stall_timeout_s: when of the ranks that owe an answer none has made progress for so long, they are lost; a
+                call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
+                for every micro-batch. None: no limit.
             on_created: called with the group before its first process starts; what it raises ends the start.
             env: environment variables, set before the processes start.
             kwargs: keyword arguments of ``worker_cls``.
@@ -138,12 +139,14 @@ class WorkerGroup:
         self._loss: WorkerLost | None = None
         self._busy = self._closed = False
         self._hang_timeout_s = hang_timeout_s
+        self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
         try:
             if on_created is not None:
                 on_created(self)
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
             built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
+            self._patience = Patience(hang_timeout_s, stall_timeout_s)
         except BaseException:
             self._close()
             raise
@@ -231,20 +234,28 @@ class WorkerGroup:
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
 
-    def ping(self, timeout_s: float = 1.0, ranks: Iterable[int] | None = None) -> list[int]:
-        """Those of ``ranks`` (all when None) that are dead or do not answer in time, however busy their worker is."""
-        asked = sorted(range(self.world_size) if ranks is None else ranks)
-        answers = Answers({self._actors[r].ping.options(concurrency_group="health").remote(): r for r in asked})
-        answers.collect(timeout_s)
-        return [rank for rank in asked if rank not in answers.values]
+    def ping(self, timeout_s: float = 1.0) -> list[int]:
+        """The ranks that are dead or do not answer in time, however busy their worker is."""
+        answered = ping(dict(enumerate(self._actors)), timeout_s)
+        return [rank for rank in range(self.world_size) if rank not in answered]
 
     def pids(self) -> list[int]:
         """The process id of each rank, on its own host."""
         return [place.process.pid for place in self._places]
 
-    def server(self, rank: int = 0, timeout_s: float = 300.0) -> "RemoteServer":
-        """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups."""
-        return RemoteServer(self._actors[rank], self.name, rank, timeout_s)
+    def node_ids(self) -> set[str]:
+        """Ray's names of the nodes that the ranks run on."""
+        return {place.node_id for place in self._places}
+
+    def server(self, rank: int = 0, timeout_s: float = 240.0) -> RemoteServer:
+        """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups.
+
+        Args:
+            rank: the rank that serves.
+            timeout_s: how long an answer may take; less than `WeightUpdateMeta.timeout_s`, after which the publisher
+                would call it an error of the server instead of a loss.
+        """
+        return RemoteServer(self._actors[rank], self.name, rank, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement group.
@@ -310,40 +321,28 @@ class WorkerGroup:
         """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
         answers = Answers({ref: rank for rank, ref in refs.items()})
         self._busy = True
-        silent = self._collect(answers, deadline)
+        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline)
         self._busy = False
         self._check_usable()  # another thread may have killed the group
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
         lost = {*answers.lost, *self._dead_ranks()}
-        waiting = sorted(answers.pending.values())
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
-        if silent:
-            raise self._lose(silent, f"no answer to a ping within {self._hang_timeout_s:g} s during {what}")
+        if hung:
+            raise self._lose(hung.ranks, f"{hung.symptom} during {what}")
+        waiting = sorted(answers.pending.values())
         if not answers.errors:
             raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
         error, rank = culprit(answers.errors)
+        if collective_broke(cause_of(error)):
+            who = "others gave up waiting for them in" if waiting else "nobody could finish"
+            symptom = f"{who} a collective of {what} ({headline(cause_of(error))})"
+            raise self._lose(waiting or list(answers.errors), symptom) from error
         if waiting:
             self._lose(waiting, f"killed in {what}, where they waited for rank {rank}, which failed")
-        if isinstance(error, RayTaskError):
-            raise error.cause from error
-        raise error
-
-    def _collect(self, answers: Answers, deadline: float | None) -> list[int]:
-        """Wait for ``answers``; the ranks found stopped or hung (see the module's docstring)."""
-        hang_s = self._hang_timeout_s if self._places else None  # before it has started, no process can answer
-        wait_s = deadline if deadline is not None or hang_s is None else min(PING_EVERY_S, hang_s)
-        while True:
-            answers.collect(wait_s)
-            bounded = deadline is not None and not answers.errors
-            if hang_s is None or bounded or answers.lost or not answers.pending:
-                return []
-            silent = self.ping(hang_s, answers.pending.values())
-            if silent or answers.errors:
-                answers.collect(0)  # a death that came meanwhile is told as one
-                return silent
+        raise_cause(error)
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
         """Kill the group; the loss to raise from now on."""
@@ -359,39 +358,3 @@ class WorkerGroup:
 
     def _local_processes(self) -> list[ProcessId]:
         return [place.process for place in self._places if place.node_id == self._node_id]
-
-
-@dataclass(frozen=True)
-class RemoteServer:
-    """An `InferenceServer` in front of one rank of a `WorkerGroup`; picklable, so a trainer's rank can hold it.
-
-    Attributes:
-        actor: the rank's Ray actor.
-        group: name of its group.
-        rank: its rank.
-        timeout_s: how long an answer may take.
-    """
-
-    actor: Any
-    group: str
-    rank: int
-    timeout_s: float
-
-    def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Have the worker load the Hugging Face folder ``path``; the version it serves from now on.
-
-        Raises:
-            WorkerLost: the worker is dead, or did not answer in time.
-            Exception: what the worker raised.
-        """
-        try:
-            return ray.get(
-                self.actor.call.remote("update_weights_from_disk", (path, version), {}), timeout=self.timeout_s
-            )
-        except RayTaskError as error:
-            raise error.cause from error
-        except GetTimeoutError as error:
-            cause = f"no answer to update_weights_from_disk() within {self.timeout_s:g} s"
-            raise WorkerLost(self.group, [self.rank], cause) from error
-        except LOST as error:
-            raise WorkerLost(self.group, [self.rank], f"died during the update ({headline(error)})") from error

@@ -1,4 +1,4 @@
-"""Start the GRPO example as a child process, kill parts of it, and see what it made of that."""
+"""Start the GRPO example as a child process, send signals to parts of it, and see what it made of that."""
 
 import contextlib
 import hashlib
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,17 @@ class GrpoRun:
         self.fileroot = fileroot
         self._command = [sys.executable, str(GRPO), f"fileroot={fileroot}", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
+        self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"  # all that the driver starts inherits it
         self.trial_root = fileroot / "grpo_copy" / "trial0"
 
     def start(self) -> None:
         """Run the command, in the background; output is appended to ``<fileroot>/output.log``."""
         self.fileroot.mkdir(parents=True, exist_ok=True)
+        name, _, value = self._mark.partition("=")
         with open(self.fileroot / "output.log", "ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {name: value}
+            )
 
     def exit_code(self) -> int | None:
         """None while the driver runs."""
@@ -73,6 +78,16 @@ class GrpoRun:
         path = self.trial_root / "stats" / "attempts.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def pids(self) -> dict[str, list[int]]:
+        """Role (``driver``, ``trainer``, ``rollout``) -> process ids by rank, as the driver wrote them down last; only
+        ``driver`` when the one that runs has not done so yet."""
+        assert self._process is not None
+        with contextlib.suppress(FileNotFoundError):
+            processes = json.loads((self.trial_root / "stats" / "processes.json").read_text())
+            if processes["driver"] == self._process.pid:
+                return processes | {"driver": [self._process.pid]}
+        return {"driver": [self._process.pid]}
+
     def kill(self, who: str, rank: int = 0) -> bool:
         """SIGKILL ``driver``, or a rank of ``trainer`` or ``rollout``; False when there is none (yet, or any more)."""
         assert self._process is not None
@@ -80,17 +95,24 @@ class GrpoRun:
             self._process.kill()
             self._process.wait()
             return True
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            processes = json.loads((self.trial_root / "stats" / "processes.json").read_text())
-            if processes["driver"] == self._process.pid:
-                os.kill(processes[who][rank], signal.SIGKILL)
-                return True
+        with contextlib.suppress(KeyError, ProcessLookupError):
+            os.kill(self.pids()[who][rank], signal.SIGKILL)
+            return True
         return False
 
     def stop(self) -> None:
         """Kill the driver, and with it everything it started, if it still runs."""
         if self._process is not None and self.exit_code() is None:
             self.kill("driver")
+
+    def leftovers(self) -> list[int]:
+        """Processes that any start of the driver began, itself included, and that still run (Linux)."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                if self._mark.encode() in environ.read_bytes().split(b"\0"):
+                    found.append(int(environ.parent.name))
+        return found
 
     def final_weights(self) -> Path:
         """The safetensors file of the final export."""

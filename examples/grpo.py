@@ -3,9 +3,10 @@
     python examples/grpo.py [--config examples/grpo_copy.yaml] [key=value ...]
 
 The driver holds the data cursor and the rewards; `TrainWorker`s hold a shard of the policy each; a `RolloutWorker`
-samples with the last published weights. After a crash of a worker the `Supervisor` runs `train` again; after a crash of
-the driver, run the same command again. Either way `train` begins by restoring the newest generation, and everything it
-draws is seeded by the step, so the steps it does again are the same.
+samples with the last published weights. A rollout worker that is lost is started again alone (`Sampler`). After the
+loss of a trainer the `Supervisor` runs `train` again; after that of the driver, run the same command again. Either way
+`train` begins by restoring the newest generation, and everything it draws is seeded by the step, so the steps it does
+again are the same. SIGTERM, Ctrl-C, or Ray draining a node: it snapshots after the step and exits with code 75.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config, require_choice, require_range
-from holdfast.utils.errors import ConfigError, HoldfastError
+from holdfast.utils.errors import ConfigError, HoldfastError, Preempted, WorkerLost
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.rng import seed_rng
@@ -66,6 +67,10 @@ class GRPOConfig:
     """Completions of a prompt."""
     n_trainers: int = 2
     """Ranks the policy is sharded over."""
+    hang_timeout_s: float = 60.0
+    """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
+    stall_timeout_s: float = 1800.0
+    """Workers that answer pings, but make no progress for so long, are lost."""
     tensorboard: bool = True
     """Log to TensorBoard too."""
     log_level: str = "WARNING"
@@ -79,6 +84,8 @@ class GRPOConfig:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         require_range("total_steps", self.total_steps, low=1)
         require_range("n_trainers", self.n_trainers, low=1)
+        require_range("hang_timeout_s", self.hang_timeout_s, low=0.1)
+        require_range("stall_timeout_s", self.stall_timeout_s, low=0.1)
         require_range("n_prompts", self.n_prompts, low=self.batch_size)
         if self.actor.optimizer is None:
             raise ConfigError("config key 'actor.optimizer' is null; a policy that is trained needs one")
@@ -147,50 +154,99 @@ class TrainWorker:
         self.engine.destroy()
 
 
+class Sampler:
+    """Batches sampled with the trainers' newest weights.
+
+    A rollout worker keeps nothing that cannot be handed to it again. So when it is lost (found by `generate` here, or
+    by a trainer that publishes to it), only it is started again, and the step's sampling is done again, with the same
+    seed: the same batch comes of it. The trainers and their state stay in memory.
+    """
+
+    def __init__(self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup) -> None:
+        self.config, self.attempt, self.rollout, self.trainer = config, attempt, rollout, trainer
+        self.connect()
+
+    def connect(self) -> None:
+        """Tell the trainers which process to publish to, and people (and the demo) which processes there are."""
+        servers, weights = [self.rollout.server()], self.config.recover.trial_root / "weights"
+        self.trainer.call_all("connect", servers, str(weights))
+        pids = {group.name: group.pids() for group in (self.rollout, self.trainer)}
+        processes = json.dumps({"driver": os.getpid(), **pids})
+        replace_atomically(self.config.stats_folder / "processes.json", processes.encode())
+
+    def sample(self, prompts: list[Any], global_step: int) -> Batch:
+        """Publish the weights and sample with them, whatever that takes."""
+        lost = None
+        while True:
+            try:
+                if lost is not None:
+                    self.rollout = self.attempt.restart(lost)  # until there were too many losses
+                    self.connect()
+                self.trainer.call_all("publish")  # always before sampling: also after a recovery
+                return self.generate(prompts, global_step)
+            except WorkerLost as loss:
+                if loss.group != self.rollout.name:
+                    raise  # a trainer: the supervisor starts everything again
+                lost = loss
+
+    def generate(self, prompts: list[Any], global_step: int) -> Batch:
+        """Sample, reward, and lay out as the actor wants it: samples of a prompt next to each other."""
+        config = self.config
+        ids = [prompt["prompt_ids"] for prompt in prompts]
+        seed = config.seed * 1_000_003 + global_step
+        temperature = config.actor.temperature
+        batch = self.rollout.call(0, "generate", ids, config.n_samples, MAX_NEW_TOKENS, temperature, seed)
+        answers = [prompt["answer"] for prompt in prompts for _ in range(config.n_samples)]
+        rewards = [
+            reward(row[mask.bool()].tolist(), answer)
+            for row, mask, answer in zip(batch["input_ids"], batch["loss_mask"], answers, strict=True)
+        ]
+        return {**batch, "rewards": torch.tensor(rewards)}
+
+
 def train(config: GRPOConfig, attempt: Attempt) -> None:
     """The job, from wherever it is to the end."""
     rollout, trainer = start_workers(config, attempt)
-    trainer.call_all("connect", [rollout.server()], str(config.recover.trial_root / "weights"))
     loader = ResumableDataLoader(CopyPrompts(config.n_prompts, config.seed), config.batch_size, seed=config.seed)
     with (
-        closing(RecoverHandler(config.recover, config.ft_spec)) as handler,
+        RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
         closing(StatsLogger(config.stats_folder, tensorboard=config.tensorboard)) as stats_logger,
     ):
+        sampler = Sampler(config, attempt, rollout, trainer)
         info = handler.load(trainer, dataloader=loader)
         step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
         if step.global_step > config.total_steps:
             raise ConfigError(
                 f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
             )
-        trainer.call_all("publish")  # also after a recovery, before anything is sampled
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
-        note_attempt(config, attempt, step, trainer, rollout)
-        train_steps(config, rollout, trainer, loader, handler, stats_logger, step)
+        note_attempt(config, attempt, step)
+        train_steps(config, sampler, trainer, loader, handler, stats_logger, step)
     trainer.call_all("export", str(config.final_export))
 
 
 def train_steps(
     config: GRPOConfig,
-    rollout: WorkerGroup,
+    sampler: Sampler,
     trainer: WorkerGroup,
     loader: ResumableDataLoader,
     handler: RecoverHandler,
     stats_logger: StatsLogger,
     step: StepInfo,
 ) -> None:
-    """The steps that are left: sample, train, publish, log, and snapshot when it is due."""
+    """The steps that are left: publish, sample, train, log, and snapshot when it is due."""
     batches = loader.batches()
     with show_progress() as progress:
         task = progress.add_task("", total=config.total_steps, completed=step.global_step, reward=0.0, seconds=0.0)
         while step.global_step < config.total_steps:
             started = time.monotonic()
-            batch = rollout_batch(config, rollout, next(batches), step.global_step)
+            batch = sampler.sample(next(batches), step.global_step)
             stats = trainer.call_all("train_step", per_rank=split_rows(batch, config.n_trainers))[0]
-            trainer.call_all("publish")
             seconds = time.monotonic() - started
             # Logged before the snapshot: a kill between the two logs the step again, the other order would lose it.
             stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
-            handler.dump(trainer, step, dataloader=loader, force=step.global_step == config.total_steps - 1)
+            last = step.global_step == config.total_steps - 1
+            handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
             progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
             if not progress.console.is_terminal and step.global_step % 10 == 9:
                 print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
@@ -200,7 +256,8 @@ def train_steps(
 def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, WorkerGroup]:
     """The rollout worker and the trainers, started at the same time: a recovery waits for little else."""
     pool = ThreadPoolExecutor()
-    start = partial(pool.submit, attempt.worker_group)
+    patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
+    start = partial(pool.submit, attempt.worker_group, **patience)
     try:
         rollout = start(RolloutWorker, config.actor.path, config.log_level, name="rollout", process_group=False)
         trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers)
@@ -209,30 +266,14 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
         pool.shutdown(wait=False)  # should one fail, the supervisor ends the other
 
 
-def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, *groups: WorkerGroup) -> None:
-    """Tell people (and the demo) which processes run this attempt, and where it starts."""
-    pids = {group.name: group.pids() for group in groups}
-    replace_atomically(config.stats_folder / "processes.json", json.dumps({"driver": os.getpid(), **pids}).encode())
+def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo) -> None:
+    """Tell people (and the demo) where this attempt starts, and what ended the one before."""
     loss = None if attempt.event is None else asdict(attempt.event)
     with open(config.stats_folder / "attempts.jsonl", "a") as file:
         file.write(json.dumps({"number": attempt.number, "time": time.time(), "step": step.global_step, "loss": loss}))
         file.write("\n")
     if step.global_step:
         print(f"resumed: step {step.global_step} is next", flush=True)
-
-
-def rollout_batch(config: GRPOConfig, rollout: WorkerGroup, prompts: list[Any], global_step: int) -> Batch:
-    """Sample, reward, and lay out as the actor wants it: samples of a prompt next to each other."""
-    ids = [prompt["prompt_ids"] for prompt in prompts]
-    seed = config.seed * 1_000_003 + global_step
-    temperature = config.actor.temperature
-    batch = rollout.call(0, "generate", ids, config.n_samples, MAX_NEW_TOKENS, temperature, seed)
-    answers = [prompt["answer"] for prompt in prompts for _ in range(config.n_samples)]
-    rewards = [
-        reward(row[mask.bool()].tolist(), answer)
-        for row, mask, answer in zip(batch["input_ids"], batch["loss_mask"], answers, strict=True)
-    ]
-    return {**batch, "rewards": torch.tensor(rewards)}
 
 
 def split_rows(batch: Batch, n_ranks: int) -> list[tuple[Batch]]:
@@ -292,5 +333,8 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except HoldfastError as error:
         sys.exit(f"error: {error}")
+    except Preempted as stop:
+        print(f"{stop}; the same command goes on from it")
+        raise
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from the newest generation")

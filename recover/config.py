@@ -1,9 +1,10 @@
 """What recovery can be told, under AReaL's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..utils.config import require_choice, require_range
+from ..utils.errors import ConfigError
 
 _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
 """AReaL's words -> ours, and what YAML 1.1 makes of ``on`` and ``off`` without quotes."""
@@ -32,7 +33,34 @@ class RecoverConfig:
     freq_secs: float | None = None
     """Snapshot when so many seconds have passed since the last one."""
     max_ckpt_to_keep: int | None = 2
-    """How many of the newest generations stay; None keeps all."""
+    """How many of the newest generations stay; None keeps all. A generation stays when this rule or any of the next two
+    wants it; the newest usable one always does."""
+    keep_every_steps: int | None = None
+    """Generations of every so many steps stay for good: 100 means steps 99, 199, 299 ..."""
+    keep_best: int | None = None
+    """How many of the best generations stay, by ``best_metric``."""
+    best_metric: str | None = None
+    """A name among the ``metrics`` given to ``dump``."""
+    best_mode: str = "max"
+    """Whether the ``max`` or the ``min`` of ``best_metric`` is best."""
+    save_failures_allowed: int = 3
+    """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it."""
+    lock_timeout_s: float = 10.0
+    """How long to wait for another job that uses the same folder, before this one is refused. A job that was killed
+    a moment ago may need as long to be gone; on NFS, whose host died with it, up to 90 s."""
+    stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
+    """Signals that lead to a snapshot at the next step boundary and exit code 75; the second SIGINT stops at once."""
+    must_save_by: str | None = None
+    """When the job will be ended, as a duration from the start of the process (``90m``, ``3h30m``, ``"3:30:00"`` in
+    quotes, seconds) or a local time (``2026-11-20T18:00``, which a restart does not shift): the last snapshot is made,
+    and the run stops, as late as is safe before."""
+    mirror_url: str | None = None
+    """Where committed generations are copied in the background, as fsspec has it: ``s3://bucket/runs``, ``gs://``,
+    ``hdfs://``, ``file:///...``; experiment and trial are appended. None: nowhere."""
+    mirror_max_to_keep: int | None = 2
+    """How many of the newest generations stay there; None keeps all."""
+    mirror_timeout_s: float = 600.0
+    """How long the end of a run waits for copies that are under way."""
     retries: int = 3
     """How often a job may be started again after losing workers, within ``retry_window_s``."""
     retry_window_s: float = 3600.0
@@ -45,6 +73,18 @@ class RecoverConfig:
         require_range("recover.freq_steps", self.freq_steps, low=1)
         require_range("recover.freq_secs", self.freq_secs, low=0.0)
         require_range("recover.max_ckpt_to_keep", self.max_ckpt_to_keep, low=1)
+        require_range("recover.keep_every_steps", self.keep_every_steps, low=1)
+        require_range("recover.keep_best", self.keep_best, low=1)
+        require_choice("recover.best_mode", self.best_mode, ("max", "min"))
+        require_range("recover.save_failures_allowed", self.save_failures_allowed, low=0)
+        require_range("recover.lock_timeout_s", self.lock_timeout_s, low=0.0)
+        require_range("recover.mirror_max_to_keep", self.mirror_max_to_keep, low=1)
+        require_range("recover.mirror_timeout_s", self.mirror_timeout_s, low=0.0)
+        if (self.keep_best is None) != (self.best_metric is None):
+            raise ConfigError(
+                f"config keys 'recover.keep_best' ({self.keep_best!r}) and 'recover.best_metric' "
+                f"({self.best_metric!r}) go together; set both or neither"
+            )
         require_range("recover.retries", self.retries, low=0)
         require_range("recover.retry_window_s", self.retry_window_s, low=0.0)
 
@@ -57,3 +97,15 @@ class RecoverConfig:
     def recover_root(self) -> Path:
         """Where the generations are."""
         return self.trial_root / "recover"
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose lock says that a job uses the folder."""
+        return self.trial_root / "recover.lock"
+
+    @property
+    def mirror_path(self) -> str | None:
+        """Where this trial's generations are copied to, as a URL."""
+        if self.mirror_url is None:
+            return None
+        return "/".join((self.mirror_url.rstrip("/"), self.experiment_name, self.trial_name))

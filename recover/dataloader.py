@@ -156,7 +156,8 @@ class ResumableDataLoader:
         """Go on where ``state_dict`` was taken; the next batch is the one after its last.
 
         The world size may be another, and so may the batch size, since the cursor counts samples. What decides
-        which samples come in which order (dataset, seed, shuffle, drop_last) must be the same.
+        which samples come in which order (dataset, seed, shuffle, drop_last) must be the same. An epoch that was over
+        stays so, though what it dropped might make a smaller batch.
 
         Raises:
             CheckpointMismatchError: not a state of this class, or of a version this code does not know.
@@ -181,12 +182,14 @@ class ResumableDataLoader:
                     f"dataloader {key} is {ours[key]!r}, but the run was saved with {state_dict[key]!r}; samples "
                     f"would be lost or repeated. Resume with {key}={state_dict[key]!r}"
                 )
-        epoch, cursor = state_dict["epoch"], state_dict["cursor"]
+        epoch, cursor, batch_size = state_dict["epoch"], state_dict["cursor"], state_dict["batch_size"]
         if epoch < 0 or not 0 <= cursor <= self._samples:
             raise CheckpointMismatchError(f"epoch {epoch}, cursor {cursor} is not in {self._samples} samples")
+        if batch_size != self._batch_size:
+            logger.info("batch size changed from %d to %d", batch_size, self._batch_size)
+            if self._drop_last and self._samples - cursor < batch_size:
+                cursor = self._samples
         self._check_shares(cursor)
-        if state_dict["batch_size"] != self._batch_size:
-            logger.info("batch size changed from %d to %d", state_dict["batch_size"], self._batch_size)
         self._seek(epoch, cursor)
 
     def _has_batch(self) -> bool:
@@ -221,5 +224,5 @@ class ResumableDataLoader:
             raise ConfigError(
                 f"a batch of {min(sizes)} samples cannot be shared by {self._world_size} ranks "
                 f"(batch_size {self._batch_size}, drop_last {self._drop_last}, {self._samples} samples); "
-                f"use a larger batch_size, fewer ranks or drop_last=True"
+                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
             )

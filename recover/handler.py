@@ -2,50 +2,40 @@
 
 One generation holds everything a run is made of: every engine's shards, every process's generators, the data cursor,
 the step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and
-reported its files. The order of a dump is the order of `_write_generation`; the order of a load is choose and verify,
-compare with the engines (nothing is touched before), data cursor, engines, user objects, generators.
+reported its files. The order of a dump is in `writing`; the order of a load is lock, choose and
+verify, compare with the engines (nothing is touched before), data cursor, engines, user objects, generators, and a last
+comparison of what is there with what was saved.
 """
 
-import platform
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
-import transformers
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
-from ..utils.distributed import get_rank
-from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
-from ..utils.files import write_durably
+from ..utils.distributed import get_rank, is_write_failure
+from ..utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
+from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
-from ..utils.manifest import FileEntry, seal_files
 from ..utils.staging import as_write_error
+from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
-from .dataloader import restore_dataloader
-from .info import INFO_NAME, RecoverInfo
+from .data_state import restore_data
+from .facts import check_restored, combine_ranks
+from .info import RecoverInfo
+from .mirror import Mirror
+from .process_state import DRIVER_STATE, ProcessState, rank_state_name
 from .ranks import DrivenRanks, LocalRanks, RankGroup, Ranks, RankTarget, rank_target
-from .schedule import SnapshotSchedule
-from .snapshot import (
-    DATA_STATE,
-    DRIVER_STATE,
-    check_bytes,
-    check_rank,
-    load_plain,
-    pack_plain,
-    read_process_state,
-    read_rank,
-    unpack_plain,
-    weight_versions,
-    write_process_state,
-    write_rank,
-)
+from .retention import RetentionRules
+from .schedule import Pace, SnapshotSchedule
+from .snapshot import check_rank, read_rank
+from .stopping import StopNotice, StopRequests
 from .store import Generation, GenerationStore
+from .writing import GenerationWriter
 
 logger = get_logger(__name__)
 
@@ -57,16 +47,35 @@ class RecoverHandler:
         config: where, how often, and what to do at the start.
         ft_spec: how the run is cut into epochs; a generation of a run that was cut differently is refused.
         group: gloo group of the ranks, under torchrun; None is the default group.
+        notices: asked after every step whether the run has to stop, as signals and ``must_save_by`` may make it:
+            `holdfast.recover.supervisor.Attempt.draining`, or a cloud's preemption notice.
+
+    Attributes:
+        failed_saves: snapshots that failed since the last one that did not.
     """
 
-    def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        config: RecoverConfig,
+        ft_spec: FinetuneSpec,
+        *,
+        group: dist.ProcessGroup | None = None,
+        notices: Sequence[Callable[[], StopNotice | None]] = (),
+    ) -> None:
         self.config, self.ft_spec = config, ft_spec
         self.store = GenerationStore(config.recover_root)
         self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
+        self.failed_saves = 0
         self._group = group
         self._stateful: dict[str, Stateful] = {}
-        self._run_id = uuid.uuid4().hex
-        self._resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
+        self._writer = GenerationWriter(self.store, uuid.uuid4().hex, self._stateful, self._retire)
+        self._resume = ResumeChoice(config, ft_spec, self.store)
+        self._retention = RetentionRules.from_config(config)
+        self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
+        self._pace = Pace()
+        self._lock = FolderLock(config.lock_path)
+        self._mirror: Mirror | None = None
+        self._at: int | None = None  # the step that was snapshotted or restored last
         self._loaded = self._closed = False
         if config.mode != "off" and (config.freq_epochs, config.freq_steps, config.freq_secs) == (None, None, None):
             logger.warning(
@@ -90,7 +99,9 @@ class RecoverHandler:
         self._stateful[name] = thing
 
     def load(self, engine: Any, dataloader: Stateful | None = None) -> RecoverInfo | None:
-        """Bring the run back to its newest sound generation.
+        """Lock the run's folder, and bring the run back to its newest sound generation.
+
+        From here on the ``stop_signals`` lead to a snapshot and `Preempted`; `close` gives up both.
 
         Args:
             engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs.
@@ -101,6 +112,7 @@ class RecoverHandler:
             what was restored, or None when there is nothing to resume and the run starts at step 0.
 
         Raises:
+            FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job. Nothing was changed.
@@ -109,40 +121,45 @@ class RecoverHandler:
         if self.config.mode == "off":
             return None
         started, ranks = time.monotonic(), self._ranks(engine)
-        choice = self._choose_verified(ranks)
-        if choice is None:
-            self._loaded = True
-            return None
-        path, info = choice
-        ranks.run_all(check_rank, str(path))
-        ranks.here(partial(self._restore_data, ranks.n_callers, path, dataloader))
-        ranks.run_all(read_rank, str(path), info.weight_versions)
-        if ranks.is_driver:
-            read_process_state(path, DRIVER_STATE, self._stateful)
-        ranks.decide(partial(self._set_aside_newer, path, info.last_step_info.global_step))
-        self._run_id = info.run_id
-        self.schedule.mark(info.last_step_info)
+        ranks.decide_slowly(self._take_folder)
+        self._stops.install()
+        choice = self._resume.choose(ranks, self._mirror)
+        if choice is not None:
+            self._restore(ranks, *choice, dataloader)
+            ranks.decide(partial(self._settle, choice))
+            logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         self._loaded = True
-        logger.info("resumed from %s in %.3f s", path, time.monotonic() - started)
-        return info
+        self._pace.step_begins()
+        return None if choice is None else choice[1]
 
     def dump(
-        self, engine: Any, step_info: StepInfo, dataloader: Stateful | None = None, *, force: bool = False
+        self,
+        engine: Any,
+        step_info: StepInfo,
+        dataloader: Stateful | None = None,
+        *,
+        force: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Snapshot the run after the step ``step_info``, if one is due; returns when it is committed.
+
+        Call it after every step, whether one is due or not: it is also where a request to stop is answered.
 
         Args:
             engine: as for `load`.
             step_info: the step that was just trained.
             dataloader: as for `load`; its cursor must be that of the last trained batch.
             force: snapshot although none is due (but never one step twice).
+            metrics: numbers that ``keep_best`` chooses by; rank 0's count.
 
         Returns:
-            whether a generation was made.
+            whether a generation was made. A snapshot that fails is logged, and training goes on; the older generations
+            are untouched, and nothing half-written is left.
 
         Raises:
-            CheckpointWriteError: any rank could not write; older generations are untouched, and no new one is visible
-                (but see `GenerationStore.commit`). Training can go on; the next due step is tried again.
+            Preempted: the run was asked to stop, and is snapshotted.
+            CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot in a row has failed than
+                ``save_failures_allowed``, or a forced one, or the last one before a stop.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.
         """
@@ -151,143 +168,157 @@ class RecoverHandler:
             return False
         if not self._loaded:
             raise ConfigError("dump was called before load: whether the run is to be resumed must be known first")
+        if step_info.steps_per_epoch != self.ft_spec.steps_per_epoch:
+            raise ConfigError(
+                f"step_info counts {step_info.steps_per_epoch} steps an epoch, the handler's ft_spec "
+                f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
+            )
         ranks = self._ranks(engine)
-        if not ranks.decide(lambda: self._is_due(step_info, force)):
-            return False
-        started = time.monotonic()
-        generation, n_bytes = self._write_generation(ranks, step_info, dataloader)
-        self.schedule.mark(step_info)
-        seconds = time.monotonic() - started
-        logger.info(
-            "step %d: committed %s, %d bytes in %.3f s", step_info.global_step, generation.path, n_bytes, seconds
-        )
-        ranks.decide(lambda: self.store.retire(self.config.max_ckpt_to_keep))
-        return True
+        stop = self._asked_to_stop(ranks)
+        must = force or stop is not None
+        saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must)
+        if stop is not None:
+            logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
+            ranks.decide_slowly(self._finish_copies)  # all wait for it: the first that exits may end them all
+            self.close()
+            raise Preempted(stop)
+        self._pace.step_begins()
+        return saved
 
     def wait(self) -> None:
         """Return when every snapshot that `dump` has begun is committed, which a `dump` that returned already is."""
         self._require_open()
 
-    def close(self) -> None:
-        """Take no more snapshots; may be called twice."""
+    def close(self, *, wait: bool = True) -> None:
+        """Take no more snapshots, and give signals and the folder up; may be called twice.
+
+        As a context manager the handler is closed at the end of the block, at once when it ends with an error.
+
+        Args:
+            wait: for copies to the mirror that are under way, up to ``mirror_timeout_s``; the next start makes those
+                again that were not finished.
+        """
+        if self._closed:
+            return
         self._closed = True
+        self._stops.uninstall()
+        if self._mirror is not None:
+            self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
+            self._retire()  # what had to wait for its copy
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=failed is None)
 
     # Dump
 
-    def _is_due(self, step_info: StepInfo, force: bool) -> bool:
-        if not (force or self.schedule.due(step_info)):
+    def _asked_to_stop(self, ranks: Ranks) -> str | None:
+        """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
+        self._pace.step_ends()
+        reasons = ranks.here(lambda: self._stops.due(self._pace.save_s, self._pace.step_s))
+        stop = next((reason for reason in reasons if reason is not None), None)
+        if stop is not None:
+            self._stops.grant()
+        return stop
+
+    def _is_due(self, step_info: StepInfo, must: bool) -> bool:
+        if not (must or self.schedule.due(step_info)):
             return False
-        newest = max((generation.step for generation in self.store.generations()), default=-1)
-        if newest > step_info.global_step:
+        with as_write_error(self.store.root):
+            newest = max((generation.step for generation in self.store.generations()), default=-1)
+        if newest > step_info.global_step or newest == step_info.global_step != self._at:
             raise ConfigError(
                 f"step {step_info.global_step} is to be snapshotted, but {self.store.root} holds step {newest}: the "
                 "job went back. Start from the step after the one that load returned"
             )
         return newest < step_info.global_step
 
-    def _write_generation(
-        self, ranks: Ranks, step_info: StepInfo, dataloader: Stateful | None
-    ) -> tuple[Generation, int]:
-        step = step_info.global_step
-        staging = ranks.decide(lambda: self.store.open_staging(step))
+    def _try_to_save(
+        self,
+        ranks: Ranks,
+        step_info: StepInfo,
+        dataloader: Stateful | None,
+        metrics: Mapping[str, float],
+        must: bool,
+    ) -> bool:
+        started, step = time.monotonic(), step_info.global_step
         try:
-            data = _data_states(ranks, dataloader)  # first: asking torchdata's loader may draw a number
-            written = [entry for rank in ranks.run_all(write_rank, str(staging)) for entry in rank]
-            versions = ranks.run_all(weight_versions)[0]
-            resume_path = None if self._resume_path is None else str(self._resume_path)
-            info = RecoverInfo(step_info, self._run_id, ranks.world_size, versions, resume_path)
-            return ranks.decide(partial(self._commit, ranks, staging, info, written, data))
-        except BaseException:
-            if ranks.is_decider:
-                self.store.discard(staging)
-            raise
+            if not ranks.decide(lambda: self._is_due(step_info, must)):
+                return False
+            wanted = self._resume.resume_path
+            resumed_from = None if wanted is None else str(wanted), self._resume.origin
+            generation, n_bytes = self._writer.write(ranks, step_info, dataloader, metrics, resumed_from)
+        except (CheckpointWriteError, StaleSnapshotError, PeerError) as error:
+            if must or not (is_write_failure(error) or isinstance(error, StaleSnapshotError)):
+                raise
+            self.failed_saves += 1
+            allowed = self.config.save_failures_allowed
+            if self.failed_saves > allowed:
+                raise
+            self.schedule.mark(step_info)  # lest with freq_secs every step tries again
+            logger.error(
+                "step %d: snapshot failed, %d in a row (%d allowed): %s", step, self.failed_saves, allowed, error
+            )
+            return False
+        self.failed_saves, self._at = 0, step
+        self.schedule.mark(step_info)
+        seconds = time.monotonic() - started
+        self._pace.saved(seconds)
+        logger.info("step %d: committed %s, %d bytes in %.3f s", step, generation.path, n_bytes, seconds)
+        ranks.decide(partial(self._after_commit, generation))
+        return True
 
-    def _commit(
-        self, ranks: Ranks, staging: Path, info: RecoverInfo, written: list[FileEntry], data: dict[str, Any] | None
-    ) -> tuple[Generation, int]:
-        files = {INFO_NAME: info.to_json()}
-        if data is not None:
-            files[DATA_STATE] = pack_plain("dataloader state", data)
-        with as_write_error(staging):
-            for name, content in files.items():
-                write_durably(staging / name, content)
-            entries = written + seal_files(staging, files)
-            if ranks.is_driver:
-                entries += write_process_state(str(staging), DRIVER_STATE, self._stateful)
-        generation = self.store.commit(staging, info.last_step_info.global_step, entries, _manifest_facts(info))
-        return generation, sum(entry.bytes for entry in entries)
+    def _after_commit(self, generation: Generation) -> None:
+        if self._mirror is not None:
+            self._mirror.submit(generation)
+        self._retire()
+
+    def _retire(self) -> None:
+        self.store.retire(self._retention, set() if self._mirror is None else self._mirror.pinned())
+
+    def _finish_copies(self) -> None:
+        if self._mirror is not None:
+            self._mirror.wait(self.config.mirror_timeout_s)
 
     # Load
 
-    def _choose_verified(self, ranks: Ranks) -> tuple[Path, RecoverInfo] | None:
-        """The generation to resume from: one process chooses by names and sizes, all ranks compare the bytes."""
-        ranks.decide(self.store.sweep)
-        while (choice := ranks.decide(self._choose)) is not None:
-            problems = [problem for problem in ranks.run_all(check_bytes, str(choice[0])) if problem is not None]
-            if not problems:
-                return choice
-            ranks.decide(partial(self._refuse, choice[0], problems[0]))
-        return None
+    def _take_folder(self) -> None:
+        self._lock.acquire(self.config.lock_timeout_s)
+        if self.config.mirror_path is not None and self._mirror is None:
+            self._mirror = Mirror(self.config.mirror_path, self.config.mirror_max_to_keep)
 
-    def _refuse(self, path: Path, problem: str) -> None:
-        if path == self._resume_path:
-            raise CheckpointCorruptError(problem)
-        (generation,) = (generation for generation in self.store.generations() if generation.path == path)
-        self.store.set_aside(generation, problem)
+    def _settle(self, resumed: Choice) -> None:
+        """What is newer than the generation resumed is given up, and a copy that a crash cut short is made again."""
+        self._resume.go_back(resumed, self._mirror)
+        path, info = resumed
+        if self._mirror is not None and path.parent.resolve() == self.store.root.resolve():
+            self._mirror.submit(Generation(info.last_step_info.global_step, path))
 
-    def _choose(self) -> tuple[Path, RecoverInfo] | None:
-        newest, wanted = self.store.newest_valid(self.store.inspect), self._resume_path
-        if wanted is not None and (newest is None or newest[1].resume_path != str(wanted)):
-            choice = (wanted, self.store.inspect(wanted))
-        elif newest is not None:
-            choice = (newest[0].path, newest[1])
-        else:
-            self._check_fresh()
-            return None
-        self._check_same_run(*choice)
-        return choice
-
-    def _check_fresh(self) -> None:
-        if rejected := self.store.rejected():
-            raise CheckpointCorruptError(
-                f"{self.store.root} has no usable generation left: {', '.join(path.name for path in rejected)} were "
-                "set aside. Look at them, restore a copy, or move the folder away to start from step 0"
-            )
-        if self.config.mode == "must":
-            raise CheckpointNotFoundError(f"recover.mode is 'must', but {self.store.root} has no generation to resume")
-
-    def _set_aside_newer(self, resumed: Path, step: int) -> None:
-        """What a ``resume_path`` goes back behind is no longer this run's; resuming the newest sets nothing aside."""
-        for generation in self.store.generations():
-            if generation.step > step or (generation.step == step and generation.path.resolve() != resumed.resolve()):
-                self.store.set_aside(generation, f"superseded by resume_path {resumed.name}")
-
-    def _check_same_run(self, path: Path, info: RecoverInfo) -> None:
-        saved, now = info.last_step_info.steps_per_epoch, self.ft_spec.steps_per_epoch
-        if saved != now:
-            raise CheckpointMismatchError(
-                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
-            )
-
-    def _restore_data(self, n_callers: int, path: Path, dataloader: Stateful | None) -> None:
-        exists = (path / DATA_STATE).exists()
-        if dataloader is None and exists:
-            raise CheckpointMismatchError(
-                f"{path} holds a dataloader's state; pass that dataloader, or data starts over"
-            )
-        if dataloader is None:
-            return
-        if not exists:
-            raise CheckpointMismatchError(f"{path} holds no dataloader state; was it saved without a dataloader?")
-        saved = unpack_plain(path / DATA_STATE)
-        states, rank_independent = saved["states"], saved["rank_independent"]
-        if len(states) != n_callers and not rank_independent:
-            raise CheckpointMismatchError(
-                f"{path} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
-                "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
-            )
-        own = states[0] if rank_independent else states[get_rank(self._group)]
-        restore_dataloader(dataloader, load_plain(path / DATA_STATE, own))
+    def _restore(self, ranks: Ranks, path: Path, info: RecoverInfo, dataloader: Stateful | None) -> None:
+        ranks.run_all(check_rank, str(path))
+        caller = 0 if ranks.is_driver else get_rank(self._group)
+        ranks.here(lambda: restore_data(path, dataloader, caller, ranks.n_callers))
+        process = ProcessState.read(path, DRIVER_STATE) if ranks.is_driver else None
+        states = ranks.run_all(read_rank, str(path), info.weight_versions)
+        rng = {Path(rank_state_name(rank)).stem: state.rng for rank, state in enumerate(states)}
+        if process is not None:
+            rng[Path(DRIVER_STATE).stem] = process.restore(self._stateful)
+        restored = {name: digest for name, digest in rng.items() if digest is not None}
+        facts = combine_ranks([state.samples for state in states])
+        table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
+        logger.info("step %d of run %s\n%s", info.last_step_info.global_step, info.run_id, table)
+        if info.world_size > ranks.world_size:
+            logger.warning(
+                "%d ranks saved it, now there are %d: the user objects and generators of the others stay behind",
+                info.world_size, ranks.world_size,
+            )  # fmt: skip
+        self._writer.run_id, self._writer.last_facts = info.run_id, info.engines
+        self._at = info.last_step_info.global_step
+        self._pace.saved(info.save_s)
+        self.schedule.mark(info.last_step_info)
 
     def _ranks(self, engine: Any) -> Ranks:
         if isinstance(engine, RankGroup):
@@ -298,28 +329,3 @@ class RecoverHandler:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("the RecoverHandler is closed; make a new one")
-
-
-def _data_states(ranks: Ranks, dataloader: Stateful | None) -> dict[str, Any] | None:
-    """The packed state of every process that calls the handler; of the first only, when any number can resume it."""
-    if dataloader is None:
-        return None
-    states = ranks.here(lambda: pack_plain("dataloader state", dataloader.state_dict()))
-    rank_independent = getattr(dataloader, "rank_independent", False)
-    return {"rank_independent": rank_independent, "states": states[:1] if rank_independent else states}
-
-
-def _manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
-    return {
-        "run_id": info.run_id,
-        "step": info.last_step_info.global_step,
-        "step_info": asdict(info.last_step_info),
-        "weight_versions": info.weight_versions,
-        "world_size": info.world_size,
-        "mesh": {"dp": info.world_size},
-        "libraries": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }

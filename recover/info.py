@@ -1,11 +1,13 @@
 """`RecoverInfo`: what a generation remembers besides tensors, as JSON that a person can read."""
 
+import dataclasses
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..engine.api import StepInfo
 from ..utils.errors import CheckpointCorruptError
+from .facts import EngineFacts
 
 INFO_NAME = "recover_info.json"
 
@@ -20,6 +22,11 @@ class RecoverInfo:
         world_size: number of ranks that wrote it.
         weight_versions: engine name -> version of its weights.
         resume_path: the ``resume_path`` that the run was given, so that a restart tells its own generations apart.
+        resume_origin: digest of the manifest of the generation that it led to.
+        metrics: what ``dump`` was given; retention goes by them.
+        engines: engine name -> what it must be after a restore.
+        save_s: how long the snapshot took up to its commit; a deadline is judged by it after a restart.
+        rng: process (``rank_00000`` ..., ``driver``) -> digest of its generators.
     """
 
     last_step_info: StepInfo
@@ -27,6 +34,11 @@ class RecoverInfo:
     world_size: int
     weight_versions: dict[str, int] = field(default_factory=dict)
     resume_path: str | None = None
+    resume_origin: str | None = None
+    save_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    engines: dict[str, EngineFacts] = field(default_factory=dict)
+    rng: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
@@ -34,14 +46,17 @@ class RecoverInfo:
 
     @classmethod
     def read(cls, generation: Path) -> "RecoverInfo":
-        """The info of a generation folder.
+        """The info of a generation folder; what a newer Holdfast has added to it is left out.
 
         Raises:
             CheckpointCorruptError: it is missing or not what `to_json` writes.
         """
         path = generation / INFO_NAME
         try:
-            fields = json.loads(path.read_bytes())
-            return cls(**fields | {"last_step_info": StepInfo(**fields["last_step_info"])})
-        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+            known = {each.name for each in dataclasses.fields(cls)}
+            fields = {name: value for name, value in json.loads(path.read_bytes()).items() if name in known}
+            step_info = StepInfo(**fields["last_step_info"])
+            engines = {name: EngineFacts(**facts) for name, facts in fields["engines"].items()}
+            return cls(**fields | {"last_step_info": step_info, "engines": engines})
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

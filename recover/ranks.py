@@ -7,6 +7,7 @@ handler, decides, and sends the ranks their part.
 
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -18,6 +19,9 @@ from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get
 from ..utils.errors import ConfigError
 
 T = TypeVar("T")
+
+WORD_EVERY_S = 5.0
+"""How often ranks that wait for a slow decision hear that it is being made; far less than any group's timeout."""
 
 
 @runtime_checkable
@@ -106,6 +110,17 @@ class LocalRanks:
         """Rank 0 decides, all follow."""
         return rank_zero_decides(decision, self._group)
 
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """`decide` for what may take longer than the group's timeout: the others are told to go on waiting."""
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(work) if self.is_decider else Future()
+        try:
+            while not self.decide(lambda: bool(wait([future], WORD_EVERY_S).done)):
+                pass
+            return self.decide(future.result)
+        finally:
+            pool.shutdown(wait=False)
+
     def here(self, step: Callable[[], T]) -> list[T]:
         """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""
         with all_ranks_succeed("a step of recovery", self._group):
@@ -135,6 +150,10 @@ class DrivenRanks:
     def decide(self, decision: Callable[[], T]) -> T:
         """Nobody else to ask."""
         return decision()
+
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """Nobody waits."""
+        return work()
 
     def here(self, step: Callable[[], T]) -> list[T]:
         """Only the driver calls the handler."""

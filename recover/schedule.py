@@ -6,10 +6,14 @@ clock is the process's own, so exactly one process may decide: rank 0 under torc
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ..engine.api import StepInfo
 from ..utils.config import require_range
+
+_PACE_OF = 8
+"""How many of the last steps and snapshots a `Pace` remembers."""
 
 
 class SnapshotSchedule:
@@ -69,3 +73,41 @@ class SnapshotSchedule:
 
     def _time_due(self) -> bool:
         return self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs
+
+
+class Pace:
+    """How long steps and snapshots have lately taken: what a deadline is judged by.
+
+    Attributes:
+        save_s: the longest of the last snapshots; 0.0 before the first.
+        step_s: the longest of the last steps, snapshots left out; 0.0 before the first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._saves, self._steps = deque([0.0], _PACE_OF), deque([0.0], _PACE_OF)
+
+    @property
+    def save_s(self) -> float:
+        """See the class."""
+        return max(self._saves)
+
+    @property
+    def step_s(self) -> float:
+        """See the class."""
+        return max(self._steps)
+
+    def step_begins(self) -> None:
+        """The next step begins now."""
+        self._began = self._clock()
+
+    def step_ends(self) -> None:
+        """The step that began last ends now; the first one of a process, which nobody saw begin, is not measured."""
+        if self._began is not None:
+            self._steps.append(self._clock() - self._began)
+            self._began = None
+
+    def saved(self, seconds: float) -> None:
+        """A snapshot took ``seconds``."""
+        self._saves.append(seconds)

@@ -4,21 +4,29 @@ A generation's name appears when it is complete, and no folder is ever written o
 the decider: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..utils.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
+from ..utils.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
 from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically
 from ..utils.logging import get_logger
-from ..utils.manifest import FileEntry, check_listing, verify_folder, write_manifest
+from ..utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
 from ..utils.staging import as_write_error
-from .info import RecoverInfo
+from .info import INFO_NAME, RecoverInfo
+from .retention import RetentionRules, steps_to_keep
 
 logger = get_logger(__name__)
 
@@ -42,7 +50,12 @@ class GenerationStore:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.absolute()  # ranks may have other working folders
+
+    @property
+    def tracker(self) -> Path:
+        """The file that names the newest generation for people and tools; a hint, never trusted to choose by."""
+        return self.root / TRACKER_NAME
 
     def generations(self) -> list[Generation]:
         """Everything that was committed and not set aside, newest first. Nothing is verified."""
@@ -61,6 +74,8 @@ class GenerationStore:
 
         What cannot be removed is logged and left: it costs space, not the run.
         """
+        if self.root.is_dir():
+            fsync_dir(self.root)  # what an earlier life has named counts only once it is on the disk
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
@@ -73,13 +88,20 @@ class GenerationStore:
             CheckpointExistsError: the generation exists.
             CheckpointWriteError: the folder cannot be made.
         """
-        if self._final(step).exists():
-            raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
+            if self._final(step).exists():
+                raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
             make_durably(self.root)
             staging.mkdir()
         return staging
+
+    def newest_bytes(self) -> int:
+        """Size of the newest generation's files, by its manifest: what the next one will need. 0 when there is none."""
+        for generation in self.generations():
+            with contextlib.suppress(CheckpointError, OSError):
+                return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+        return 0
 
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
@@ -97,18 +119,27 @@ class GenerationStore:
             CheckpointWriteError: the file system refused, or a rank's file is not there. Nothing is visible, unless it
                 was the fsync after the rename: then a complete generation is, which a power cut might take away.
         """
-        final = self._final(step)
-        with as_write_error(final):
+        with as_write_error(self._final(step)):
             write_manifest(staging, entries, facts)
             try:
                 check_listing(staging)
             except CheckpointCorruptError as error:
                 raise CheckpointWriteError(f"{error}; do all ranks see the same {self.root}?") from error
+        return self.adopt(staging, step)
+
+    def adopt(self, staging: Path, step: int) -> Generation:
+        """Make a staged folder visible that has its manifest already, as a copy of a generation has.
+
+        Raises:
+            CheckpointWriteError: as `commit`.
+        """
+        final = self._final(step)
+        with as_write_error(final):
             commit_folder(staging, final)
         try:
-            replace_atomically(self.root / TRACKER_NAME, str(step).encode())
+            replace_atomically(self.tracker, str(step).encode())
         except OSError as error:
-            logger.warning("cannot write %s: %s", self.root / TRACKER_NAME, error)
+            logger.warning("cannot write %s: %s", self.tracker, error)
         return Generation(step, final)
 
     def discard(self, staging: Path) -> None:
@@ -144,7 +175,9 @@ class GenerationStore:
         """
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no generation at {path}")
-        check_listing(path)
+        files = check_listing(path)["files"]
+        if INFO_NAME in files:  # its words are judged before the other bytes are compared
+            verify_file(path, INFO_NAME, files[INFO_NAME])
         info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
         if named and int(named[1]) != info.last_step_info.global_step:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {info.last_step_info.global_step}")
@@ -161,13 +194,35 @@ class GenerationStore:
         logger.warning("set %s aside as %s: %s", generation.path, target.name, reason)
         return target
 
-    def retire(self, keep: int | None) -> None:
-        """Remove all but the ``keep`` newest generations, oldest first; None keeps all.
+    def retire(self, rules: RetentionRules, pinned: Collection[int] = ()) -> None:
+        """Remove the generations that no rule wants, oldest first; what is there now decides, not what was.
 
-        One that cannot be removed is logged and left: it costs space, not the run.
+        The newest usable one always stays, and so do ``pinned`` steps, whose files somebody reads. One that cannot be
+        removed is logged and left: it costs space, not the run.
         """
-        for generation in reversed(self.generations()[keep:] if keep is not None else []):
-            remove_or_log(generation.path)
+        try:
+            generations = {generation.step: generation for generation in self.generations()}
+            newest_usable = next((g.step for g in generations.values() if self._usable(g)), None)
+            metrics = {step: self._metrics(g) if rules.best else {} for step, g in generations.items()}
+        except OSError as error:
+            logger.warning("nothing is retired, because a generation cannot be read: %s", error)
+            return
+        keep = steps_to_keep(metrics, rules) | {newest_usable, *pinned}
+        for step in sorted(generations.keys() - keep):
+            remove_or_log(generations[step].path)
+
+    def _usable(self, generation: Generation) -> bool:
+        try:
+            self.inspect(generation.path)
+        except CheckpointError:
+            return False
+        return True
+
+    def _metrics(self, generation: Generation) -> Mapping[str, float]:
+        try:
+            return RecoverInfo.read(generation.path).metrics
+        except CheckpointCorruptError:
+            return {}
 
     def _final(self, step: int) -> Path:
         return self.root / f"global_step_{step}"

@@ -2,8 +2,10 @@
 
 The job is a function of an `Attempt`; it builds its worker groups through it, restores with `RecoverHandler` and
 trains. When a `WorkerLost` leaves the job, every process of the attempt is killed first (a survivor could still
-write), and the job is called again with the next attempt. Anything else that leaves the job is a bug, or Ctrl-C, and
-is raised at once. The driver itself is not watched: one that was killed needs only the same command again.
+write), and the job is called again with the next attempt. A job that can go on without a group, one that only samples
+say, catches its loss and has `Attempt.restart` start that group alone. Anything else that leaves the job is a bug,
+Ctrl-C, or `Preempted`, and is raised at once. The driver itself is not watched: one that was killed needs only the
+same command again. While a job runs, no other can use its folder.
 """
 
 import threading
@@ -13,13 +15,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from ..engine.ray_calls import WorkerResources, place, require_ray
+from ..engine.ray_calls import WorkerResources, draining_nodes, place, require_ray
 from ..engine.worker_group import WorkerGroup
 from ..utils.errors import ConfigError, RetriesExhausted, WorkerLost
+from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
+from .stopping import StopNotice
 
 T = TypeVar("T")
 
@@ -34,10 +39,11 @@ class RecoveryEvent:
         group: name of the worker group that lost ranks.
         ranks: the ranks it lost.
         cause: what was seen of their end.
-        attempt: number of the attempt that ended.
-        detected_at: when the loss left the job, seconds since the epoch.
-        torn_down_s: from then until no process of the attempt was left.
-        rebuilt_s: from then until the newest worker group of the next attempt was up; None while there is none.
+        attempt: number of the attempt it happened in.
+        detected_at: when the supervisor heard of it, seconds since the epoch.
+        torn_down_s: from then until no process was left, of the attempt or of the one group that is started again.
+        rebuilt_s: from then until the newest worker group of the next attempt was up, or that one group; None while
+            there is none.
     """
 
     group: str
@@ -64,9 +70,11 @@ class Attempt:
 
     number: int
     last_loss: WorkerLost | None
-    _placements: "_Placements"
     event: RecoveryEvent | None
+    _supervisor: "Supervisor"
+    _placements: "_Placements"
     _groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    _starts: dict[str, Callable[..., WorkerGroup]] = field(default_factory=dict)
     _ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -88,20 +96,64 @@ class Attempt:
             ConfigError: this attempt has, or tried to start, a group of that name already.
         """
         resources = resources or WorkerResources()
-        group = WorkerGroup(
-            worker_cls,
-            *args,
-            name=name,
-            world_size=world_size,
-            resources=resources,
-            placement_group=self._placements.get(name, world_size, resources, start_timeout_s),
-            start_timeout_s=start_timeout_s,
-            on_created=self._admit,
-            **kwargs,
-        )
-        if self.event is not None:
-            self.event.rebuilt_s = time.time() - self.event.detected_at
-            logger.info("worker group %r is up %.2f s after the loss", name, self.event.rebuilt_s)
+
+        def start(on_created: Callable[[WorkerGroup], None]) -> WorkerGroup:
+            return WorkerGroup(
+                worker_cls,
+                *args,
+                name=name,
+                world_size=world_size,
+                resources=resources,
+                placement_group=self._placements.get(name, world_size, resources, start_timeout_s),
+                start_timeout_s=start_timeout_s,
+                on_created=on_created,
+                **kwargs,
+            )
+
+        with self._lock:
+            if name in self._starts:
+                raise ConfigError(f"this attempt has a worker group {name!r} already; give each its own name")
+            self._starts[name] = start
+        return self._build(name, self.event)
+
+    def restart(self, loss: WorkerLost) -> WorkerGroup:
+        """Start the group that ``loss`` names again: the same class, arguments and place; all other groups live on.
+
+        Its old processes are gone before the first new one starts. It counts as a retry and is an event like any other
+        loss. Nobody knows the new processes yet: what was obtained from the old group, a `RemoteServer` say, is dead.
+
+        Raises:
+            ConfigError: this attempt has no group of that name.
+            RetriesExhausted: that was one loss too many.
+            WorkerLost: the group was lost again while it started, and may be started again; or the attempt has ended.
+        """
+        with self._lock:
+            lost = self._groups.get(loss.group)
+        if lost is None:
+            raise ConfigError(f"this attempt has no worker group {loss.group!r} to start again") from loss
+        event = self._supervisor._note_loss(loss, self.number, lost.kill)
+        logger.warning("%s; it is started again", loss)
+        self._supervisor._spend_retry(loss)
+        return self._build(loss.group, event)
+
+    def draining(self) -> StopNotice | None:
+        """Ray's notice that a node of this attempt, a worker's or the driver's, is about to go; None without one.
+
+        One for `RecoverHandler`'s ``notices``. Costs a round trip to Ray's control process, a millisecond or less.
+        """
+        with self._lock:
+            groups = list(self._groups.values())
+        nodes = {ray.get_runtime_context().get_node_id()}.union(*(group.node_ids() for group in groups))
+        ends = {node: end for node, end in draining_nodes().items() if node in nodes}
+        if not ends:
+            return None
+        return StopNotice(f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None))
+
+    def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
+        group = self._starts[name](self._admit)
+        if event is not None:
+            event.rebuilt_s = time.time() - event.detected_at
+            logger.info("worker group %r is up %.2f s after the loss", name, event.rebuilt_s)
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
@@ -109,8 +161,6 @@ class Attempt:
         with self._lock:
             if self._ended:
                 raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
-            if group.name in self._groups:
-                raise ConfigError(f"this attempt has a worker group {group.name!r} already; give each its own name")
             self._groups[group.name] = group
 
     def _shutdown(self) -> None:
@@ -157,15 +207,17 @@ class Supervisor:
     """Runs a job until it returns, fails, or has lost workers too often.
 
     Args:
-        config: its ``retries`` and ``retry_window_s`` say how often that is.
+        config: its ``retries`` and ``retry_window_s`` say how often that is, and it names the folder to lock (not with
+            mode ``off``).
 
     Attributes:
         events: every loss so far, oldest first.
     """
 
     def __init__(self, config: RecoverConfig | None = None) -> None:
-        self._config = config or RecoverConfig()
+        self._config = config or RecoverConfig(mode="off")
         self._retried_at: list[float] = []
+        self._lock = threading.Lock()
         self.events: list[RecoveryEvent] = []
 
     def run(self, job: Callable[[Attempt], T]) -> T:
@@ -175,12 +227,22 @@ class Supervisor:
 
         Raises:
             ConfigError: Ray is not initialised.
+            FolderInUseError: another job uses the run's folder, and still did after ``lock_timeout_s``.
             RetriesExhausted: from the last `WorkerLost`, when there were more than the configuration allows.
-            Exception: whatever else the job raised, unchanged and at once.
+            BaseException: whatever else the job raised, `Preempted` among it, unchanged and at once.
         """
         require_ray()
-        placements = _Placements()
-        attempt = Attempt(0, None, placements, None)
+        with ExitStack() as stack:
+            if self._config.mode != "off":
+                lock = FolderLock(self._config.lock_path)
+                lock.acquire(self._config.lock_timeout_s)
+                stack.callback(lock.release)
+            placements = _Placements()
+            stack.callback(placements.remove)
+            return self._run(job, placements)
+
+    def _run(self, job: Callable[[Attempt], T], placements: _Placements) -> T:
+        attempt = Attempt(0, None, None, self, placements)
         try:
             while True:
                 try:
@@ -188,32 +250,30 @@ class Supervisor:
                     attempt._shutdown()
                     return result
                 except WorkerLost as loss:
-                    event = self._tear_down(attempt, loss)
+                    event = self._note_loss(loss, attempt.number, attempt._kill)
+                    logger.warning("attempt %d ended: %s", attempt.number, loss)
                     self._spend_retry(loss)
-                    attempt = Attempt(attempt.number + 1, loss, placements, event)
+                    attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
-            try:
-                attempt._kill()
-            finally:
-                placements.remove()
+            attempt._kill()
 
-    def _tear_down(self, attempt: Attempt, loss: WorkerLost) -> RecoveryEvent:
+    def _note_loss(self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]) -> RecoveryEvent:
         detected_at = time.time()
-        attempt._kill()
+        tear_down()
         torn_down_s = time.time() - detected_at
-        event = RecoveryEvent(loss.group, loss.ranks, loss.cause, attempt.number, detected_at, torn_down_s)
+        event = RecoveryEvent(loss.group, loss.ranks, loss.cause, attempt, detected_at, torn_down_s)
         self.events.append(event)
-        logger.warning("attempt %d ended: %s; torn down in %.3f s", attempt.number, loss, torn_down_s)
         return event
 
     def _spend_retry(self, loss: WorkerLost) -> None:
         now = time.monotonic()
         window_s = self._config.retry_window_s
-        self._retried_at = [moment for moment in self._retried_at if now - moment <= window_s]
-        if len(self._retried_at) >= self._config.retries:
+        with self._lock:
+            recent = [moment for moment in self._retried_at if now - moment <= window_s]
+            self._retried_at = [*recent, now]
+        if len(recent) >= self._config.retries:
             raise RetriesExhausted(
-                f"workers were lost again after {len(self._retried_at)} retries within {window_s:g} s "
+                f"workers were lost again after {len(recent)} retries within {window_s:g} s "
                 f"(allowed: {self._config.retries}); the last loss: {loss}. Find what kills them, "
                 "or raise retries; the newest checkpoint is intact and the same command resumes from it"
             ) from loss
-        self._retried_at.append(now)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine.worker_group import RemoteServer
+from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import PeerError
+from holdfast.utils.heartbeat import beat
 
 ROOT = str(Path(__file__).parents[1])
 SMALLEST_STORE_BYTES = 78643200
@@ -121,6 +123,33 @@ class Worker:
         """Slow, but well."""
         time.sleep(seconds)
 
+    def nap_and_reduce(self, slow_rank: int, seconds: float, beating: bool) -> float:
+        """A collective that one rank comes to late."""
+        end = time.monotonic() + seconds
+        while dist.get_rank() == slow_rank and time.monotonic() < end:
+            if beating:
+                beat()
+            time.sleep(0.05)
+        return self.reduce()
+
+    def spin(self, rank: int, others_reduce: bool = False) -> None:
+        """One rank gets lost in a loop that never calls anything."""
+        while dist.get_rank() == rank:
+            pass
+        if others_reduce:
+            self.reduce()
+
+    def receive_from_peer(self) -> None:
+        """Each of two ranks waits for the other to send."""
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+    def fail_late(self, rank: int, seconds: float) -> None:
+        """One rank raises after the others' collective has timed out."""
+        if dist.get_rank() == rank:
+            time.sleep(seconds)
+            raise UserBugError("seven", rank)
+        self.reduce()
+
     def idle(self) -> None:
         """Much longer than any test."""
         time.sleep(600)
@@ -139,6 +168,24 @@ class Worker:
         served = server.update_weights_from_disk(path, version) if dist.get_rank() == 0 else None
         dist.barrier()
         return served
+
+    def publish_together(self, server: RemoteServer, version: int) -> int:
+        """As the engine publishes: rank 0 tells the server, and all ranks get its answer, or its error."""
+        return rank_zero_decides(lambda: server.update_weights_from_disk("weights", version))
+
+
+class MortalServer:
+    """A server that a number of its starts do not survive; ``lives`` is a file with one line for each start."""
+
+    def __init__(self, lives: str, deaths: tuple[int, ...]) -> None:
+        with open(lives, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len(Path(lives).read_text().splitlines()) - 1 in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Serve ``version``."""
+        return version
 
 
 class SlowToBuild:

@@ -5,17 +5,21 @@ configuration therefore fails before any process starts.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import ScalarEvent, YAMLError
 
 from .errors import ConfigError
 
 T = TypeVar("T")
+
+_BASE_60 = re.compile(r"[-+]?[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
 
 
 def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> T:
@@ -36,6 +40,7 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         if path is not None:
             if not Path(path).is_file():
                 raise ConfigError(f"config file {path} does not exist")
+            _refuse_base_60(Path(path).read_text())
             loaded = OmegaConf.load(Path(path))
             if not isinstance(loaded, DictConfig):
                 raise ConfigError(f"config file {path} holds a list; expected a mapping of keys")
@@ -43,6 +48,7 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
+            _refuse_base_60(override.partition("=")[2])
         source = f"{source} with overrides {list(overrides)}" if overrides else source
         config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
         return OmegaConf.to_object(config)  # type: ignore[return-value]
@@ -52,6 +58,13 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
     except (YAMLError, OSError) as error:
         raise ConfigError(f"{source} is not YAML with a mapping of keys: {error}") from error
+
+
+def _refuse_base_60(text: str) -> None:
+    """YAML 1.1 reads ``1:00:30:00`` as a number in base 60: 217800, where a duration in days is 88200 s."""
+    for event in yaml.parse(text):
+        if isinstance(event, ScalarEvent) and event.implicit[0] and _BASE_60.fullmatch(event.value):
+            raise ConfigError(f"{event.value} is a number in base 60 to YAML; put it in quotes: '{event.value}'")
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .errors import PeerError
+from .errors import CheckpointWriteError, PeerError
 
 T = TypeVar("T")
 
@@ -40,20 +40,41 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on all ranks; when it fails on one, it fails on all.
 
-    The rank that failed raises its own error, the others a `PeerError` that names it. The block itself must not
-    leave a collective half-done: a rank that fails skips the rest of it while its peers go on.
+    The rank that failed raises its own error, the others a `PeerError` that names it. Whether only writing failed (see
+    `is_write_failure`) is the same on all ranks: a rank that could not write, while another failed for another reason,
+    raises a `PeerError` about that one. The block itself must not leave a collective half-done: a rank that fails skips
+    the rest of it while its peers go on.
     """
-    error: BaseException | None = None
+    error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    reports = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+    reports = gather_objects(None if error is None else _report(error), group)
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    worse = {rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)}
+    if error is not None and worse and is_write_failure(error):
+        raise PeerError(what, worse) from error
     if error is not None:
         raise error
-    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
         raise PeerError(what, failed)
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """Whether ``error`` says that a checkpoint could not be written, here or on other ranks, and nothing else."""
+    if isinstance(error, PeerError):
+        return error.types == {CheckpointWriteError.__name__}
+    return isinstance(error, CheckpointWriteError)
+
+
+_WRITE_FAILURE = f"{CheckpointWriteError.__name__}:"
+
+
+def _report(error: Exception) -> str:
+    """What the other ranks are told. That peers could not write is a failure to write, one group further out."""
+    kind = CheckpointWriteError if is_write_failure(error) else type(error)
+    return f"{kind.__name__}: {error}"
 
 
 def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

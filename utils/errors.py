@@ -48,6 +48,18 @@ class CheckpointWriteError(CheckpointError, OSError):
     """A checkpoint could not be written; nothing became visible and nothing older was touched."""
 
 
+class MirrorError(CheckpointError, OSError):
+    """The mirror could not be reached, or refused, as often as it was tried; what is there may be sound."""
+
+
+class StaleSnapshotError(CheckpointError, RuntimeError):
+    """A snapshot holds the values of the one before, although the optimizer stepped since; it was not committed."""
+
+
+class FolderInUseError(HoldfastError, RuntimeError):
+    """Another job holds the lock of the run's folder; the message names its host, pid and start."""
+
+
 class PublishError(HoldfastError, RuntimeError):
     """A server did not confirm the weight version it was told to serve."""
 
@@ -63,6 +75,11 @@ class PeerError(HoldfastError, RuntimeError):
     def __init__(self, what: str, errors: Mapping[int, str]) -> None:
         super().__init__(what, dict(errors))
         self.what, self.errors = what, dict(errors)
+
+    @property
+    def types(self) -> set[str]:
+        """Names of the error types that were raised."""
+        return {error.partition(":")[0] for error in self.errors.values()}
 
     def __str__(self) -> str:
         causes = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self.errors.items()))
@@ -88,3 +105,26 @@ class WorkerLost(HoldfastError, RuntimeError):
 
 class RetriesExhausted(HoldfastError, RuntimeError):
     """Workers were lost more often than the supervisor may retry; the last loss is the ``__cause__``."""
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop, has snapshotted, and leaves with `EXIT_CODE`; start the same command again.
+
+    Not an error, so not part of the tree: nothing that handles errors should swallow it.
+
+    Attributes:
+        reason: what asked for it.
+    """
+
+    EXIT_CODE = 75
+    """sysexits(3) EX_TEMPFAIL: a temporary failure, the user is invited to try again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["Preempted"], tuple[str]]:
+        return Preempted, (self.reason,)
+
+    def __str__(self) -> str:
+        return f"stopped after a snapshot: {self.reason}"

@@ -1,4 +1,4 @@
-"""Durable files on a local (or NFS) folder: fsync, atomic replace, digests, and staged folders.
+"""Durable files on a local (or NFS) folder: fsync, atomic replace, digests, free space, and staged folders.
 
 POSIX makes a rename atomic but not durable: the data, the file's name and the renamed folder each need
 an fsync of their own, in that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
@@ -7,12 +7,16 @@ an fsync of their own, in that order (Pillai et al., "All File Systems Are Not C
 import contextlib
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
+from .errors import CheckpointWriteError
+from .heartbeat import beat
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -39,18 +43,96 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
 
 
 def make_durably(folder: str | os.PathLike[str]) -> None:
-    """Make a folder and its parents, the name of each on stable storage."""
+    """Make a folder and its parents, the name of each on stable storage.
+
+    A folder that is there already may be one whose maker was killed before its fsync: the next one up is synced again.
+    """
     folder = Path(folder)
-    if not folder.is_dir():
-        make_durably(folder.parent)
-        folder.mkdir(exist_ok=True)
-        fsync_dir(folder.parent)
+    if folder.is_dir():
+        with contextlib.suppress(PermissionError):  # who may not look into a folder has not made one in it either
+            fsync_dir(folder.parent)
+        return
+    make_durably(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_dir(folder.parent)
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
     """Fsync every folder below and including ``path``, deepest first; files are their writers' business."""
-    for folder, _, _ in os.walk(path, topdown=False):
+    for folder, _, _ in os.walk(path, topdown=False, onerror=_raise):
         fsync_dir(folder)
+
+
+class DurableFile:
+    """A new file, written from start to end, that is on stable storage once it is closed. The caller fsyncs the folder.
+
+    The digest is taken of what is handed over, not of what can be read back: what rots on the way to the disk is found
+    too. It costs one pass over bytes that are in the cache anyway (xxh3 runs at memory speed).
+
+    As a context manager it is closed when the block ends; a block that raises leaves the file as it is, to be removed.
+
+    Args:
+        path: must not exist.
+
+    Attributes:
+        bytes: how many were written.
+
+    Raises:
+        FileExistsError: ``path`` exists; nothing is ever written over.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.bytes = 0
+        self._digest = xxhash.xxh3_128()
+        self._file = open(path, "xb")  # noqa: SIM115
+
+    @property
+    def digest(self) -> str:
+        """Of everything written so far, as `file_digest` gives it."""
+        return _digest_name(self._digest)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append ``data``, all of it; the number of its bytes."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self.bytes += len(view)
+        beat()
+        return len(view)
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self.bytes
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """The file descriptor."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Flush, then fsync, then close; may be called twice."""
+        if not self._file.closed:
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._file.raw.close()  # what is still buffered could not be written, and must not be tried again
 
 
 def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
@@ -59,10 +141,8 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
     Raises:
         FileExistsError: ``path`` exists; nothing is ever written over.
     """
-    with open(path, "xb") as file:
+    with DurableFile(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def replace_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -83,7 +163,41 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
+            beat()
+    return _digest_name(digest)
+
+
+def bytes_digest(data: bytes) -> str:
+    """What `file_digest` says of a file that holds ``data``."""
+    return _digest_name(xxhash.xxh3_128(data))
+
+
+def _digest_name(digest: xxhash.xxh3_128) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
+
+
+def require_free_space(folder: str | os.PathLike[str], needed_bytes: int) -> None:
+    """See that the file system of ``folder``, which need not exist yet, has room for ``needed_bytes``.
+
+    One that does not count its blocks (some network and FUSE file systems) passes; neither do quotas show here. Both
+    fail the write itself.
+
+    Raises:
+        CheckpointWriteError: it has not, or cannot be asked.
+    """
+    try:
+        existing = Path(folder).absolute()
+        while not existing.exists():
+            existing = existing.parent
+        status = os.statvfs(existing)
+    except OSError as error:
+        raise CheckpointWriteError(f"cannot ask for the free space of {folder}: {error}") from error
+    free_bytes = status.f_bavail * status.f_frsize
+    if status.f_blocks and free_bytes < needed_bytes:
+        raise CheckpointWriteError(
+            f"{folder} needs {needed_bytes} bytes, its file system has {free_bytes} free; make room, keep fewer "
+            "snapshots, or write elsewhere"
+        )
 
 
 def staging_path(final: str | os.PathLike[str]) -> Path:
@@ -115,7 +229,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-            fsync_dir(path.parent)
+        fsync_dir(path.parent)  # also of a rename that a killed process has made: no name comes back, half removed
         shutil.rmtree(doomed)
 
 
@@ -131,6 +245,32 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Every regular file below ``folder``, as sorted POSIX paths relative to it."""
+    """Every regular file below ``folder``, as sorted POSIX paths relative to it.
+
+    Raises:
+        OSError: a folder cannot be listed; what is in it is not taken for missing.
+    """
     root = Path(folder)
-    yield from sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+    found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
+    yield from sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
+
+
+def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """``(POSIX path relative to folder, lstat)`` of all that is below and is no folder, and of empty folders.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    for here, folders, names in os.walk(folder, onerror=_raise):
+        leaves = [Path(here, name) for name in (*names, *folders)]
+        if not leaves and Path(here) != Path(folder):
+            leaves = [Path(here)]
+        for path in leaves:
+            status = path.lstat()
+            if path == Path(here) or not stat.S_ISDIR(status.st_mode):
+                yield path.relative_to(folder).as_posix(), status
+
+
+def _raise(error: OSError) -> None:
+    """For `os.walk`, which otherwise leaves out what it cannot list."""
+    raise error

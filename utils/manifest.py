@@ -2,20 +2,25 @@
 
 A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that the usual
 damage (a short or missing file) is found without reading gigabytes.
+
+The manifest is JSON and answers for itself: its last field is the digest of all bytes before that field. It is checked
+before anything else is believed, so that no damage can pass for another format version. Every later version must keep
+this seal; what has none (format version 1, which was never released) is refused.
 """
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointCorruptError, CheckpointMismatchError
-from .files import file_digest, fsync_file, walk_files, write_durably
+from .files import DurableFile, bytes_digest, file_digest, fsync_file, walk_leaves, write_durably
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,17 @@ def seal_files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Fil
     return entries
 
 
+def write_sealed(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
+    """Create the file ``name`` with ``data``, fsync and describe it, without reading it again.
+
+    Raises:
+        FileExistsError: it exists; nothing is ever written over.
+    """
+    with DurableFile(Path(folder) / name) as file:
+        file.write(data)
+    return FileEntry(name, file.bytes, file.digest)
+
+
 def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
     """Write and fsync ``manifest.json``.
 
@@ -52,7 +68,20 @@ def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry],
     """
     files = {e.name: {"bytes": e.bytes, "digest": e.digest} for e in sorted(entries, key=lambda e: e.name)}
     document = {"format_version": FORMAT_VERSION, **facts, "files": files}
-    write_durably(Path(folder) / MANIFEST_NAME, json.dumps(document, indent=1).encode())
+    write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
+
+
+def encode_manifest(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest: ``document`` as JSON, and a last field ``digest`` that seals everything before it."""
+    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f',\n "digest": "{bytes_digest(body)}"\n}}'.encode()
+
+
+_SEAL_BYTES = len(_seal(b""))
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,12 +93,19 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST_NAME
     try:
-        document = json.loads(path.read_bytes())
-        version, files = document["format_version"], document["files"]
-        entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in files.items()]
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link could lead anywhere tomorrow, a pipe would be read for ever
+            raise CheckpointCorruptError(f"{path} is not a regular file")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing: the folder was never committed") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
+        raise CheckpointCorruptError(f"{path} is not a manifest as it was committed: the digest it ends with is wrong")
+    try:
+        document = json.loads(data)
+        version = document["format_version"]
+        files = document["files"].items() if version == FORMAT_VERSION else ()
+        entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in files]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointMismatchError(
@@ -84,19 +120,33 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest and return the manifest.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra or of another size.
+        CheckpointCorruptError: naming the first file that is missing, extra, of another size, or no file but a link.
     """
     root, manifest = Path(folder), read_manifest(folder)
-    present, expected = set(walk_files(root)) - {MANIFEST_NAME}, manifest["files"]
-    if missing := sorted(expected.keys() - present):
+    sizes, expected = _list_files(root), manifest["files"]
+    del sizes[MANIFEST_NAME]
+    if missing := sorted(expected.keys() - sizes.keys()):
         raise CheckpointCorruptError(f"{root}: file {missing[0]} is missing ({len(missing)} in all)")
-    if extra := sorted(present - expected.keys()):
+    if extra := sorted(sizes.keys() - expected.keys()):
         raise CheckpointCorruptError(f"{root}: file {extra[0]} is not in the manifest ({len(extra)} in all)")
     for name, entry in expected.items():
-        size = (root / name).stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointCorruptError(f"{root}: {name} has {size} bytes, the manifest says {entry['bytes']}")
+        if sizes[name] != entry["bytes"]:
+            raise CheckpointCorruptError(f"{root}: {name} has {sizes[name]} bytes, the manifest says {entry['bytes']}")
     return manifest
+
+
+def _list_files(root: Path) -> dict[str, int]:
+    """POSIX path relative to ``root`` -> size, of every file below it.
+
+    Raises:
+        CheckpointCorruptError: there is what no commit leaves: a link, a pipe, an empty folder.
+    """
+    sizes = {}
+    for name, status in walk_leaves(root):
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointCorruptError(f"{root}: {name} is not a regular file")
+        sizes[name] = status.st_size
+    return sizes
 
 
 def verify_folder(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -109,9 +159,14 @@ def verify_folder(folder: str | os.PathLike[str], rank: int = 0, world_size: int
         OSError: a file that is there cannot be read. That may pass (a network file system, permissions), so it is no
             verdict on the folder.
     """
-    root, manifest = Path(folder), check_listing(folder)
+    manifest = check_listing(folder)
     for name, entry in list(manifest["files"].items())[rank::world_size]:
-        digest = file_digest(root / name)
-        if digest != entry["digest"]:
-            raise CheckpointCorruptError(f"{root}: {name} has digest {digest}, the manifest says {entry['digest']}")
+        verify_file(folder, name, entry)
     return manifest
+
+
+def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, Any]) -> None:
+    """Compare the bytes of one file with its entry in the manifest; raises as `verify_folder` does."""
+    digest = file_digest(Path(folder) / name)
+    if digest != entry["digest"]:
+        raise CheckpointCorruptError(f"{folder}: {name} has digest {digest}, the manifest says {entry['digest']}")

@@ -45,6 +45,15 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+def process_started_at() -> float:
+    """Unix time of the start of this process, to about 10 ms; now, where there is no ``/proc``."""
+    ticks = ProcessId.current().started
+    if ticks is None:
+        return time.time()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
 def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
     """Wait until none of ``processes`` runs, or ``timeout_s``; the pids of those that still do."""
     end = time.monotonic() + timeout_s

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .errors import CheckpointMismatchError, ConfigError
+from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -93,6 +93,7 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         CheckpointMismatchError: a tensor is missing or has another shape or dtype.
+        CheckpointCorruptError: its values are not those of a generator.
     """
     expected = {
         "python": (torch.int64, (_MT_WORDS,)),
@@ -111,6 +112,14 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointMismatchError(
                 f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
             )
+    for name in ("python", "numpy"):
+        *words, position = state[name].tolist()
+        if min(words) < 0 or max(words) >= 2**32 or not 0 <= position < _MT_WORDS:
+            raise CheckpointCorruptError(f"RNG state {name!r} is not one of a Mersenne Twister (position {position})")
+    try:
+        torch.Generator().set_state(state["torch"])
+    except RuntimeError as error:
+        raise CheckpointCorruptError(f"RNG state 'torch' is not one of torch: {error}") from error
 
 
 def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
@@ -125,9 +134,7 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
         state: the state of rank 0.
         rank: the rank that needs one.
     """
-    digest = xxhash.xxh3_64()
-    for name in sorted(state):
-        digest.update(state[name].contiguous().numpy().tobytes())
+    digest = _digest(state)
     digest.update(struct.pack("<q", rank))
     seed = digest.intdigest()
     _, words, gauss = random.Random(seed).getstate()
@@ -146,6 +153,18 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
             ]
         )
     return derived
+
+
+def rng_digest(state: Mapping[str, torch.Tensor]) -> str:
+    """``"xxh3_64:<hex>"`` of a state: equal when every later draw is."""
+    return f"xxh3_64:{_digest(state).hexdigest()}"
+
+
+def _digest(state: Mapping[str, torch.Tensor]) -> xxhash.xxh3_64:
+    digest = xxhash.xxh3_64()
+    for name in sorted(state):
+        digest.update(state[name].contiguous().numpy().tobytes())
+    return digest
 
 
 def _cuda_devices() -> list[torch.device]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ def step_info(step: int) -> StepInfo:
     return StepInfo(epoch, epoch_step, step, SPEC.steps_per_epoch)
 
 
-def make_handler(fileroot: Path | str, **options: Any) -> RecoverHandler:
+def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: Any) -> RecoverHandler:
     config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
-    return RecoverHandler(config, SPEC)
+    return RecoverHandler(config, SPEC, notices=notices)
 
 
 def draw() -> tuple[float, ...]:

@@ -120,6 +120,13 @@ def test_batch_size_may_change_on_resume_and_no_sample_is_lost_or_repeated() -> 
     assert walk([after], 1)[0][0] == 1
 
 
+def test_an_epoch_that_was_over_is_not_continued_with_a_smaller_batch_made_of_what_it_dropped() -> None:
+    (before,), (after,) = make_group(11, 1, batch_size=4), make_group(11, 1, batch_size=3)
+    assert sum(map(len, before)) == 8
+    after.load_state_dict(before.state_dict())
+    assert len(list(after)) == 3 and after.epoch == 1
+
+
 def test_a_sample_that_cannot_be_read_does_not_move_the_cursor() -> None:
     class Flaky(list):
         broken = False

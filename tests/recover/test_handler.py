@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.api import FinetuneSpec
+from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.errors import (
     CheckpointCorruptError,
@@ -21,7 +21,7 @@ from holdfast.utils.errors import (
     DatasetMismatchError,
 )
 from holdfast.utils.rng import seed_rng
-from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
+from tests.recover.runs import SPEC, Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,7 +53,7 @@ def test_a_generation_is_laid_out_as_documented_and_its_manifest_lists_every_fil
     assert manifest["files"].keys() == files - {"manifest.json"}
     assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in manifest["files"].items())
     facts = {key: manifest[key] for key in ("format_version", "step", "world_size", "mesh", "weight_versions")}
-    assert facts == {"format_version": 1, "step": 7, "world_size": 1, "mesh": {"dp": 1}, "weight_versions": {}}
+    assert facts == {"format_version": 2, "step": 7, "world_size": 1, "mesh": {"dp": 1}, "weight_versions": {}}
     assert manifest["libraries"]["torch"] == torch.__version__
     info = json.loads((folder / "recover_info.json").read_text())
     assert info["last_step_info"] == {"epoch": 1, "epoch_step": 1, "global_step": 7, "steps_per_epoch": 6}
@@ -93,12 +93,13 @@ def test_a_dump_is_made_when_due_or_forced_and_never_twice_for_one_step(tmp_path
 
 def test_modes_say_what_happens_when_there_is_nothing_and_when_there_is_something(tmp_path: Path) -> None:
     tiny = Tiny()
-    assert make_handler(tmp_path, mode="auto").load(tiny.state) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"mode is 'must', but .* no generation"):
-        make_handler(tmp_path, mode="must").load(tiny.state)
     off = make_handler(tmp_path, mode="off", freq_steps=1)
     assert off.load(tiny.state) is None and not off.dump(tiny.state, step_info(0), force=True)
     assert not (tmp_path / "e").exists()
+    assert make_handler(tmp_path, mode="auto").load(tiny.state) is None
+    with pytest.raises(CheckpointNotFoundError, match=r"mode is 'must', but .* no generation"):
+        make_handler(tmp_path, mode="must").load(tiny.state)
+    assert not (tmp_path / "e" / "t" / "recover").exists()
     run_until(tmp_path, 2)
     for mode, step in (("on", 1), ("must", 1), ("disabled", None)):
         info = make_handler(tmp_path, mode=mode).load(tiny.state)
@@ -118,6 +119,13 @@ def test_dump_insists_on_load_first_and_on_going_forward_and_on_an_open_handler(
     for call in (handler.load, lambda state: handler.dump(state, step_info(6)), lambda _: handler.wait()):
         with pytest.raises(ConfigError, match="closed"):
             call(tiny.state)
+
+
+def test_a_step_of_a_run_that_is_cut_differently_is_not_dumped_since_it_could_not_be_loaded(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    with pytest.raises(ConfigError, match="counts 7 steps an epoch, the handler's ft_spec 6"):
+        handler.dump(tiny.state, StepInfo(0, 0, 0, steps_per_epoch=7))
 
 
 def test_registering_wants_a_free_name_and_a_state(tmp_path: Path) -> None:
@@ -203,8 +211,7 @@ def test_a_generation_of_another_job_is_refused_before_anything_changes(tmp_path
     handler.dump({"a": tiny.state, "b": Tiny().state}, step_info(0), loader)
 
     def refused(engines: Any, error: type[Exception], message: str, data: Any = None, spec: Any = None) -> None:
-        other = make_handler(tmp_path)
-        other.ft_spec = spec or other.ft_spec
+        other = RecoverHandler(make_handler(tmp_path).config, spec or SPEC)
         before = {name: state.state_dict()["model"]["weight"].clone() for name, state in engines.items()}
         cursor, rng = (data.state_dict() if data else None), torch.get_rng_state()
         with pytest.raises(error, match=message):
@@ -302,13 +309,11 @@ def test_a_user_object_that_cannot_be_saved_fails_the_dump_and_leaves_nothing(
     assert handler.dump(tiny.state, step_info(1))
 
 
-def test_a_fileroot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_fileroot_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for fileroot in (tmp_path / "file", Path("/proc/holdfast")):
-        handler, tiny = make_handler(fileroot, freq_steps=1), Tiny()
-        assert handler.load(tiny.state) is None
-        with pytest.raises(CheckpointWriteError, match=f"cannot write {fileroot}/e/t/recover"):
-            handler.dump(tiny.state, step_info(0))
+        with pytest.raises(CheckpointWriteError, match=f"cannot lock {fileroot}/e/t/recover.lock"):
+            make_handler(fileroot, freq_steps=1).load(Tiny().state)
 
 
 def test_the_tracker_is_only_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

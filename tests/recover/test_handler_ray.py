@@ -87,6 +87,11 @@ class Driver:
     def dump(self, step: int) -> bool:
         return self.handler.dump(self.group, step_info(step), self.loader)
 
+    def die(self) -> None:
+        """Leave as a killed driver does: no process, and no lock."""
+        self.group.kill()
+        self.handler.close()
+
 
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
     """Resume what a driver wrote, and write what a driver can resume."""
@@ -112,14 +117,14 @@ def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun
     assert driver.dump(3) and not driver.dump(3)
     seen = list(driver.progress.seen)
     expected = driver.train(4)
-    driver.group.kill()
+    driver.die()
     assert sorted(os.listdir(newest(tmp_path) / "state")) == ["driver.pt", "rank_00000.pt", "rank_00001.pt"]
 
     resumed = Driver(model, placement, tmp_path, seed=8)
     assert resumed.info and resumed.info.last_step_info.next() == step_info(4)
     assert resumed.info.weight_versions == {"default": 4} and resumed.info.world_size == 2
     assert resumed.train(4) == expected
-    resumed.group.kill()
+    resumed.die()
 
     there = run_ranks(_go_on_under_torchrun, 2, model, str(tmp_path), 4)
     for rank, (found, records, _) in enumerate(there):
@@ -130,7 +135,7 @@ def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun
     assert back.group.call_all("snapshot") == [snapshot for _, _, snapshot in there]
     assert back.progress.seen == [0], "rank 0's, for the run had no driver"
     assert [ranks for ranks, _, _ in back.train(2)] == [ranks for ranks, _, _ in expected[2:]]
-    back.group.kill()
+    back.die()
 
 
 def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(

@@ -1,12 +1,9 @@
-"""SIGKILL at every moment of a dump: what was committed stays, what was not never shows, the next start cleans up."""
+"""Ranks killed at random times of a dump, alone and together. tests/faults kills at every single system call."""
 
-import errno
 import os
 import random
 import signal
-import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,104 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import GenerationStore
-from holdfast.utils.errors import CheckpointWriteError
 from tests.helpers import run_ranks
-from tests.recover.runs import Tiny, hidden, make_handler, names, step_info
+from tests.recover.runs import Tiny, hidden, make_handler, step_info
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def _fill(tiny: Tiny, step: int) -> None:
-    with torch.no_grad():
-        tiny.model.weight.fill_(step)
-
-
-def _die_at_each_call(rank: int, world_size: int, root: str) -> list[tuple[str, int, list[str]]]:
-    """Fork a process that dumps and dies just before its n-th call into the file system, for every n."""
-    dist.destroy_process_group()
-    outcomes, moment = [], 0
-    while True:
-        child = os.fork()
-        if child == 0:
-            _dump_and_die(root, moment)
-        killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        left = hidden(root)
-        handler, tiny = make_handler(root, max_ckpt_to_keep=2), Tiny()
-        info = handler.load(tiny.state)
-        step = info.last_step_info.global_step if info else -1
-        assert info is None or tiny.model.weight.unique().tolist() == [step]
-        assert hidden(root) == []
-        outcomes.append((names(Path(root)), step, left))
-        if not killed:
-            return outcomes
-        moment += 1
-
-
-def _dump_and_die(root: str, moment: int) -> None:
-    """Never returns."""
-    handler, tiny = make_handler(root, max_ckpt_to_keep=2), Tiny()
-    info = handler.load(tiny.state)
-    step = info.last_step_info.global_step + 1 if info else 0
-    _fill(tiny, step)
-    calls = 0
-
-    def count(event: str, args: tuple) -> None:
-        nonlocal calls
-        if event.startswith(("open", "os.", "shutil.")) and root in str(args):
-            if calls == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls += 1
-
-    sys.addaudithook(count)
-    handler.dump(tiny.state, step_info(step), force=True)
-    os._exit(0)
-
-
-def _fail_at_each_call(rank: int, world_size: int, root: str) -> int:
-    """One dump for every n, whose n-th call into the file system finds the disk full; how many calls there were."""
-    dist.destroy_process_group()
-    handler, tiny = make_handler(root, freq_steps=1, max_ckpt_to_keep=2), Tiny()
-    handler.load(tiny.state)
-    step, moment, calls, too_late = 0, sys.maxsize, 0, 0
-
-    def strike(event: str, args: tuple) -> None:
-        nonlocal calls
-        if event.startswith(("open", "os.mkdir", "os.rename", "shutil.")) and root in str(args):
-            calls += 1
-            if calls - 1 == moment:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    sys.addaudithook(strike)
-    for step in range(3):
-        handler.dump(tiny.state, step_info(step))
-    for moment in range(sys.maxsize):
-        before, calls, step = names(Path(root)), 0, step + 1
-        try:
-            assert handler.dump(tiny.state, step_info(step))
-        except CheckpointWriteError:
-            appeared = names(Path(root)) != before  # only the fsync after the rename comes too late to hide it
-            too_late += appeared
-        if calls <= moment:
-            assert too_late == 1
-            return moment
-        assert all(name.startswith(".retired-") for name in hidden(root)), hidden(root)
-        handler.store.verify(handler.store.generations()[0].path)
-    raise AssertionError("unreachable")
-
-
-def test_a_full_disk_at_any_call_fails_the_dump_alone(tmp_path: Path) -> None:
-    assert run_ranks(_fail_at_each_call, 1, str(tmp_path))[0] > 20
-
-
-def test_a_kill_before_any_call_into_the_file_system_loses_nothing_that_was_committed(tmp_path: Path) -> None:
-    (outcomes,) = run_ranks(_die_at_each_call, 1, str(tmp_path))
-    assert len(outcomes) > 20
-    steps = [step for _, step, _ in outcomes]
-    assert steps == sorted(steps) and steps[0] == -1, "a committed generation was lost"
-    # The dump commits at one call: kills before it leave the old generation, those after it the new one.
-    assert set(steps) >= {-1, 0} and all(b - a in (0, 1) for a, b in pairwise(steps))
-    assert any(".staging-" in str(left) for _, _, left in outcomes)
-    assert any(".retired-" in str(left) for _, _, left in outcomes)
 
 
 class _Sharded:
@@ -155,7 +58,7 @@ def _dump_until_killed(rank: int, world_size: int, root: str, victims: tuple[int
 def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(tmp_path: Path) -> None:
     draw = random.Random(4)
     store, last = GenerationStore(tmp_path / "e" / "t" / "recover"), -1
-    for victims in [(0,), (1,), (0, 1)] * 3:
+    for victims in [(0,), (1,), (0, 1)]:
         with pytest.raises(AssertionError, match="died without a word"):
             run_ranks(_dump_until_killed, 2, str(tmp_path), victims, draw.uniform(0.01, 0.4), timeout_s=20)
         generations = store.generations()

@@ -3,11 +3,13 @@
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.recover.info import INFO_NAME
+from holdfast.recover.retention import RetentionRules
 from holdfast.recover.store import TRACKER_NAME, Generation
 from holdfast.utils.errors import (
     CheckpointCorruptError,
@@ -41,7 +43,7 @@ def commit(store: GenerationStore, step: int) -> Generation:
 def test_a_store_that_does_not_exist_is_empty_and_is_not_made_by_looking(store: GenerationStore) -> None:
     assert store.generations() == [] and store.rejected() == [] and store.newest_valid() is None
     store.sweep()
-    store.retire(1)
+    store.retire(RetentionRules(1))
     assert not store.root.exists()
     with pytest.raises(CheckpointNotFoundError, match="there is no generation at"):
         store.verify(store.root / "global_step_0")
@@ -138,12 +140,53 @@ def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_else(store: Gener
 def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) -> None:
     for step in range(5):
         commit(store, step)
-    store.retire(None)
+    store.retire(RetentionRules(None))
     assert len(store.generations()) == 5
-    store.retire(2)
+    store.retire(RetentionRules(2))
     assert [generation.step for generation in store.generations()] == [4, 3]
-    store.retire(3)
+    store.retire(RetentionRules(3))
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
+
+
+def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) -> None:
+    staging = store.open_staging(step)
+    write_durably(staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1, metrics=metrics).to_json())
+    store.commit(staging, step, seal_files(staging, [INFO_NAME]), {})
+
+
+def test_what_stays_is_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
+    rules = RetentionRules(last=2, every_steps=5, best=1, metric="reward")
+    for step, reward in enumerate((0.1, 0.9, 0.3, 0.2, 0.5, 0.6, 0.4, 0.7)):
+        commit_with(GenerationStore(store.root), step, {"reward": reward})
+        GenerationStore(store.root).retire(rules)  # as after a restart
+    assert [generation.step for generation in store.generations()] == [7, 6, 4, 1]
+
+
+def test_pinned_generations_and_the_newest_usable_one_are_never_retired(store: GenerationStore) -> None:
+    for step in range(5):
+        commit(store, step)
+    for step in (4, 3):
+        os.truncate(store.root / f"global_step_{step}" / "manifest.json", 5)
+    store.retire(RetentionRules(1), pinned={0})
+    assert [generation.step for generation in store.generations()] == [4, 2, 0]
+
+
+def test_a_generation_that_cannot_be_removed_stops_nothing(
+    store: GenerationStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(4):
+        commit(store, step)
+
+    def refuse(path: str, *args: Any, **kwargs: Any) -> None:
+        if "global_step_0" in str(path):
+            raise PermissionError(13, "no", str(path))
+        rename(path, *args, **kwargs)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", refuse)
+    store.retire(RetentionRules(1))
+    assert [generation.step for generation in store.generations()] == [3, 0]
+    assert "cannot remove" in caplog.text and "global_step_0" in caplog.text
 
 
 def test_folders_are_made_with_the_users_umask(store: GenerationStore) -> None:

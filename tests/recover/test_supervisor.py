@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,18 @@ from ray.util import placement_group_table
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.errors import ConfigError, RetriesExhausted, WorkerLost
-from tests.ray_helpers import Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running
+from holdfast.utils.errors import ConfigError, FolderInUseError, Preempted, RetriesExhausted, WorkerLost
+from tests.ray_helpers import (
+    ROOT,
+    MortalServer,
+    Server,
+    SlowToBuild,
+    UserBugError,
+    Worker,
+    kill_after,
+    local_ray,
+    running,
+)
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -63,6 +75,143 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
     assert live_placements() == 0
 
 
+def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+
+    def job(attempt: Attempt) -> list[int]:
+        trainer = attempt.worker_group(Worker, name="trainer", world_size=2)
+        rollout = attempt.worker_group(MortalServer, str(lives), (), name="rollout", process_group=False)
+        pids, old = trainer.pids(), rollout.pids()
+        os.kill(old[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost) as lost:
+            trainer.call_all("publish_together", rollout.server(), 3)
+        with pytest.raises(ConfigError, match="no worker group 'critic'"):
+            attempt.restart(WorkerLost("critic", [0], "says who"))
+
+        restarted = attempt.restart(lost.value)
+        assert (restarted.name, restarted.placement_group.id) == ("rollout", rollout.placement_group.id)
+        assert restarted.pids() != old and not running(old[0])
+        assert trainer.pids() == pids and all(running(pid) for pid in pids)
+        assert live_placements() == 2
+        return trainer.call_all("publish_together", restarted.server(), 4)
+
+    supervisor = Supervisor()
+    assert supervisor.run(job) == [4, 4]
+    (event,) = supervisor.events
+    assert (event.group, event.ranks, event.attempt) == ("rollout", [0], 0)
+    assert event.rebuilt_s is not None and 0 <= event.torn_down_s < event.rebuilt_s
+    assert not any(running(int(pid)) for pid in lives.read_text().split())
+
+
+def test_a_group_that_hangs_is_gone_before_it_is_started_again(tmp_path: Path) -> None:
+    def job(attempt: Attempt) -> int:
+        rollout = attempt.worker_group(Server, name="rollout", process_group=False)
+        os.kill(rollout.pids()[0], signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match=r"no answer within 0.5 s") as lost:
+            rollout.server(timeout_s=0.5).update_weights_from_disk("weights", 3)
+        assert running(rollout.pids()[0])
+        restarted = attempt.restart(lost.value)
+        assert not running(rollout.pids()[0])
+        return restarted.server().update_weights_from_disk("weights", 4)
+
+    assert Supervisor().run(job) == 4
+
+
+def test_a_restart_that_is_hit_again_can_be_tried_again_and_a_trainers_loss_ends_the_attempt(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    pids: list[int] = []
+
+    def job(attempt: Attempt) -> int:
+        trainer = attempt.worker_group(Worker, name="trainer", base=5)
+        rollout = attempt.worker_group(MortalServer, str(lives), (1, 2), name="rollout", process_group=False)
+        assert not any(running(pid) for pid in pids)
+        pids.extend(trainer.pids() + rollout.pids())
+        if attempt.number == 1:
+            return trainer.call(0, "add", 2)
+        os.kill(rollout.pids()[0], signal.SIGKILL)
+        lost: WorkerLost | None = WorkerLost("rollout", [0], "killed by the test")
+        restarts = 0
+        while lost is not None:  # dies twice more while it starts
+            restarts += 1
+            try:
+                rollout, lost = attempt.restart(lost), None
+            except WorkerLost as again:
+                lost = again
+        assert restarts == 3
+        os.kill(trainer.pids()[0], signal.SIGKILL)
+        assert attempt.restart(WorkerLost("rollout", [0], "once more")).server().update_weights_from_disk("", 6) == 6
+        return trainer.call(0, "add", 1)
+
+    supervisor = Supervisor(RecoverConfig(mode="off", retries=5))
+    assert supervisor.run(job) == 7
+    assert [(event.group, event.attempt) for event in supervisor.events] == [("rollout", 0)] * 4 + [("trainer", 0)]
+    assert [event.rebuilt_s is None for event in supervisor.events] == [True, True, False, False, False]
+    assert not any(running(int(pid)) for pid in [*pids, *lives.read_text().split()])
+
+
+def test_restarts_are_retries() -> None:
+    def job(attempt: Attempt) -> None:
+        attempt.worker_group(Server, name="rollout", process_group=False)
+        for _ in range(2):
+            attempt.restart(WorkerLost("rollout", [0], "killed by the test"))
+
+    supervisor = Supervisor(RecoverConfig(mode="off", retries=1))
+    with pytest.raises(RetriesExhausted, match="after 1 retries"):
+        supervisor.run(job)
+    assert len(supervisor.events) == 2
+    assert live_placements() == 0
+
+
+def test_a_preempted_job_leaves_with_its_exit_code_and_no_worker_stays() -> None:
+    pids: list[int] = []
+
+    def job(attempt: Attempt) -> None:
+        pids.extend(attempt.worker_group(Server, name="rollout", process_group=False).pids())
+        raise Preempted("SIGTERM")
+
+    supervisor = Supervisor()
+    with pytest.raises(Preempted) as stop:
+        supervisor.run(job)
+    assert (stop.value.code, stop.value.reason, supervisor.events) == (75, "SIGTERM", [])
+    assert not any(running(pid) for pid in pids)
+    assert live_placements() == 0
+
+
+_SECOND_JOB = """
+import sys
+from holdfast.utils.lock import FolderLock
+lock = FolderLock(sys.argv[1])
+lock.acquire(0)
+print("mine", flush=True)
+sys.stdin.read()
+"""
+
+
+def second_job(config: RecoverConfig) -> subprocess.Popen[str]:
+    """Another process that wants the folder, and holds it until its input ends."""
+    command = [sys.executable, "-c", _SECOND_JOB, str(config.lock_path)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_while_a_job_runs_also_between_its_attempts_no_other_gets_its_folder(tmp_path: Path) -> None:
+    config = RecoverConfig(fileroot=str(tmp_path), lock_timeout_s=0.2)
+
+    def job(attempt: Attempt) -> str:
+        if attempt.number == 0:
+            raise WorkerLost("trainer", [0], "says who")
+        _, refusal = second_job(config).communicate(timeout=60)
+        return refusal
+
+    assert f"pid {os.getpid()}" in Supervisor(config).run(job)
+
+    holder = second_job(config)
+    assert holder.stdout is not None and holder.stdout.readline() == "mine\n"
+    with pytest.raises(FolderInUseError, match=f"pid {holder.pid}"):
+        Supervisor(config).run(job)
+    holder.communicate(timeout=60)
+
+
 @pytest.mark.parametrize("error", [UserBugError, KeyboardInterrupt])
 def test_a_bug_or_ctrl_c_is_raised_at_once_and_leaves_nothing_behind(error: type[BaseException]) -> None:
     pids: list[int] = []
@@ -89,7 +238,7 @@ def test_too_many_losses_in_the_window_end_the_job_and_later_ones_count_anew() -
             raise WorkerLost("trainer", [1], f"loss {len(attempts)}")
         return "done"
 
-    strict = Supervisor(RecoverConfig(retries=1, retry_window_s=60))
+    strict = Supervisor(RecoverConfig(mode="off", retries=1, retry_window_s=60))
     with pytest.raises(RetriesExhausted, match="after 1 retries within 60 s") as caught:
         strict.run(job)
     assert attempts == [0, 1] and len(strict.events) == 2
@@ -101,7 +250,7 @@ def test_too_many_losses_in_the_window_end_the_job_and_later_ones_count_anew() -
         time.sleep(0.02)
         return job(attempt)
 
-    assert Supervisor(RecoverConfig(retries=1, retry_window_s=0.01)).run(slow_job) == "done"
+    assert Supervisor(RecoverConfig(mode="off", retries=1, retry_window_s=0.01)).run(slow_job) == "done"
     assert attempts == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="retries"):
         RecoverConfig(retries=-1)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, rank_zero_decides
+from holdfast.utils.distributed import (
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    is_write_failure,
+    rank_zero_decides,
+)
 from holdfast.utils.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError, PeerError
 from holdfast.utils.logging import configure_logging, get_logger
 from holdfast.utils.staging import staged_folder
@@ -45,6 +52,31 @@ def check_agreement(rank: int, world_size: int) -> None:
     assert gather_objects(rank) == list(range(world_size)), "the group is in step after every error"
 
 
+def check_write_failures(rank: int) -> None:
+    """Whether only writing failed is the same on every rank, however deep the failure was."""
+    full, bug = CheckpointWriteError("disk full"), KeyError("bug")
+    for errors, write_failed in (
+        ((None, full), True),
+        ((full, full), True),
+        ((full, bug), False),
+        ((bug, None), False),
+        ((bug, bug), False),
+    ):
+        own = errors[rank]
+        try:
+            with all_ranks_succeed("outside"), all_ranks_succeed("inside"):
+                if own is not None:
+                    raise own
+        except Exception as error:
+            assert is_write_failure(error) == write_failed, f"{errors} gave {error!r}"
+            assert error is own or isinstance(error, PeerError)
+            if own is full and not write_failed:
+                assert isinstance(error, PeerError) and "bug" in str(error) and "disk full" not in str(error)
+        else:
+            raise AssertionError("no error")
+    assert is_write_failure(full) and not is_write_failure(bug) and not is_write_failure(OSError(28, "no space"))
+
+
 def raise_(error: Exception) -> None:
     raise error
 
@@ -69,6 +101,7 @@ def check_staging(rank: int, folder: Path) -> None:
 
 def ranks_agree(rank: int, world_size: int, folder: str) -> str:
     check_agreement(rank, world_size)
+    check_write_failures(rank)
     check_staging(rank, Path(folder))
     return "agreed"
 

@@ -4,9 +4,10 @@ import inspect
 import pickle
 
 from holdfast.utils import errors
-from holdfast.utils.errors import HoldfastError, PeerError, WorkerLost
+from holdfast.utils.errors import HoldfastError, PeerError, Preempted, WorkerLost
 
-ALL_ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
+RAISED = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
+ALL_ERRORS = [cls for cls in RAISED if cls is not Preempted]
 LEAVES = [cls for cls in ALL_ERRORS if not cls.__subclasses__()]
 
 
@@ -24,10 +25,16 @@ def test_every_error_survives_pickling_with_its_message_and_attributes() -> None
         PeerError: PeerError("saving", {2: "OSError: full", 0: "ValueError: bad"}),
         WorkerLost: WorkerLost("actor", [3, 1], "SIGKILL"),
     }
-    for cls in ALL_ERRORS:
+    for cls in RAISED:
         error = special.get(cls) or cls("what was found")
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is cls and str(copy) == str(error) and vars(copy) == vars(error)
+
+
+def test_a_run_that_was_asked_to_stop_is_no_error_and_leaves_with_its_own_code() -> None:
+    stop = Preempted("SIGTERM")
+    assert not isinstance(stop, Exception) and isinstance(stop, SystemExit) and stop.code == 75
+    assert str(stop) == "stopped after a snapshot: SIGTERM"
 
 
 def test_messages_name_the_ranks_in_order() -> None:

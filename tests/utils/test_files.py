@@ -1,7 +1,9 @@
 """A reader, or a crash, sees the old or the new, never a mixture; nothing that exists is written over."""
 
+import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -11,17 +13,23 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from holdfast.utils.errors import CheckpointWriteError
 from holdfast.utils.files import (
+    DurableFile,
     commit_folder,
     file_digest,
     make_durably,
     remove_folder,
     remove_or_log,
     replace_atomically,
+    require_free_space,
     staging_path,
     walk_files,
     write_durably,
 )
+from tests.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_write_durably_refuses_to_write_over_a_file(tmp_path: Path) -> None:
@@ -29,6 +37,92 @@ def test_write_durably_refuses_to_write_over_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_durably(tmp_path / "a", b"2")
     assert (tmp_path / "a").read_bytes() == b"1"
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of every file at the moment it is fsynced."""
+    sizes, fsync = [], os.fsync
+
+    def record(fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return sizes
+
+
+def test_a_durable_file_is_digested_while_it_is_written_and_fsynced_once_when_all_of_it_is_there(
+    tmp_path: Path, synced: list[int]
+) -> None:
+    pieces = [b"", b"x", memoryview(os.urandom(3_000_001)), bytearray(b"yz" * 50), memoryview(b"abcdefgh").cast("I")]
+    with DurableFile(tmp_path / "a") as file:
+        total = 0
+        for piece in pieces:
+            assert (file.write(piece), file.tell()) == (memoryview(piece).nbytes, total + memoryview(piece).nbytes)
+            total = file.tell()
+        assert file.fileno() > 2 and not synced
+        file.close()
+        file.close()
+    assert (tmp_path / "a").read_bytes() == b"".join(map(bytes, pieces))
+    assert (file.bytes, file.digest, synced) == (total, file_digest(tmp_path / "a"), [total])
+    with pytest.raises(FileExistsError):
+        DurableFile(tmp_path / "a")
+
+
+def test_a_durable_file_whose_block_fails_is_closed_and_not_vouched_for(tmp_path: Path, synced: list[int]) -> None:
+    with pytest.raises(KeyError), DurableFile(tmp_path / "a") as file:
+        file.write(b"never flushed")
+        raise KeyError
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file_number(file))
+    assert synced == [] and (tmp_path / "a").read_bytes() == b""
+
+
+def file_number(file: DurableFile) -> int:
+    """The descriptor, or -1 once it is closed."""
+    try:
+        return file.fileno()
+    except ValueError:
+        return -1
+
+
+def _write_beyond_a_limit(rank: int, world_size: int, folder: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    for name, pieces in (("in write", [b"x" * 100_000, b"y"]), ("in close", [b"x" * 1001])):
+        with pytest.raises(OSError, match="File too large") as caught, DurableFile(Path(folder) / name) as file:
+            for piece in pieces:
+                file.write(piece)
+        assert caught.value.errno == errno.EFBIG and caught.value.__context__ is None, "it was tried again"
+        assert file_number(file) == -1
+        del file
+        with open(Path(folder) / f"{name} after", "xb") as other:  # may get the same descriptor
+            assert other.tell() == 0
+        assert (Path(folder) / f"{name} after").stat().st_size == 0
+
+
+def test_a_write_that_is_refused_is_reported_once_and_the_file_is_closed(tmp_path: Path) -> None:
+    run_ranks(_write_beyond_a_limit, 1, str(tmp_path))
+
+
+def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    require_free_space(tmp_path / "not" / "there", 1)
+    status = os.statvfs(tmp_path)
+    with pytest.raises(CheckpointWriteError, match=r"not/there needs \d+ bytes, its file system has \d+ free"):
+        require_free_space(tmp_path / "not" / "there", status.f_blocks * status.f_frsize + 1)
+    require_free_space("/proc", 1 << 60)  # which does not count blocks
+
+
+def test_a_file_system_that_cannot_be_asked_for_its_free_space_is_a_failure_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: object) -> os.statvfs_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system whose server is gone
+
+    monkeypatch.setattr(os, "statvfs", stale)
+    with pytest.raises(CheckpointWriteError, match=r"cannot ask for the free space of .*Stale file handle"):
+        require_free_space(tmp_path, 1)
 
 
 def test_replace_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:

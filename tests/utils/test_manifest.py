@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.utils.errors import CheckpointCorruptError
-from holdfast.utils.manifest import MANIFEST_NAME, read_manifest, seal_files, verify_folder, write_manifest
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from holdfast.utils.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    encode_manifest,
+    read_manifest,
+    seal_files,
+    verify_folder,
+    write_manifest,
+    write_sealed,
+)
 
 
 @pytest.fixture
@@ -45,13 +54,58 @@ def test_every_single_flipped_bit_of_a_file_is_found(sealed: Path) -> None:
     verify_folder(sealed)
 
 
+def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage(tmp_path: Path) -> None:
+    """Not a newer format, not an older one, and not a sound manifest with other facts."""
+    write_manifest(tmp_path, [FileEntry("a", 1, "xxh3_128:" + 32 * "0")], {"step": 2, "loss": 0.5})
+    path = tmp_path / MANIFEST_NAME
+    original = path.read_bytes()
+    assert json.loads(original)["step"] == 2, "it is plain JSON"
+    damaged = [original[:n] for n in range(len(original))]
+    damaged += [original + extra for extra in (b" ", b"\n", b"\0", b"}", original)]
+    for bit in range(8 * len(original)):
+        flipped = bytearray(original)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(CheckpointCorruptError, match="is not a manifest as it was committed"):
+            read_manifest(tmp_path)
+    path.write_bytes(original)
+    assert read_manifest(tmp_path)["loss"] == 0.5
+
+
+def _reseal(folder: Path, **changes: object) -> None:
+    """What a Holdfast that writes other manifests would have written."""
+    document = json.loads((folder / MANIFEST_NAME).read_text())
+    del document["digest"]
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))
+
+
+def test_a_manifest_of_a_newer_format_is_no_damage_whatever_else_it_says(sealed: Path) -> None:
+    _reseal(sealed, format_version=3, files="elsewhere")
+    with pytest.raises(CheckpointMismatchError, match=r"has format version 3; this Holdfast reads version 2\. Upgrade"):
+        read_manifest(sealed)
+
+
+def test_a_manifest_without_a_digest_is_refused_because_it_may_be_a_damaged_one(sealed: Path) -> None:
+    document = json.loads((sealed / MANIFEST_NAME).read_text())
+    del document["digest"]
+    for version in (1, 2, 3):
+        (sealed / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": version}, indent=1))
+        with pytest.raises(CheckpointCorruptError, match="not a manifest as it was committed"):
+            read_manifest(sealed)
+
+
+def test_a_sealed_file_is_described_as_it_lies_on_disk_and_never_written_over(tmp_path: Path) -> None:
+    entry = write_sealed(tmp_path, "info.json", b"{}")
+    assert [entry] == seal_files(tmp_path, ["info.json"])
+    with pytest.raises(FileExistsError):
+        write_sealed(tmp_path, "info.json", b"[]")
+    assert (tmp_path / "info.json").read_bytes() == b"{}"
+
+
 def _truncate(folder: Path) -> None:
     os.truncate(folder / "actor" / "a.distcp", 4999)
-
-
-def _damage_facts(folder: Path) -> None:
-    document = json.loads((folder / MANIFEST_NAME).read_text())
-    (folder / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": "1"}))
 
 
 @pytest.mark.parametrize(
@@ -63,13 +117,10 @@ def _damage_facts(folder: Path) -> None:
         (lambda folder: (folder / MANIFEST_NAME).unlink(), "missing: the folder was never committed"),
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b""), "is not a manifest"),
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"[]"), "is not a manifest"),
-        (lambda folder: (folder / MANIFEST_NAME).write_bytes(b'{"format_version": 1'), "is not a manifest"),
-        (
-            lambda folder: (folder / MANIFEST_NAME).write_bytes(b'{"format_version": 1, "files": {"a": 1}}'),
-            "not a manif",
-        ),
-        (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"\xff\xfe"), "is not a manifest"),
-        (_damage_facts, "format version '1'; expected 1"),
+        (lambda folder: _reseal(folder, files={"a": 1}), "is not a manifest: TypeError"),
+        (lambda folder: _reseal(folder, files=[]), "is not a manifest: AttributeError"),
+        (lambda folder: _reseal(folder, format_version="2"), "format version '2'; expected 2"),
+        (lambda folder: _reseal(folder, format_version=1), "format version 1; expected 2"),
     ],
 )
 def test_damage_is_named(sealed: Path, damage: Callable[[Path], object], message: str) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError
-from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, seed_rng
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, rng_digest, seed_rng
 
 # Draws from every generator and prints them exactly; an odd number of normals leaves a cached half of a pair.
 DRAW = """
@@ -105,6 +105,20 @@ def test_restore_names_what_is_wrong_and_touches_nothing() -> None:
         restore_rng(state | {"torch": torch.zeros(3, dtype=torch.uint8)})
     after = capture_rng()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("name", "index", "value"), [("python", 3, -5), ("numpy", 0, 2**32), ("numpy", -1, 625)])
+def test_words_that_are_no_twister_are_refused_before_any_generator_is_touched(
+    name: str, index: int, value: int
+) -> None:
+    state = capture_rng()
+    bad = {**state, name: state[name].clone()}
+    bad[name][index] = value
+    with pytest.raises(CheckpointCorruptError, match=f"RNG state '{name}' is not one of a Mersenne Twister"):
+        restore_rng(bad)
+    with pytest.raises(CheckpointCorruptError, match="RNG state 'torch' is not one of torch"):
+        restore_rng({**state, "torch": torch.full_like(state["torch"], 255)})
+    assert rng_digest(capture_rng()) == rng_digest(state)
 
 
 def test_capture_refuses_a_numpy_generator_it_cannot_store() -> None:

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.recover.ranks import RankTarget, rank_target
-from holdfast.recover.snapshot import (
+from holdfast.recover.process_state import (
     DRIVER_STATE,
-    load_plain,
-    pack_plain,
+    ProcessState,
     rank_state_name,
-    read_process_state,
-    unpack_plain,
     write_process_state,
 )
+from holdfast.recover.ranks import RankTarget, rank_target
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
+from holdfast.utils.plain_torch import pack_plain, read_plain, unpack_plain
 from holdfast.utils.rng import seed_rng
 from tests.recover.runs import Meter, Tiny, draw
 
@@ -36,7 +34,7 @@ from tests.recover.runs import Meter, Tiny, draw
     ],
 )
 def test_plain_values_and_tensors_come_back(value: Any) -> None:
-    again = load_plain(Path("x"), pack_plain("it", value))
+    again = unpack_plain(pack_plain("it", value), "x")
     assert repr(again) == repr(value)
 
 
@@ -57,21 +55,21 @@ def test_what_could_only_be_read_by_running_code_is_refused_when_written(value: 
 def test_a_file_that_is_not_plain_is_corrupt_and_not_run(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=r"state\.pt cannot be read"):
-        unpack_plain(tmp_path / "state.pt")
+        read_plain(tmp_path / "state.pt")
     with pytest.raises(CheckpointCorruptError, match=r"gone\.pt cannot be read: No such file"):
-        unpack_plain(tmp_path / "gone.pt")
+        read_plain(tmp_path / "gone.pt")
 
 
 def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None:
     meter = Meter()
     meter.seen, meter.mean = [1, 2], torch.tensor([0.5, 0.25])
     seed_rng(4)
-    (entry,) = write_process_state(str(tmp_path), rank_state_name(0), {"meter": meter})
+    entry, rng = write_process_state(str(tmp_path), rank_state_name(0), {"meter": meter})
     expected, again = draw(), Meter()
     file = tmp_path / "state" / "rank_00000.pt"
     assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
     seed_rng(5)
-    read_process_state(tmp_path, rank_state_name(0), {"meter": again})
+    assert ProcessState.read(tmp_path, rank_state_name(0)).restore({"meter": again}) == rng
     assert (again.seen, again.mean.tolist(), draw()) == ([1, 2], [0.5, 0.25], expected)
     assert random.random() and np.random.rand()
 
@@ -92,13 +90,22 @@ def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driv
     draws = []
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
-            read_process_state(tmp_path, rank_state_name(7), things)
+            assert ProcessState.read(tmp_path, rank_state_name(7)).restore(things) is None
         draws.append(draw())
     assert {name: thing.seen for name, thing in things.items()} == {"both": [0], "rank": [1], "driver": [3], "new": [9]}
     assert draws[0] == draws[1] != taken, "derived, and the same after every restart"
     assert "no state for 'new'; it starts anew" in caplog.text
-    read_process_state(tmp_path, DRIVER_STATE, things)
+    ProcessState.read(tmp_path, DRIVER_STATE).restore(things)
     assert {name: thing.seen for name, thing in things.items()} == {"both": [2], "rank": [1], "driver": [3], "new": [9]}
+
+
+def test_a_file_that_is_plain_but_not_of_a_process_is_corrupt_and_changes_nothing(tmp_path: Path) -> None:
+    write_process_state(str(tmp_path), rank_state_name(0), {})
+    (tmp_path / DRIVER_STATE).write_bytes(pack_plain("it", [1, 2]))
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointCorruptError, match=r"driver\.pt is not the state of a process"):
+        ProcessState.read(tmp_path, DRIVER_STATE)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_holder_shows_its_engines_in_one_of_four_ways() -> None:

@@ -1,0 +1,76 @@
+"""What each fsync of a recorded trace is for, so that tests can name the one they leave out.
+
+Whoever adds one to the product says here what it is for: test_harness_can_fail.py takes each of them away.
+"""
+
+import os
+import re
+
+from .power_loss import FSYNCS
+from .shim import Call
+
+MIRROR = "mirror/e/t"
+"""Where the copies of mirrored snapshots are, below the root."""
+IN_STAGING = {
+    "the data file of a rank": r"\w+/__\d+_\d+\.distcp",
+    "the metadata of an engine": r"\w+/\.metadata",
+    "the state of a rank": r"state/rank_\d+\.pt",
+    "the data cursor": r"data\.pt",
+    "the recover info": r"recover_info\.json",
+    "the manifest": r"manifest\.json",
+    "the folder of an engine": r"(actor|critic)",
+    "the folder of the ranks' states": r"state",
+    "the weights": r"model\.safetensors",
+    "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
+    "the staging folder": r"",
+}
+"""What an fsync in a staging folder is for -> path in it."""
+AFTER_NAMES = {
+    "the folder with the new name": r".*/(global_step_|v)\d+",
+    "the folder with a retired name": r".*/\.retired-.*",
+    "a folder above the first snapshot": r"(e|e/t|e/t/recover)",
+}
+"""What an fsync of any other folder is for -> name that was last made in it."""
+IN_MIRROR = {
+    "the manifest of a copy": r"/global_step_\d+/\.part-manifest\.json",
+    "a file of a copy": r"/global_step_\d+/.*\.part-.*",
+    "a folder of a copy": r"/global_step_\d+(/\w+)?",
+    "the marker of a copy": r"/\.part-\.copying-.*",
+    "the folder of copies": r"",
+}
+"""What an fsync at the mirror is for -> path below it, unless a manifest came there, or went, last."""
+MANIFEST_MOVED = "the folder of a copy whose manifest came or went"
+EARLIER_LIFE = "a name that an earlier life may have made"
+"""Of a folder in which this life has made none: who made one may have been killed before its fsync."""
+UNKNOWN = "nothing that is known"
+HINT = "a hint"
+"""The tracker file and who holds the lock: written for people, and never trusted, so that they need no fsync."""
+
+
+def fsync_purposes(calls: list[Call]) -> dict[int, str]:
+    """Index of each fsync -> what it is for; the last name that was made in a folder tells what its fsync is for."""
+    found, last_name = dict[int, str](), dict[str, str]()
+    for i, call in enumerate(calls):
+        name = call.target if call.name == "rename" else call.path
+        if call.name in ("rename", "mkdir", "unlink"):
+            last_name[os.path.dirname(name or "") or "."] = name or ""
+        elif call.name in FSYNCS:
+            found[i] = _purpose(call.path, last_name.get(call.path, ""))
+    return found
+
+
+def _purpose(path: str, last_name: str) -> str:
+    if path.endswith(".lock") or "latest_checkpointed_iteration" in path + last_name:
+        return HINT
+    if path.startswith(MIRROR):
+        if last_name.endswith("/manifest.json"):
+            return MANIFEST_MOVED
+        return _first_match(IN_MIRROR, path.removeprefix(MIRROR))
+    staged = re.fullmatch(r"(?:.*/)?\.staging-[^/]+/?(.*)", path)
+    if staged:
+        return _first_match(IN_STAGING, staged[1])
+    return _first_match(AFTER_NAMES, last_name) if last_name else EARLIER_LIFE
+
+
+def _first_match(table: dict[str, str], text: str) -> str:
+    return next((purpose for purpose, pattern in table.items() if re.fullmatch(pattern, text)), UNKNOWN)

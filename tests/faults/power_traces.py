@@ -1,0 +1,240 @@
+"""Scenarios recorded for the power-loss model, the oracle that says what a power cut must leave, and how it is asked.
+
+The recorded run is its own reference: what it found and what it made, to the byte, is all that may ever be visible.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.recover import GenerationStore
+from holdfast.utils.manifest import MANIFEST_NAME
+from tests.recover.runs import step_info
+
+from .fsync_purposes import HINT, MIRROR, fsync_purposes
+from .power_loss import Effort, PowerLoss, State, Tree, read_tree, relative_to, write_tree
+from .scenarios import SCENARIOS, Action, Publication, Scenario, Snapshot, make_scenario
+from .shim import Call, Shim, read_calls
+from .workshop import Workshop
+
+_NUMBERED = re.compile(r"((?:[^./][^/]*/)*)(?:global_step_|v)(\d+)")
+REPLACING = "snapshot that replaces the only one"
+MIRRORED = "snapshot that is mirrored"
+POWER_SCENARIOS = (*SCENARIOS, REPLACING, MIRRORED)
+"""What `record` can record."""
+RECOVER = "e/t/recover"
+"""Where snapshots are, below the root."""
+
+
+def visible(tree: Tree) -> dict[str, Tree]:
+    """The numbered folders that no dot hides, with their files."""
+    found: dict[str, Tree] = {path: {} for path in tree if _NUMBERED.fullmatch(path)}
+    for path, contents in tree.items():
+        for folder in found:
+            if path.startswith(f"{folder}/") and contents is not None:
+                found[folder][path.removeprefix(f"{folder}/")] = contents
+    return found
+
+
+def number(path: str) -> int:
+    """The step or version of a numbered folder."""
+    match = _NUMBERED.fullmatch(path)
+    assert match is not None
+    return int(match[2])
+
+
+@dataclass(frozen=True)
+class Mirrored(Snapshot):
+    """Its copy in another folder belongs to the action."""
+
+    def handler(self, root: str, **options: Any) -> Any:
+        return super().handler(root, mirror_url=f"file://{root}/mirror", **options)
+
+    def arm(self, rank: int, root: str) -> Action:
+        handler, trainee, step = self.resume(rank, root)
+        trainee.train()
+
+        def dump() -> None:
+            handler.dump(trainee.engines, step_info(step + 1), trainee.loader)
+            handler.close()
+
+        return dump
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The oracle: all that is visible is whole, and the newest is the old one or the new one; once promised, the new.
+
+    The same holds for copies, which are visible when they have a manifest.
+
+    Args:
+        wanted: numbered folder -> its files.
+        newest: numbers that the newest folder may have; -1: there may be none.
+        promised: the one it must have once it was promised.
+    """
+
+    wanted: Mapping[str, Tree]
+    newest: Collection[int]
+    promised: int
+
+    def __call__(self, state: State, scratch: Path) -> str | None:
+        """What is wrong with a state; None when nothing is. ``scratch`` is a path that nothing is at."""
+        shown = visible(state.tree)
+        copies = {path: files for path, files in shown.items() if path.startswith(MIRROR)}
+        own = {path: files for path, files in shown.items() if path not in copies}
+        complete = {path: files for path, files in copies.items() if MANIFEST_NAME in files}
+        mirrors = any(path.startswith(MIRROR) for path in self.wanted)
+        for there in (own, complete) if mirrors else (own,):
+            if problem := self._problem(there, state.promised):
+                return problem
+        if RECOVER not in state.tree:
+            return None
+        below = f"{RECOVER}/"
+        recover = {path.removeprefix(below): data for path, data in state.tree.items() if path.startswith(below)}
+        write_tree(recover, scratch)
+        problem = self._store_disagrees(GenerationStore(scratch), max(map(number, own), default=-1))
+        shutil.rmtree(scratch)
+        return problem
+
+    def _problem(self, there: Mapping[str, Tree], promised: bool) -> str | None:
+        for path, files in there.items():
+            if files != self.wanted[path]:
+                differ = sorted(name for name, _ in files.items() ^ self.wanted[path].items())
+                return f"{path} is visible and not whole: {differ[0]}"
+        newest = max(map(number, there), default=-1)
+        allowed = {self.promised} if promised else {*self.newest, self.promised}
+        return None if newest in allowed else f"the newest is {newest}, expected one of {sorted(allowed)}: {[*there]}"
+
+    def _store_disagrees(self, store: GenerationStore, newest: int) -> str | None:
+        found = store.newest_valid()
+        step = -1 if found is None else found[0].step
+        if step != newest or store.rejected():
+            return f"the store found step {step} instead of {newest}, and refused {store.rejected()}"
+        return None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A scenario that was performed.
+
+    Attributes:
+        scenario: it.
+        loss: what power cuts can leave of it.
+        oracle: what they must leave.
+    """
+
+    scenario: Scenario
+    loss: PowerLoss
+    oracle: Kept
+
+    def without(self, *dropped: int) -> "Recorded":
+        """The same, had the calls of these indices not been made."""
+        return replace(self, loss=self.loss.without(dropped))
+
+
+@dataclass
+class Survey:
+    """What an oracle said of the states of a trace.
+
+    Attributes:
+        points: at how many moments the power was cut.
+        states: how many different states were shown to the oracle.
+        losses: what was wrong, with the story of each state.
+    """
+
+    points: int = 0
+    states: int = 0
+    losses: list[str] = field(default_factory=list)
+
+
+def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_loss: bool = False) -> Survey:
+    """Show the oracle every state, those of the last moments first; none before the first ``since`` calls."""
+    done, seen = Survey(), set[bytes]()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-power-loss-") as scratch:
+        for point in recorded.loss.points(effort, since):
+            done.points += 1
+            for state in recorded.loss.states(point, effort):
+                if (key := state.key()) in seen:
+                    continue
+                seen.add(key)
+                done.states += 1
+                if problem := recorded.oracle(state, Path(scratch) / "recover"):
+                    done.losses.append(f"{problem} ({state.story})")
+                if done.losses and until_first_loss:
+                    return done
+    return done
+
+
+def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) -> Recorded:
+    """Perform one of `POWER_SCENARIOS` as a job that finds everything on stable storage, and record all that it does.
+
+    That includes what resuming changes, but no fsync of a hint: nothing may depend on those. A first snapshot starts in
+    an empty folder: what is above it must be durable too when it returns.
+
+    Args:
+        shop: where.
+        name: which one.
+        switch: called by each rank before it begins: what it breaks in the product stays broken in that process.
+    """
+    own: dict[str, Snapshot] = {
+        REPLACING: Snapshot(REPLACING, base=0, keep=1),
+        MIRRORED: Mirrored(MIRRORED, base=1),
+    }
+    built = shop.build(own[name] if name in own else make_scenario(name, shop.model))
+    if isinstance(built.scenario, Snapshot) and built.scenario.base < 0:
+        root = shop.new_path("empty")
+        root.mkdir()
+    else:
+        root = built.copy()
+    before = read_tree(root)
+    calls = _perform(shop, partial(_act, built.scenario, switch), root)
+    old = visible(before)
+    wanted = old | visible(read_tree(root))
+    oracle = Kept(wanted, {max(map(number, old), default=-1)}, max(map(number, wanted)))
+    whole = Recorded(built.scenario, PowerLoss(before, calls, _promise(built.scenario)), oracle)
+    return whole.without(*(i for i, purpose in fsync_purposes(calls).items() if purpose == HINT))
+
+
+def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorded:
+    """Kill the job after ``n_calls`` of its calls and have it come back, all on one boot: one trace of both lives.
+
+    What the second life finds need not be on stable storage, although it can see it.
+    """
+    found, root = first.loss.undisturbed(n_calls), shop.new_path("second-life")
+    write_tree(found, root)
+    calls = first.loss.calls[:n_calls] + _perform(shop, first.scenario.check, root)
+    left, made = visible(found), visible(read_tree(root))
+    wanted = {**first.oracle.wanted, **left, **made}
+    oracle = Kept(wanted, {*first.oracle.newest, *map(number, left)}, max(map(number, made)))
+    return Recorded(first.scenario, PowerLoss(first.loss.before, calls), oracle)
+
+
+def _promise(scenario: Scenario) -> Callable[[Call], bool] | None:
+    """A snapshot or an export is promised when the call returns, a publication when a server reads it."""
+    if not isinstance(scenario, Publication):
+        return None
+    return lambda call: call.name == "open" and call.path == f"weights/v00000003/{MANIFEST_NAME}"
+
+
+def _perform(shop: Workshop, act: Callable[[int, str], object], root: Path) -> list[Call]:
+    logs = [shop.new_path("calls") for _ in range(2)]
+    shop.ranks.run(partial(_under_shim, act, str(root), logs)).require_success()
+    return relative_to(root, read_calls(*logs))
+
+
+def _under_shim(act: Callable[[int, str], object], root: str, logs: list[Path], rank: int) -> None:
+    with Shim(root, log=logs[rank], rank=rank):
+        act(rank, root)
+
+
+def _act(scenario: Scenario, switch: Callable[[], None] | None, rank: int, root: str) -> None:
+    if switch is not None:
+        switch()
+    scenario.arm(rank, root)()

@@ -1,0 +1,195 @@
+"""The scenarios of a run of two ranks: a snapshot of it, and its resume among what is damaged and half-done."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.engine.dcp_state import DCPState, flatten, local_tensor
+from holdfast.recover import GenerationStore, ResumableDataLoader
+from holdfast.utils.rng import seed_rng
+from tests.recover.runs import Meter, Prompts, draw, hidden, make_handler, names, step_info, stream
+
+Action = Callable[[], Any]
+Tree = dict[str, str]
+"""Path below a folder -> digest of the file."""
+
+
+class Trainee:
+    """Two sharded engines, a data cursor and a user's object, with every generator drawn from at each step."""
+
+    def __init__(self, rank: int, world_size: int = 2) -> None:
+        torch.manual_seed(5)
+        mesh = init_device_mesh("cpu", (world_size,))
+        self.engines = {"actor": _engine(10, mesh), "critic": _engine(7, mesh)}
+        self.loader = ResumableDataLoader(Prompts(), 4, seed=3, rank=rank, world_size=world_size)
+        self.meter, self._batches = Meter(), stream(self.loader)
+        seed_rng(7 + rank)
+
+    def train(self) -> str:
+        """One step of both; the digest after it."""
+        ids = next(self._batches)
+        self.meter.seen += ids
+        self.meter.mean = self.meter.mean + torch.rand(2)
+        inputs = torch.tensor(ids)[:, None] * torch.linspace(0.1, 1, 6) + draw()[0] + torch.randn(len(ids), 6)
+        for state in self.engines.values():
+            assert state.optimizer is not None and state.scheduler is not None
+            state.model(inputs).square().mean().backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.scheduler.step()
+        return self.digest()
+
+    def digest(self) -> str:
+        """Of all there is to this rank's state, generators included, which stay as they are."""
+        found = sha256()
+        for name, state in self.engines.items():
+            for key, tensor in sorted(flatten(state.state_dict())):
+                found.update(f"{name}.{key}".encode() + local_tensor(tensor).detach().numpy().tobytes())
+        found.update(repr((self.loader.state_dict(), self.meter.seen, self.meter.mean.tolist())).encode())
+        return found.hexdigest()
+
+
+def _engine(hidden_width: int, mesh: Any) -> DCPState:
+    model = nn.Sequential(nn.Linear(6, hidden_width), nn.Linear(hidden_width, 3))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return DCPState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+
+
+def tree(folder: str | Path) -> Tree:
+    """Every file below ``folder`` and what is in it."""
+    root = Path(folder)
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Resume from step ``base``, train one step, and dump it.
+
+    Attributes:
+        base: the last step that is there; -1: nothing is.
+        keep: generations that stay; with ``base`` >= ``keep`` - 1 the dump retires one.
+        digests: by step, then by rank: what `Trainee.digest` says in a run that nothing disturbs.
+    """
+
+    name: str
+    base: int
+    keep: int = 2
+    digests: tuple[tuple[str, ...], ...] = ()
+
+    def build(self, rank: int, root: str) -> list[str]:
+        """Train to ``base`` with a dump of each step, then three more steps without."""
+        handler, trainee, step = self.resume(rank, root)
+        assert step == -1
+        digests = []
+        for step in range(self.base + 1):
+            digests.append(trainee.train())
+            assert handler.dump(trainee.engines, step_info(step), trainee.loader)
+        handler.wait()
+        handler.close()
+        return digests + [trainee.train() for _ in range(3)]
+
+    def learn(self, built: list[list[str]]) -> "Snapshot":
+        """Remember the digests."""
+        return replace(self, digests=tuple(zip(*built, strict=True)))
+
+    def handler(self, root: str, **options: Any) -> Any:
+        """One over ``root``."""
+        return make_handler(root, freq_steps=1, max_ckpt_to_keep=self.keep, **options)
+
+    def resume(self, rank: int, root: str, **options: Any) -> tuple[Any, Trainee, int]:
+        """A handler and what it has loaded, to the bit; the last step of that, -1 for none."""
+        trainee, handler = Trainee(rank), self.handler(root, **options)
+        handler.register("meter", trainee.meter)
+        info = handler.load(trainee.engines, trainee.loader)
+        step = -1 if info is None else info.last_step_info.global_step
+        assert step == -1 or trainee.digest() == self.digests[step][rank], f"step {step} came back as something else"
+        return handler, trainee, step
+
+    def arm(self, rank: int, root: str) -> Action:
+        """Resume and train a step; the dump of it is the action."""
+        handler, trainee, step = self.resume(rank, root)
+        assert step == self.base
+        assert trainee.train() == self.digests[step + 1][rank]
+
+        def dump() -> bool:
+            dumped = handler.dump(trainee.engines, step_info(step + 1), trainee.loader)
+            handler.wait()
+            return dumped
+
+        return dump
+
+    def check(self, rank: int, root: str) -> bool:
+        """Resume, compare with the run that nothing disturbed, and dump the next step."""
+        handler, trainee, step = self.resume(rank, root)
+        assert step in (self.base, self.base + 1), f"step {self.base} was there, and step {step} was resumed"
+        store = GenerationStore(handler.store.root)
+        assert store.rejected() == [] and hidden(root) == [], f"left after the resume: {hidden(root)}"
+        wanted = {f"global_step_{n}" for n in range(max(step + 1 - self.keep, 0), step + 1)}
+        assert wanted <= set(names(Path(root))), f"of {sorted(wanted)} only {names(Path(root))} are left"
+        assert trainee.train() == self.digests[step + 1][rank], "the resumed run is another one"
+        assert handler.dump(trainee.engines, step_info(step + 1), trainee.loader)
+        handler.wait()
+        handler.close()
+        if rank == 0:
+            assert names(Path(root)) == [f"global_step_{n}" for n in range(max(step + 2 - self.keep, 0), step + 2)]
+            for generation in store.generations():
+                assert store.verify(generation.path).last_step_info.global_step == generation.step
+            assert hidden(root) == []
+        return step > self.base
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Resume from step 1 in a folder with a damaged step 2, and with what killed writers and removers have left.
+
+    Attributes:
+        snapshot: what is resumed, and knows how.
+    """
+
+    snapshot: Snapshot
+    name: str = "resume"
+
+    def build(self, rank: int, root: str) -> list[str]:
+        """Steps 0 and 1, whole, and the rest."""
+        digests = self.snapshot.build(rank, root)
+        if rank == 0:
+            recover = Path(root, "e", "t", "recover")
+            for left in ("global_step_2", ".staging-3-0123456789ab", ".retired-global_step_0-0123456789ab"):
+                shutil.copytree(recover / "global_step_1", recover / left)
+            (recover / "global_step_2" / "recover_info.json").write_bytes(b"")
+            (recover / ".staging-3-0123456789ab" / "manifest.json").unlink()
+        return digests
+
+    def learn(self, built: list[list[str]]) -> "Resume":
+        """Remember the digests."""
+        return replace(self, snapshot=self.snapshot.learn(built))
+
+    def arm(self, rank: int, root: str) -> Action:
+        """The action is all of a resume, from the lock on."""
+        return partial(self.snapshot.resume, rank, root)
+
+    def check(self, rank: int, root: str) -> bool:
+        """Step 1 is resumed, step 2 lies aside, everything else is gone, and step 2 can be dumped."""
+        recover = Path(root, "e", "t", "recover")
+        set_aside = not (recover / "global_step_2").exists()
+        dist.barrier()  # all have looked
+        handler, trainee, step = self.snapshot.resume(rank, root)
+        assert step == 1
+        (rejected,) = hidden(root)
+        assert rejected.startswith(".rejected-global_step_2-")
+        trainee.train()
+        assert handler.dump(trainee.engines, step_info(2), trainee.loader)
+        handler.close()
+        return set_aside

@@ -1,0 +1,164 @@
+"""A system call fails, once or from then on, at every place where one can: it is reported, and nothing else happens.
+
+For each n, each rank and each error, the n-th call of the rank below the folder fails; or all from the n-th on, on one
+rank or on all, until the attempt is over. All ranks must report the same; what was visible before must stay to the
+byte; nothing half-done may be left, as far as it could be removed; and the next attempt, with the error gone, must
+succeed. An attempt that succeeds although a call has failed is checked like any other.
+"""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import pytest
+
+from holdfast.utils.distributed import gather_objects
+from tests.recover.runs import hidden
+
+from .conftest import Tally
+from .nursery import GROUP_TIMEOUT_S
+from .sessions import SESSIONS, agree
+from .shim import Call, Shim, not_durable
+from .snapshots import Snapshot
+from .workshop import Workshop, workshop
+
+pytestmark = pytest.mark.timeout(3600)
+
+CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
+QUICK_STRIDE = 13
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Workshop]:
+    with workshop() as opened:
+        yield opened
+
+
+@dataclass
+class FailAt:
+    """Fail the n-th call.
+
+    Attributes:
+        moment: n, from 0.
+        code: the errno.
+        lasting: whether all later ones fail too.
+        struck: the call that failed, the first of them.
+    """
+
+    moment: int
+    code: int
+    lasting: bool
+    struck: Call | None = None
+    _calls: int = 0
+
+    def __call__(self, call: Call) -> None:
+        self._calls += 1
+        if self._calls == self.moment + 1 or (self.lasting and self._calls > self.moment):
+            self.struck = self.struck or call
+            raise OSError(self.code, os.strerror(self.code), call.path)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a stage has seen.
+
+    Attributes:
+        faults: that were injected.
+        reported: attempts that said that they could not write; the others have written all the same.
+        slowest_s: the longest attempt.
+        state: digest of the rank's state at the end, and the step.
+    """
+
+    faults: int
+    reported: int
+    slowest_s: float
+    state: tuple[int, str]
+
+
+def fail_at_every_call(
+    session_name: str, root: str, model: str, victims: tuple[int, ...], code: int, lasting: bool, stride: int, rank: int
+) -> Report:
+    """Stage: attempt after attempt, each with a fault at another call, each followed by one without."""
+    session = SESSIONS[session_name](rank, root, model)
+    for _ in range(3):
+        assert agree(session.attempt())
+        session.survey(True)
+    tidy = not (lasting and 0 in victims)  # rank 0 clears up
+    moment, faults, reported, slowest_s = stride // 2, 0, 0, 0.0
+    while True:
+        hook = FailAt(moment, code, lasting) if rank in victims else None
+        started = time.monotonic()
+        try:
+            with Shim(root, hook, rank=rank) as shim:
+                done = session.attempt()
+            calls = list(chain.from_iterable(gather_objects([replace(call, data=None) for call in shim.calls])))
+            slowest_s = max(slowest_s, time.monotonic() - started)
+            struck = [call for call in gather_objects(hook.struck if hook else None) if call is not None]
+            agree(done)
+            session.survey(done, tidy)
+            lost = not_durable(sorted(calls, key=lambda call: call.time_ns), session.newest) if done else []
+            assert not lost, f"reported as written, but a power cut could take away {lost}"
+            if not struck:
+                assert done
+                break
+            assert agree(session.attempt()), "the attempt after the error failed too"
+            session.survey(True, tidy)
+        except BaseException as error:
+            error.add_note(f"{errno.errorcode[code]} at call {moment} of ranks {victims}, here: {hook and hook.struck}")
+            raise
+        faults, reported, moment = faults + 1, reported + (not done), moment + stride
+    session.close()
+    state = (session.step, session.digest) if session_name == "snapshot" else (0, "")
+    return Report(faults, reported, slowest_s, state)
+
+
+def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
+    """Stage: fresh ranks get the last snapshot back to the bit, and what removals that failed have left goes."""
+    step = states[0][0]
+    digests = (*[()] * step, tuple(digest for _, digest in states))
+    handler, _, resumed = Snapshot("again", base=step, digests=digests).resume(rank, root)
+    assert resumed == step
+    handler.close()
+    assert hidden(root) == []
+
+
+CASES = [((0,), False), ((1,), False), ((0,), True), ((1,), True), ((0, 1), True)]
+"""Ranks whose calls fail, and whether all of them from the n-th on do."""
+
+
+@pytest.mark.parametrize(("victims", "lasting"), CASES)
+@pytest.mark.parametrize("name", SESSIONS)
+def test_an_error_at_any_system_call_is_reported_and_survived(
+    shop: Workshop,
+    name: str,
+    victims: tuple[int, ...],
+    lasting: bool,
+    full: bool,
+    tally: Tally,
+    say: Callable[[str], None],
+) -> None:
+    for code in CODES if full else (errno.ENOSPC, errno.EIO):
+        root = shop.new_path("root")
+        root.mkdir()
+        stride = 1 if full else QUICK_STRIDE
+        stage = partial(fail_at_every_call, name, str(root), shop.model, victims, code, lasting, stride)
+        outcome = shop.ranks.run(stage, timeout_s=1800)
+        kind = f"{errno.errorcode[code]} from a system call"
+        try:
+            reports = [results[0] for results in outcome.require_success()]
+            if name == "snapshot":
+                shop.ranks.run(partial(come_back, str(root), [report.state for report in reports])).require_success()
+        except AssertionError:
+            tally.add(kind, injected=1, lost=1)
+            raise
+        faults, reported = reports[0].faults, reports[0].reported
+        assert 0 < reported <= faults and reports[0].slowest_s < GROUP_TIMEOUT_S, "noticed only by a timeout"
+        tally.add(kind, injected=faults, survived=faults)
+        what = "all from a call on" if lasting else "one call"
+        say(f"{name}: {kind}, {what}, of ranks {victims}: {faults} attempts, {reported} reported")
+        shutil.rmtree(root)

@@ -1,0 +1,247 @@
+"""Malicious generations: pickles that run code, in every file that is read back; none runs, and each is named.
+
+Every attack comes twice. With the digests of what was there before, it is damage as any other: the generation is set
+aside and the older one takes over. Sealed again, as somebody who may write the folder can, its digests are right: what
+is refused then is what the file says, and nothing may have been changed by that time.
+"""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from holdfast.engine.dcp_reader import CheckedReader
+from holdfast.recover.info import INFO_NAME
+from holdfast.utils.errors import HoldfastError
+from holdfast.utils.manifest import MANIFEST_NAME
+from tests.faults.attacks import BOMB_BYTES, STATE, Attack, bomb_attacks, odd_attacks, pickle_attacks, plant_file
+from tests.faults.conftest import Tally
+from tests.faults.generations import (
+    LOAD_TIMEOUT_S,
+    NEWER,
+    OLDER,
+    Victim,
+    copy_generations,
+    quiet,
+    replace_bytes,
+    reseal,
+    sharded_states,
+    slug,
+    time_limit,
+)
+from tests.faults.payloads import WRAPPINGS, Call, careless, payload_objects, payload_streams
+from tests.helpers import run_ranks
+from tests.recover.runs import make_handler, make_loader
+
+pytestmark = pytest.mark.timeout(600)
+
+ALLOWED_BYTES = 64 << 20
+"""How much memory refusing a bomb of `BOMB_BYTES` may take."""
+
+
+def _judge(
+    attack: Attack, sealed: bool, good: Path, root: Path, victim: Victim, older: str, marker: Path
+) -> tuple[str, str] | None:
+    """``(column of the table, what is wrong)``, or None when the attack was survived."""
+    recover = copy_generations(good, root, OLDER, NEWER)
+    attack.plant(recover / NEWER)
+    if sealed and "manifest" not in attack.name and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{":
+        reseal(recover / NEWER)
+    # Pointing at a payload changes other files than the one that is meant.
+    words = attack.named if sealed else (*attack.named, "actor/.metadata", "actor/__0_0.distcp")
+    try:
+        found = victim.load(root)
+    except HoldfastError as error:
+        verdict = None if any(word in str(error) for word in words) else ("undetected", f"not named: {error}")
+        if victim.state_record() != victim.untouched:
+            verdict = "lost", f"something was changed before {error}"
+        elif not sealed:
+            verdict = "lost", f"the older generation did not take over: {error}"
+    except Exception as error:  # a harness reports whatever it meets
+        verdict = "lost", f"{type(error).__name__}: {error}"
+    else:
+        (reason,) = [path.name for path in recover.glob(".rejected-*")] or ["nothing was set aside"]
+        named = any(slug(word) in reason for word in words)
+        sound = found.step == 0 and found.record == older
+        verdict = None if sound and named else ("undetected", f"step {found.step} was loaded; {reason}")
+    return ("executed", "the payload ran") if marker.exists() else verdict
+
+
+def _run(
+    kind: str,
+    attacks: list[Attack],
+    good: Path,
+    victim: Victim,
+    older: str,
+    tmp_path: Path,
+    tally: Tally,
+    progress: Callable[[str], None],
+) -> None:
+    problems = []
+    for number, attack in enumerate(attacks):
+        for sealed in (False, True):
+            with quiet():
+                problem = _judge(attack, sealed, good, tmp_path / "run", victim, older, tmp_path / "marker")
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "marker").unlink(missing_ok=True)
+            tally.add(kind, injected=1, **{problem[0] if problem else "survived": 1})
+            if problem:
+                problems.append(f"{attack.name}{', sealed again' if sealed else ''}: {problem[1]}")
+        progress(f"{kind}: {number + 1} of {len(attacks)}, {len(problems)} bad")
+    assert attacks and not problems, f"{len(problems)} of {2 * len(attacks)}:\n" + "\n".join(problems[:20])
+
+
+@pytest.fixture(scope="module")
+def older(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the older generation restores."""
+    root = tmp_path_factory.mktemp("older") / "run"
+    copy_generations(good, root, OLDER)
+    return victim.load(root).record
+
+
+def test_every_payload_is_alive(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    streams = payload_streams(marker)
+    objects = {f"{name}, pickled": pickle.dumps(value) for name, value in payload_objects(marker).items()}
+    for name, stream in (streams | objects).items():
+        for how, wrap in WRAPPINGS.items():
+            careless(wrap(stream))
+            assert marker.exists(), f"{name}, {how}, does nothing"
+            marker.unlink()
+
+
+def test_no_pickle_runs_wherever_it_is_planted(
+    good: Path,
+    victim: Victim,
+    older: str,
+    tmp_path: Path,
+    full: bool,
+    tally: Tally,
+    progress: Callable[[str], None],
+) -> None:
+    attacks = list(pickle_attacks(tmp_path / "marker"))
+    if not full:
+        by_place: dict[str, list[Attack]] = {}
+        for attack in attacks:
+            by_place.setdefault(attack.name.rpartition(", ")[2], []).append(attack)
+        attacks = [attack for place in by_place.values() for attack in Random(0).sample(place, 3)]
+    _run("pickle that runs code", attacks, good, victim, older, tmp_path, tally, progress)
+
+
+def test_no_name_leads_out_of_the_folder_and_no_size_takes_the_memory(
+    good: Path, victim: Victim, older: str, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
+) -> None:
+    _run("name or size that lies", list(odd_attacks()), good, victim, older, tmp_path, tally, progress)
+
+
+def _peak_growth_bytes(action: Callable[[], object]) -> int:
+    """By how much this process's memory grew at most while ``action`` ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = _status_bytes("VmRSS")
+    action()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="cannot reset the peak of memory")
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused_before_it_does(
+    good: Path, victim: Victim, older: str, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
+) -> None:
+    assert _peak_growth_bytes(lambda: torch.zeros(BOMB_BYTES, dtype=torch.uint8).fill_(1)) > ALLOWED_BYTES
+    for attack in bomb_attacks():
+        grown = _peak_growth_bytes(
+            lambda attack=attack: _run("zip bomb", [attack], good, victim, older, tmp_path, tally, progress)
+        )
+        assert grown < ALLOWED_BYTES, f"{attack.name}: took {grown} bytes"
+
+
+def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
+    """What each of the generations is refused with."""
+    states, said = sharded_states(world_size), []
+    for root in roots:
+        handler = make_handler(root, freq_steps=1)
+        try:
+            with time_limit(LOAD_TIMEOUT_S):
+                handler.load(states, make_loader("own", rank, world_size))
+            said.append("was loaded")
+        except HoldfastError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        finally:
+            handler.close()
+    return said
+
+
+def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
+    """Sealed again; the file of rank 1 is one that rank 0 never opens."""
+    marker, roots = tmp_path / "marker", []
+    for number, (what, stream) in enumerate(payload_streams(marker).items()):
+        folder = copy_generations(good, tmp_path / str(number), NEWER) / NEWER
+        plant_file("state/rank_00001.pt", WRAPPINGS["zip"](stream), folder)
+        reseal(folder)
+        roots.append(str(tmp_path / str(number)))
+        assert what
+    first, second = run_ranks(_load_each, 2, roots)
+    assert all("PeerError" in text and "rank_00001.pt" in text for text in first), first
+    assert all("CheckpointCorruptError" in text and "rank_00001.pt" in text for text in second), second
+    assert not marker.exists()
+    tally.add("pickle that runs code, two ranks", injected=len(roots), survived=len(roots))
+
+
+def test_torchs_own_loader_runs_a_planted_object_and_the_checked_reader_does_not(tmp_path: Path, tally: Tally) -> None:
+    """A folder as stock torch writes it, with a byte entry, read through ``dcp.load``."""
+    marker, values = tmp_path / "marker", {"weight": torch.ones(3), "evil": Call(os.system, f"touch {tmp_path}/marker")}
+    dcp.save(values, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert not marker.exists()
+    wanted: dict[str, Any] = {"weight": torch.zeros(3), "evil": None}
+    with pytest.raises(CheckpointException, match=r"CheckpointCorruptError: .*evil cannot be read"):
+        dcp.load(wanted, storage_reader=CheckedReader(tmp_path / "stock"), no_dist=True)
+    assert not marker.exists()
+    dcp.load(dict(wanted), checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert marker.exists(), "the attack is not alive"
+    tally.add("pickle that runs code, stock folder", injected=1, survived=1)
+
+
+def _flip_sealed(name: str, at: int, folder: Path) -> None:
+    data = bytearray((folder / name).read_bytes())
+    data[at] ^= 1 << (at % 8)
+    replace_bytes(folder / name, data)
+
+
+def test_nonsense_with_right_digests_is_refused_with_an_error_of_ours_or_does_no_harm(
+    good: Path, victim: Victim, tmp_path: Path, full: bool, tally: Tally, progress: Callable[[str], None]
+) -> None:
+    """Any flipped bit of what is parsed, sealed again: digests say nothing, so parsers must."""
+    dice, problems = Random(1), []
+    for name in ("actor/.metadata", STATE, "data.pt", INFO_NAME):
+        size = (good / NEWER / name).stat().st_size
+        places = dice.sample(range(size), min(size, 400 if full else 12))
+        for number, at in enumerate(places):
+            folder = copy_generations(good, tmp_path / "run", NEWER) / NEWER
+            _flip_sealed(name, at, folder)
+            reseal(folder)
+            problem = None
+            with quiet():
+                try:
+                    victim.load(tmp_path / "run")
+                except HoldfastError:
+                    pass
+                except Exception as error:  # a harness reports whatever it meets
+                    problem = f"{name}, byte {at}: {type(error).__name__}: {error}"
+            shutil.rmtree(tmp_path / "run")
+            problems += [problem] if problem else []
+            tally.add("nonsense with right digests", injected=1, **{"lost" if problem else "survived": 1})
+            progress(f"nonsense in {name}: {number + 1} of {len(places)}, {len(problems)} bad")
+    assert not problems, f"{len(problems)}:\n" + "\n".join(islice(problems, 20))

@@ -1,0 +1,161 @@
+"""Power cuts at every moment of a snapshot, an export, a publication: what was promised is there, what shows is whole.
+
+The first tests are about the model itself; see power_loss.py for what it lets a power cut do.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import pytest
+
+from tests.faults.conftest import Tally
+from tests.faults.power_loss import FULL, QUICK, Effort, PowerLoss, Tree, write_tree
+from tests.faults.power_traces import MIRRORED, POWER_SCENARIOS, Recorded, record, record_second_life, survey
+from tests.faults.scenarios import Scenario
+from tests.faults.shim import Call
+from tests.faults.workshop import Workshop, workshop
+
+pytestmark = pytest.mark.timeout(1800)
+
+BRIEF = Effort(subsets_of=3, samples=2)
+EVERYTHING = Effort(subsets_of=20, all_points=True)
+
+
+def _left(before: Tree, *calls: Call) -> list[Tree]:
+    """Every state that a power cut can leave once the calls have returned, each once."""
+    trace = PowerLoss(before, calls)
+    found: list[Tree] = []
+    for state in trace.states(len(calls), EVERYTHING):
+        if state.tree not in found:
+            found.append(state.tree)
+    return found
+
+
+def _create(path: str) -> Call:
+    return Call("open", path, flags=os.O_CREAT | os.O_WRONLY)
+
+
+def _write(path: str, data: bytes, offset: int = 0) -> Call:
+    return Call("write", path, data=data, offset=offset)
+
+
+def test_what_was_fsynced_is_there_and_nothing_else_is_possible() -> None:
+    calls = _create("a"), _write("a", b"data"), Call("fsync", "a"), Call("fsync", ".")
+    assert _left({}, *calls) == [{"a": b"data"}]
+
+
+def test_a_write_that_was_not_fsynced_is_there_or_lost_or_torn_or_zeros() -> None:
+    left = _left({"a": b"old"}, _write("a", b"more", 3))
+    assert sorted(tree["a"] or b"" for tree in left) == [b"old", b"old\0\0\0\0", b"oldmo", b"oldmore"]
+
+
+def test_a_file_that_was_fsynced_can_lose_its_name_and_a_folder_that_was_can_hold_an_empty_file() -> None:
+    made = _create("a"), _write("a", b"data")
+    assert {} in _left({}, *made, Call("fsync", "a"))
+    assert {"a": b""} in _left({}, *made, Call("fsync", "."))
+
+
+def test_an_fsync_makes_nothing_certain_that_comes_after_it() -> None:
+    calls = _create("a"), Call("fsync", "."), Call("fsync", "a"), _write("a", b"data")
+    assert {"a": b""} in _left({}, *calls)
+
+
+def test_a_rename_is_seen_whole_or_not_at_all() -> None:
+    assert _left({"a": b"1", "b": b"2"}, Call("rename", "a", target="b")) == [{"b": b"1"}, {"a": b"1", "b": b"2"}]
+
+
+def test_a_rename_can_be_there_without_the_data_that_was_written_before_it() -> None:
+    calls = _create("a.tmp"), _write("a.tmp", b"new"), Call("rename", "a.tmp", target="a"), Call("fsync", ".")
+    assert {"a": b""} in _left({"a": b"old"}, *calls)
+
+
+def test_what_is_in_a_folder_that_has_no_name_is_nowhere() -> None:
+    made = Call("mkdir", "f", size=0o777), _create("f/a")
+    assert {} in _left({}, *made, Call("fsync", "f/a"), Call("fsync", "f"))
+    assert all("f" in tree for tree in _left({}, *made, Call("fsync", ".")))
+
+
+def test_files_can_be_gone_from_a_folder_whose_new_name_was_lost() -> None:
+    calls = Call("rename", "f", target=".f"), Call("unlink", ".f/a"), Call("rmdir", ".f")
+    left = _left({"f": None, "f/a": b"1"}, *calls)
+    assert {"f": None} in left and {} in left
+    assert {"f": None} not in _left({"f": None, "f/a": b"1"}, calls[0], Call("fsync", "."), *calls[1:])
+
+
+def test_a_file_system_that_keeps_order_is_among_the_possible_ones() -> None:
+    calls = [_create(name) for name in "abcdefghijklmnopqrstuvwxyz"]
+    states = [state.tree for state in PowerLoss({}, calls).states(len(calls), QUICK)]
+    for length in range(len(calls) + 1):
+        assert {call.path: b"" for call in calls[:length]} in states
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Workshop]:
+    with workshop() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def recorded(shop: Workshop) -> Callable[[str], Recorded]:
+    """A scenario, performed once."""
+    return cache(partial(record, shop))
+
+
+def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort: Effort, since: int = 0) -> None:
+    found = survey(recorded, effort, since=since)
+    lost = len(found.losses)
+    say(f"power loss, {recorded.scenario.name}: {found.points} moments, {found.states} states, {lost} lost")
+    tally.add("power loss", injected=found.states, survived=found.states - lost, lost=lost)
+    assert not lost, "\n".join(found.losses[:5])
+
+
+@pytest.mark.parametrize("name", POWER_SCENARIOS)
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_and_what_was_promised(
+    name: str, recorded: Callable[[str], Recorded], full: bool, tally: Tally, say: Callable[[str], None]
+) -> None:
+    _judge(recorded(name), tally, say, FULL if full else QUICK)
+
+
+@pytest.mark.parametrize("name", [name for name in POWER_SCENARIOS if name != "export"])  # no job comes back to one
+def test_a_job_that_was_killed_and_comes_back_trusts_nothing_that_is_not_on_the_disk_yet(
+    name: str,
+    shop: Workshop,
+    recorded: Callable[[str], Recorded],
+    full: bool,
+    tally: Tally,
+    say: Callable[[str], None],
+) -> None:
+    if name == MIRRORED and not full:
+        pytest.skip("in make faults: it takes minutes")
+    first = recorded(name)
+    for n_calls in _kills(first.loss.calls, everywhere=full):
+        _judge(record_second_life(shop, first, n_calls), tally, say, BRIEF, since=n_calls)
+
+
+def _kills(calls: list[Call], everywhere: bool) -> list[int]:
+    """Moments after a name was made, and before an fsync made it certain; or the first of a visible folder."""
+    moments = [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
+    shown = [n for n in moments if "/." not in (calls[n - 1].target or calls[n - 1].path)]
+    return moments if everywhere else shown[:1]
+
+
+@pytest.mark.parametrize("name", POWER_SCENARIOS)
+def test_ranks_go_on_from_what_a_power_cut_left(
+    name: str, shop: Workshop, recorded: Callable[[str], Recorded], full: bool, tally: Tally
+) -> None:
+    scenario, trace = recorded(name).scenario, recorded(name).loss
+    states = [state for point in trace.points(QUICK) for state in trace.states(point, QUICK)]
+    different = list({state.key(): state for state in states}.values())
+    for state in random.Random(name).sample(different, min(60, len(different)) if full else 1):
+        root = shop.new_path("left")
+        write_tree(state.tree, root)
+        outcome = shop.ranks.run(partial(_check, scenario, str(root)))
+        survived = not any(outcome.ends)
+        tally.add("power loss, resumed", injected=1, survived=survived, lost=not survived)
+        assert survived, f"{state.story}: {outcome.errors}"
+
+
+def _check(scenario: Scenario, root: str, rank: int) -> None:
+    scenario.check(rank, root)

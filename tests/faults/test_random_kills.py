@@ -1,0 +1,289 @@
+"""The GRPO example in a storm of signals ends with the bytes of a run that nobody touched.
+
+SIGKILL to a random process (driver, trainers, rollout worker, also one that still starts), SIGSTOP to a random worker,
+SIGTERM to the driver, in random order at random moments, recoveries included. All the while a watcher verifies every
+generation it can see. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest tests/faults/test_random_kills.py -s`` makes another
+storm of it.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.chaos import GrpoRun, sha256
+from holdfast.recover.store import Generation, GenerationStore
+from holdfast.utils.errors import CheckpointError, Preempted
+from holdfast.utils.stats import read_stats
+from tests.faults.conftest import FULL, Tally
+
+AMOUNTS = {
+    "SIGKILL": int(os.environ.get("HOLDFAST_KILLS", "300" if FULL else "10")),
+    "SIGSTOP": int(os.environ.get("HOLDFAST_STOPS", "20" if FULL else "1")),
+    "SIGTERM": int(os.environ.get("HOLDFAST_TERMS", "20" if FULL else "1")),
+}
+KINDS = {
+    "SIGKILL": "SIGKILL of a random process",
+    "SIGSTOP": "SIGSTOP of a random worker",
+    "SIGTERM": "SIGTERM to the driver",
+}
+SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
+
+STEPS = 40
+# An epoch has 15 steps, so the run reshuffles twice; every other step is a snapshot, so that kills often hit one.
+SETTINGS = (
+    f"total_steps={STEPS}",
+    "n_prompts=60",
+    "batch_size=4",
+    "n_samples=4",
+    "tensorboard=false",
+    "hang_timeout_s=3",
+    "recover.freq_steps=2",
+    "recover.retries=1000",
+)
+LONGEST_WAIT_S = 5.0
+PATIENCE_S = 300.0
+GONE_S = 90.0  # agents of Ray outlive a raylet that was killed by half a minute
+TIMES = {"seconds", "time"}
+
+
+_NONE = Generation(-1, Path())
+
+
+class Watcher:
+    """Verifies every generation that comes in sight, and every resumption, until it is told to stop.
+
+    Attributes:
+        verified: how many generations there were.
+        problems: what was seen and must not be.
+    """
+
+    def __init__(self, run: GrpoRun) -> None:
+        self._run, self._store = run, GenerationStore(run.trial_root / "recover")
+        self._newest, self._n_attempts = -1, 0
+        self._ended = threading.Event()
+        self._seen: set[tuple[str, int]] = set()
+        self.verified, self.problems = 0, list[str]()
+
+    @contextmanager
+    def watching(self) -> Iterator["Watcher"]:
+        """Watch in a thread of its own while the block runs."""
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            try:
+                self._look()
+            except Exception as error:  # its silence would be taken for approval
+                self.problems.append(f"the watcher failed: {type(error).__name__}: {error}")
+                return
+
+    def _look(self) -> None:
+        newest = max(generation.step for _ in range(3) for generation in self._store.generations() or [_NONE])
+        if newest < self._newest:  # (one listing can miss a rename, three cannot)
+            self.problems.append(f"step {self._newest} was committed, and now the newest is {newest}")
+        attempts = self._run.attempts()
+        for attempt in attempts[self._n_attempts :]:
+            # What was visible the last time I looked was committed before this attempt looked for what to resume.
+            if attempt["step"] <= self._newest:
+                self.problems.append(f"step {self._newest} was committed, but step {attempt['step']} is trained again")
+        self._newest, self._n_attempts = newest, len(attempts)
+        for generation in self._store.generations():
+            try:
+                identity = generation.path.name, generation.path.stat().st_ino
+                if identity not in self._seen:
+                    self._store.verify(generation.path)
+                    self._seen.add(identity)
+                    self.verified += 1
+            except (CheckpointError, OSError) as error:
+                if generation.path.exists():  # else it was retired while it was read
+                    self.problems.append(f"visible, but bad: {error}")
+        if rejected := [path.name for path in self._store.rejected()]:
+            self.problems.append(f"set aside: {rejected}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _gone(pid: int) -> bool:
+    return not _alive(pid)
+
+
+def workers(run: GrpoRun) -> dict[int, str]:
+    """Process id -> role of every rank that lives, also of groups that still start."""
+    pids = run.pids()
+    roles = {pid: f"{who} {rank}" for who, ranks in pids.items() for rank, pid in enumerate(ranks)}
+    found = {}
+    with suppress(psutil.NoSuchProcess):  # the driver has ended
+        for process in psutil.Process(pids["driver"][0]).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE and "_RayActor" in process.name():
+                    found[process.pid] = roles.get(process.pid, "a starting worker")
+    return found
+
+
+def _trains(run: GrpoRun) -> bool:
+    """Whether all the workers that the driver has named last are there."""
+    pids = run.pids()
+    return "trainer" in pids and all(_alive(pid) for pid in (*pids["trainer"], *pids["rollout"]))
+
+
+class Storm:
+    """Sends signals to one run; ``dice`` says when and to whom.
+
+    Args:
+        run: started.
+        dice: the random numbers.
+    """
+
+    def __init__(self, run: GrpoRun, dice: random.Random) -> None:
+        self.run, self._dice = run, dice
+
+    def strike(self, kind: str) -> str | None:
+        """Send one signal of the kind at some moment, and say to whom; None when the run has ended before."""
+        self._wait_for_a_moment()
+        if self.run.exit_code() is None:
+            return {"SIGKILL": self._kill, "SIGSTOP": self._stop, "SIGTERM": self._terminate}[kind]()
+        return None
+
+    def _wait(self, condition: Callable[[], bool]) -> bool:
+        """False when the run ended instead."""
+        self.run.wait_until(lambda: self.run.exit_code() is not None or condition(), PATIENCE_S)
+        return self.run.exit_code() is None
+
+    def _wait_for_a_moment(self) -> None:
+        """One time in three at once, on top of the last one; one in three any moment, in the middle of a recovery as a
+        rule; else a few steps on."""
+        if (draw := self._dice.random()) < 2 / 3:
+            time.sleep(self._dice.uniform(0.0, 0.3 if draw < 1 / 3 else LONGEST_WAIT_S))
+            return
+        attempts, steps = len(self.run.attempts()), self._dice.randrange(6)
+        goal = min(self.run.last_step() + steps, STEPS - 1)
+        self._wait(lambda: self.run.last_step() >= goal or len(self.run.attempts()) > attempts + 2)
+        time.sleep(self._dice.uniform(0.0, 0.5))
+
+    def _kill(self) -> str | None:
+        """The driver when nobody else is there, else one time in five: it takes longest to come back."""
+        while self.run.exit_code() is None:
+            others = workers(self.run)
+            if not others or self._dice.random() < 0.2:
+                self.run.kill("driver")
+                self.run.start()
+                return "the driver"
+            pid = self._dice.choice(sorted(others))
+            with suppress(ProcessLookupError):  # it ended by itself a moment ago, as after another's death
+                os.kill(pid, signal.SIGKILL)
+                return others[pid]
+        return None
+
+    def _stop(self) -> str | None:
+        """Once the group is up (starting has another, longer timeout); wait until somebody has ended the process."""
+        while self._wait(lambda: _trains(self.run)):
+            pids = self.run.pids()
+            pid = self._dice.choice([*pids["trainer"], *pids["rollout"]])
+            role = workers(self.run).get(pid)
+            with suppress(ProcessLookupError):
+                if role is not None:
+                    os.kill(pid, signal.SIGSTOP)
+                    self._wait(partial(_gone, pid))
+                    return role
+        return None
+
+    def _terminate(self) -> str | None:
+        """While it trains: it has to snapshot the step it is in, and to say so with its exit code."""
+        goal = self.run.last_step() + 2
+        if not self._wait(lambda: self.run.last_step() >= goal and _trains(self.run)):
+            return None
+        os.kill(self.run.pids()["driver"][0], signal.SIGTERM)
+        code, step = self.run.wait(PATIENCE_S), self.run.last_step()
+        if code == 0 and step == STEPS - 1:
+            return None
+        newest = GenerationStore(self.run.trial_root / "recover").generations()[0].step
+        # After the last snapshot no step answers any more: the signal is passed on, to Ray's handler.
+        codes = {Preempted.EXIT_CODE} | ({signal.SIGTERM, -signal.SIGTERM} if step == STEPS - 1 else set())
+        assert code in codes and newest == step, f"{code}, {newest}, {step}: {self.run.log_tail()}"
+        self.run.start()
+        return "the driver"
+
+
+def numbers(run: GrpoRun) -> list[dict[str, Any]]:
+    """What was logged of each step, in order, without the times."""
+    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
+    return [{name: value for name, value in entry.items() if name not in TIMES} for entry in stats]
+
+
+def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
+    """In what a run that has ended differs from the one that nobody touched."""
+    found = []
+    if code := run.exit_code():
+        return [f"it ended with {code}:\n{run.log_tail()}"]
+    if sha256(run.final_weights()) != sha256(reference.final_weights()):
+        found.append("the final weights are others")
+    ours, theirs = numbers(run), numbers(reference)
+    if [entry["step"] for entry in ours] != list(range(STEPS)):
+        found.append(f"steps are lost or logged twice: {[entry['step'] for entry in ours]}")
+    found += [f"step {one['step']} has other numbers" for one, other in zip(ours, theirs, strict=False) if one != other]
+    hidden = [path.name for path in run.trial_root.glob("*/.*")]
+    found += [f"{name} was left" for name in hidden if not name.startswith((".staging-", ".retired-", ".lock"))]
+    end = time.monotonic() + GONE_S
+    while (left := run.leftovers()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found + ([f"processes {left} were left"] if left else [])
+
+
+@pytest.mark.timeout(900 + 60 * sum(AMOUNTS.values()))
+def test_whatever_is_killed_stopped_or_terminated_the_run_ends_with_the_same_bytes(
+    tmp_path: Path, tally: Tally, say: Callable[[str], None]
+) -> None:
+    reference = GrpoRun(tmp_path / "reference", *SETTINGS, "recover.mode=off")
+    reference.start()
+    assert reference.wait(PATIENCE_S) == 0, reference.log_tail()
+    dice, n_runs, n_verified = random.Random(SEED), 0, 0
+    signals = [kind for kind, amount in AMOUNTS.items() for _ in range(amount)]
+    dice.shuffle(signals)
+    n_signals = len(signals)
+    while signals:
+        run, sent = GrpoRun(tmp_path / f"run_{n_runs}", *SETTINGS), Counter[str]()
+        run.start()
+        storm = Storm(run, dice)
+        with Watcher(run).watching() as watcher:
+            try:
+                started = time.monotonic()
+                while signals and (who := storm.strike(signals[-1])) is not None:
+                    kind = signals.pop()
+                    sent[kind] += 1
+                    tally.add(KINDS[kind], injected=1)
+                    took_s, step = time.monotonic() - started, run.last_step()
+                    started = time.monotonic()
+                    number = n_signals - len(signals)
+                    say(f"{number} of {n_signals}: {kind} to {who} after step {step} of run {n_runs}, {took_s:.1f} s")
+                run.wait(PATIENCE_S)
+            finally:
+                run.stop()
+        problems = watcher.problems[:5] + flaws(run, reference)
+        for kind, amount in sent.items():
+            tally.add(KINDS[kind], **{"lost" if problems else "survived": amount})
+        assert not problems, f"run {n_runs}, after {dict(sent)} (seed {SEED}):\n" + "\n".join(problems)
+        n_runs, n_verified = n_runs + 1, n_verified + watcher.verified
+        say(f"run {n_runs - 1} ended well after {dict(sent)}; {n_verified} generations verified so far")
+    assert n_verified >= n_runs * STEPS // 4, "the watcher has seen hardly any generation"

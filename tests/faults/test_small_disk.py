@@ -1,0 +1,223 @@
+"""A disk that is really full, and files that may really grow no further: the kernel fails the calls, not a hook.
+
+The disk is a small tmpfs in a mount namespace of the test's own, which any user may make where the kernel allows it.
+Ballast leaves less and more room, page by page or inode by inode; or it comes in the middle of an attempt, after any
+look at the free space. With the ballast gone, the next attempt must succeed. Likewise with a limit on the size of a
+process's files, of one rank or of both, at sizes that cut every write.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.utils.distributed import rank_zero_decides
+
+from .conftest import Tally
+from .sessions import SESSIONS, Session, agree
+from .shim import Call, Shim
+from .workshop import Workshop, workshop
+
+pytestmark = pytest.mark.timeout(1800)
+
+DISK_BYTES = 2 << 20
+DISK_INODES = 400
+PAGE_BYTES = 4096
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+
+
+def mount_small_disk(path: str) -> None:
+    """Give this process, which has no threads, and its children a tmpfs at ``path`` that nobody else sees.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *args: bytes | int) -> None:
+        if getattr(libc, function)(*args) != 0:
+            raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+    user, group = os.getuid(), os.getgid()
+    call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    call("mount", b"none", path.encode(), b"tmpfs", 0, f"size={DISK_BYTES},nr_inodes={DISK_INODES}".encode())
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """Ranks that see a small file system.
+
+    Attributes:
+        path: where it is mounted, for them.
+    """
+
+    shop: Workshop
+    path: Path
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
+    path = tmp_path_factory.mktemp("disk")
+    probe = os.fork()
+    if probe == 0:
+        try:
+            mount_small_disk(str(path))
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]):
+        pytest.skip(f"this kernel lets no ordinary user mount a file system: {os.strerror(code)}")
+    with workshop(partial(mount_small_disk, str(path))) as opened:
+        yield SmallDisk(opened, path)
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Workshop]:
+    with workshop() as opened:
+        yield opened
+
+
+@dataclass
+class Ballast:
+    """What fills a disk.
+
+    Attributes:
+        folder: on that disk.
+        inodes: whether it takes up names, not bytes.
+        room: how many pages, or inodes, it leaves.
+    """
+
+    folder: Path
+    inodes: bool
+    room: int
+
+    def load(self) -> None:
+        """Fill up."""
+        self.folder.mkdir()
+        if self.inodes:
+            while os.statvfs(self.folder).f_ffree > self.room:
+                (self.folder / str(len(os.listdir(self.folder)))).touch()
+        else:
+            with open(self.folder / "ballast", "wb") as file:
+                status = os.statvfs(self.folder)
+                if (size := status.f_bavail * status.f_frsize - self.room * PAGE_BYTES) > 0:
+                    os.posix_fallocate(file.fileno(), 0, size)
+
+    def drop(self) -> None:
+        """Make room."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def __call__(self, call: Call) -> None:
+        """As a hook: fill up when the first file is made."""
+        if call.name == "open" and (call.flags or 0) & os.O_CREAT and not self.folder.exists():
+            self.load()
+
+
+def fill_the_disk(
+    session_name: str, disk: str, model: str, inodes: bool, late: bool, stride: int, rank: int
+) -> tuple[int, int]:
+    """Stage: attempts with more and more room, until there is enough; how many there were, and how many failed."""
+    root = Path(disk, f"{session_name}-{inodes}-{late}")
+    if rank == 0:
+        root.mkdir()
+    dist.barrier()
+    session: Session = SESSIONS[session_name](rank, str(root), model)
+    for _ in range(3):
+        assert agree(session.attempt())
+        session.survey(True)
+    faults = 0
+    for room in count(0, stride):
+        ballast = Ballast(Path(disk, "ballast"), inodes, room)
+        if not late:
+            rank_zero_decides(ballast.load)
+        with Shim(root, ballast) if late and rank == 0 else contextlib.nullcontext():
+            done = agree(session.attempt())
+        rank_zero_decides(ballast.drop)
+        session.survey(done)
+        if done:
+            break
+        faults += 1
+        assert agree(session.attempt()), "there is room again"
+        session.survey(True)
+    session.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(root)
+    return faults, room
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "amidst"])
+@pytest.mark.parametrize("inodes", [False, True], ids=["bytes", "inodes"])
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_disk_that_is_full_to_the_last_page_or_inode_costs_only_the_attempt(
+    disk: SmallDisk, name: str, inodes: bool, late: bool, full: bool, tally: Tally, say: Callable[[str], None]
+) -> None:
+    stride = 1 if full else 2 if inodes else 5
+    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, inodes, late, stride)
+    outcome = disk.shop.ranks.run(stage, timeout_s=900)
+    _count(outcome.errors, "full disk", tally)
+    faults, room = outcome.require_success()[0][0]
+    assert faults > 0
+    tally.add("full disk", injected=faults, survived=faults)
+    say(f"{name}: {faults} attempts failed on a full disk; {room} {'inodes' if inodes else 'pages'} are enough")
+
+
+def _limit_files(
+    session_name: str, root: str, model: str, victims: tuple[int, ...], stride_bytes: int, rank: int
+) -> tuple[int, int]:
+    """Stage: attempts with files that may grow larger and larger, until that is large enough."""
+    session: Session = SESSIONS[session_name](rank, root, model)
+    for _ in range(3):
+        assert agree(session.attempt())
+        session.survey(True)
+    faults = 0
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for limit in count(0, stride_bytes):
+        if rank in victims:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            done = session.attempt()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        session.survey(agree(done))
+        if done:
+            break
+        faults += 1
+        assert agree(session.attempt()), "the limit is gone"
+        session.survey(True)
+    session.close()
+    return faults, limit
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_limit_on_the_size_of_files_costs_only_the_attempt(
+    shop: Workshop, name: str, victims: tuple[int, ...], full: bool, tally: Tally, say: Callable[[str], None]
+) -> None:
+    root = shop.new_path("root")
+    root.mkdir()
+    stage = partial(_limit_files, name, str(root), shop.model, victims, 500 if full else 9000)
+    outcome = shop.ranks.run(stage, timeout_s=900)
+    _count(outcome.errors, "RLIMIT_FSIZE", tally)
+    faults, limit = outcome.require_success()[0][0]
+    assert faults > 0
+    tally.add("RLIMIT_FSIZE", injected=faults, survived=faults)
+    say(f"{name}: {faults} attempts failed on a limit of ranks {victims}; {limit} bytes are enough")
+
+
+def _count(errors: list[str], kind: str, tally: Tally) -> None:
+    if any(errors):
+        tally.add(kind, injected=1, lost=1)

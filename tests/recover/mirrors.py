@@ -1,0 +1,161 @@
+"""For the tests of the mirror: an S3 server that can be stopped in the middle, small generations, processes to kill."""
+
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import boto3
+import fsspec.core
+from moto.server import ThreadedMotoServer
+
+from holdfast.recover import GenerationStore
+from holdfast.recover.mirror import Mirror
+from holdfast.recover.store import Generation
+from holdfast.utils.files import walk_files, write_durably
+from holdfast.utils.manifest import seal_files
+from tests.helpers import PRELOAD
+
+BUCKET = "bucket"
+
+
+class S3Server:
+    """moto's S3 server, in front of which requests are recorded, held or refused.
+
+    Attributes:
+        requests: ``"PUT /bucket/key"`` of everything since `clear`; the query only where there is no key.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+        self.requests: list[str] = []
+        self._hold_at: int | None = None
+        self._failures = 0
+        self._lock = threading.Lock()
+        self.held, self._released = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        self.port = self._server.get_host_and_port()[1]
+        server: Any = self._server._server
+        self._app, server.app = server.app, self._gate
+        environment = self.environment
+        boto3.client(
+            "s3",
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        ).create_bucket(Bucket=BUCKET)
+        self.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+        self._server.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a user would set."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",  # one layer of retries less to wait for
+        }
+
+    def hold_at(self, number: int) -> None:
+        """Do not serve the request of this number (from 0), nor any after it, until `clear`; then `held` is set."""
+        self.clear()
+        self._hold_at = number
+
+    def fail(self, count: int) -> None:
+        """Answer so many requests with 500."""
+        self.clear()
+        self._failures = count
+
+    def clear(self) -> None:
+        """Serve again, and forget what was recorded; requests that are held are refused."""
+        self._released.set()
+        self._hold_at, self._failures, self.requests = None, 0, []
+        self.held, self._released = threading.Event(), threading.Event()
+
+    def puts(self) -> list[str]:
+        """Keys that were put, in order, without the mirror's root."""
+        return [request.split("/", 4)[-1] for request in self.requests if request.startswith("PUT ")]
+
+    def _gate(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with self._lock:
+            number, released = len(self.requests), self._released
+            self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
+            failing, self._failures = self._failures > 0, max(0, self._failures - 1)
+            holding = self._hold_at is not None and number >= self._hold_at
+            if holding:
+                self.held.set()
+        if holding:
+            released.wait(60)
+        if failing or holding:
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return []
+        return self._app(environ, start_response)
+
+
+def commit(store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 30_000), seed: int = 0) -> Generation:
+    """A generation of files of these sizes; another ``seed`` makes other bytes."""
+    staging, names = store.open_staging(step), []
+    (staging / "default").mkdir()
+    for index, size in enumerate(sizes):
+        names.append(f"default/shard_{index}")
+        write_durably(staging / names[-1], random.Random(f"{seed} {step} {index}").randbytes(size))
+    return store.commit(staging, step, seal_files(staging, names), {"step": step, "run_id": f"run {seed}"})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes, by its name."""
+    return {name: (folder / name).read_bytes() for name in walk_files(folder)}
+
+
+def storage(url: str) -> tuple[Any, str]:
+    """The file system of a URL, as anybody may use it, and the path in it; sees what is there now."""
+    return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+
+
+def listing(url: str) -> list[str]:
+    """Every file at a URL, relative to it."""
+    fs, root = storage(url)
+    return sorted(path.removeprefix(f"{root}/") for path in fs.find(root))
+
+
+def block(path: Path) -> None:
+    """Make whoever opens this file wait."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def start(function: Callable[..., None], environment: dict[str, str], *args: Any) -> Any:
+    """A process that calls a top-level function and exits."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "holdfast.recover.mirror", "s3fs"])
+    process = context.Process(target=_with_environment, args=(function, environment, args))
+    process.start()
+    return process
+
+
+def _with_environment(function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    function(*args)
+
+
+def start_copy(url: str, generation: Generation, environment: dict[str, str], keep: int | None = None) -> Any:
+    """A process that copies a generation and exits."""
+    return start(_copy, environment, url, generation, keep)
+
+
+def _copy(url: str, generation: Generation, keep: int | None) -> None:
+    mirror = Mirror(url, keep)
+    mirror.submit(generation)
+    mirror.wait(60)

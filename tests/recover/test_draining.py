@@ -1,0 +1,87 @@
+"""Ray's drain notice, on a cluster of two real nodes."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from holdfast.engine.ray_calls import WorkerResources, draining_nodes
+from holdfast.recover.stopping import StopNotice
+from holdfast.recover.supervisor import Attempt, Supervisor
+from tests.ray_helpers import ROOT, SMALLEST_STORE_BYTES, Server
+
+pytestmark = pytest.mark.timeout(180)
+
+PREEMPTION = 2
+"""DRAIN_NODE_REASON_PREEMPTION in Ray's autoscaler.proto; Ray may not refuse it."""
+DEADLINE_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Nodes ``driver``, ``a`` and ``b``, each with a resource of its name."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster()
+    for name in ("driver", "a", "b"):
+        cluster.add_node(num_cpus=1, object_store_memory=SMALLEST_STORE_BYTES, resources={name: 1})
+    ray.init(
+        address=cluster.address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+    )
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def drain(node_id: str, deadline_s: float | None) -> float:
+    """What ``ray drain-node`` does; the unix time told, 0 without one."""
+    by_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
+    control = ray.get_runtime_context().worker.gcs_client
+    assert control.drain_node(node_id, PREEMPTION, "spot instance reclaimed", by_ms)[0]
+    return by_ms / 1000
+
+
+def test_the_notice_of_a_node_that_runs_a_worker_or_the_driver_is_told_and_no_others(cluster: Cluster) -> None:
+    (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
+    # A node that is drained while it is idle is gone at once, so strangers keep these two busy.
+    strangers = [ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")]
+    assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [1, 1]
+
+    def job(attempt: Attempt) -> None:
+        on_a = WorkerResources(custom={"a": 1})
+        rollout = attempt.worker_group(Server, name="rollout", process_group=False, resources=on_a)
+        (node_a,) = rollout.node_ids()
+        assert attempt.draining() is None
+        drain(node_b, None)
+        assert node_b in draining_nodes()
+        assert attempt.draining() is None, "nothing of this attempt runs there"
+
+        by = drain(node_a, DEADLINE_S)
+        assert attempt.draining() == StopNotice(f"Ray drains node(s) {node_a}", by)
+        assert rollout.call(0, "update_weights_from_disk", "", 2) == 2, "until the deadline the worker works"
+
+        own = ray.get_runtime_context().get_node_id()
+        drain(own, None)
+        notice = attempt.draining()
+        assert notice is not None and notice.by == by
+        assert own in notice.reason and node_a in notice.reason
+
+    Supervisor().run(job)
+
+
+def test_a_ray_that_cannot_tell_has_no_notices(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    assert cluster.head_node is not None
+    control = cluster.head_node.all_processes["gcs_server"][0].process
+    os.kill(control.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    assert draining_nodes(timeout_s=0.5) == {}
+    assert time.monotonic() - begun < 5
+    assert "could not say which nodes are drained" in caplog.text
+    os.kill(control.pid, signal.SIGCONT)

@@ -1,0 +1,121 @@
+"""After a restore the handler looks at what is there, and says it."""
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.dcp_checkpoint import DCPLoad, read_dcp
+from holdfast.engine.dcp_state import DCPState
+from holdfast.recover.info import RecoverInfo
+from holdfast.utils.errors import CheckpointCorruptError
+from tests.recover.runs import Meter, Tiny, make_handler, names, newest, run_until, step_info
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_generation_remembers_steps_rate_schedule_samples_and_generators(tmp_path: Path) -> None:
+    run_until(tmp_path, 3)
+    info = RecoverInfo.read(newest(tmp_path))
+    facts = info.engines["default"]
+    assert (facts.optimizer_steps, facts.lr, facts.schedule_step, facts.moved) == (3, 0.1 / 4, 3, True)
+    assert facts.fingerprints.keys() == {"model", "optim"} and info.rng.keys() == {"rank_00000"}
+
+
+def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_until(tmp_path, 3)
+    with caplog.at_level(logging.INFO):
+        make_handler(tmp_path).load(Tiny().state)
+    (message,) = [
+        record.getMessage() for record in caplog.records if "restored from global_step_2" in record.getMessage()
+    ]
+    facts = RecoverInfo.read(newest(tmp_path)).engines["default"]
+    for word in ("step 2", "optimizer_steps", "0.025", *facts.fingerprints.values(), "generators of rank_00000"):
+        assert word in message
+    assert all(len(line) <= 120 for line in message.splitlines())
+
+
+class _Forgetful(DCPState):
+    """Loses something while it is loaded, as other systems have done without a word."""
+
+    lost = ""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        assert self.optimizer is not None and self.scheduler is not None
+        if self.lost == "moments":
+            for entry in self.optimizer.state.values():
+                entry["exp_avg"].zero_()
+        if self.lost == "weights":
+            next(iter(self.model.parameters())).data[0, 0] += 1
+        if self.lost == "schedule":
+            self.scheduler.last_epoch = 0
+        if self.lost == "rate":
+            self.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("lost", "what"),
+    [("moments", "optim"), ("weights", "model"), ("schedule", "schedule_step"), ("rate", "lr"), ("generators", "rank")],
+)
+def test_a_restore_that_lost_something_stops_the_run(
+    tmp_path: Path, lost: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_until(tmp_path, 3)
+    tiny = Tiny()
+    state = _Forgetful(tiny.model, tiny.optimizer, tiny.scheduler)
+    state.lost = lost
+    if lost == "generators":
+        monkeypatch.setattr("holdfast.recover.process_state.restore_rng", lambda state: torch.manual_seed(3))
+    with pytest.raises(
+        CheckpointCorruptError, match=rf"global_step_2 was restored, but .*{what}.* is .*; recover_info"
+    ):
+        make_handler(tmp_path).load(state)
+
+
+class _Draws(Meter):
+    """A user's object that draws when it is put back; generators come last, so that it changes nothing."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        torch.rand(3)
+
+
+def test_objects_that_draw_while_they_are_restored_do_not_disturb_the_generators(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.register("it", _Draws())
+    handler.load(tiny.state)
+    handler.dump(tiny.state, step_info(0))
+    expected = torch.rand(1)
+    again = make_handler(tmp_path)
+    again.register("it", _Draws())
+    again.load(tiny.state)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler, actor, critic = make_handler(tmp_path, freq_steps=1), Tiny(), Tiny()
+    handler.load({"actor": actor.state, "critic": critic.state})
+    actor.step()
+    critic.step()
+    handler.dump({"actor": actor.state, "critic": critic.state}, step_info(0))
+
+    def fail_for_the_second(path: Path, *args: Any) -> DCPLoad:
+        load = read_dcp(path, *args)
+        if path.name == "critic":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return load
+
+    monkeypatch.setattr("holdfast.recover.snapshot.read_dcp", fail_for_the_second)
+    fresh = {"actor": Tiny(), "critic": Tiny()}
+    before = {name: tiny.digest() for name, tiny in fresh.items()}
+    with pytest.raises(OSError, match="Input/output"):
+        make_handler(tmp_path).load({name: tiny.state for name, tiny in fresh.items()})
+    assert {name: tiny.digest() for name, tiny in fresh.items()} == before
+    assert names(tmp_path) == ["global_step_0"], "a failing disk is no verdict on the generation"

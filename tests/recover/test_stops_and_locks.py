@@ -1,0 +1,223 @@
+"""A handler that is asked to stop snapshots and leaves with the documented code; a second job is kept out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.recover.stopping import StopNotice
+from holdfast.utils.errors import FolderInUseError, Preempted
+from tests.helpers import run_ranks
+from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, run_until, step_info
+
+pytestmark = pytest.mark.timeout(90)
+
+ROOT = Path(__file__).parents[2]
+
+_JOB = """
+import json, os, sys, time
+from tests.recover.runs import Tiny, make_handler, step_info
+from holdfast.utils.logging import configure_logging
+configure_logging("WARNING")
+root, options = sys.argv[1], json.loads(sys.argv[2])
+handler, tiny = make_handler(root, freq_steps=1000, **options), Tiny()
+info = handler.load(tiny.state)
+step = info.last_step_info.global_step + 1 if info else 0
+while True:
+    tiny.step()
+    if os.path.exists(f"{root}/slow"):
+        open(f"{root}/in_a_slow_step", "w").close()
+        time.sleep(60)
+    time.sleep(0.01)
+    handler.dump(tiny.state, step_info(step))
+    open(f"{root}/step_{step}", "w").close()
+    step += 1
+"""
+
+
+class Job:
+    """A training process with a handler, started, and past its first step."""
+
+    def __init__(self, root: Path, *, wait: bool = True, **options: Any) -> None:
+        self.root = root
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _JOB, str(root), json.dumps(options)],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if wait:
+            self.wait_for("step_*")
+
+    def wait_for(self, pattern: str) -> None:
+        end = time.monotonic() + 40
+        while not list(self.root.glob(pattern)):
+            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate(timeout=5)
+            time.sleep(0.01)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code, and what was written to standard error."""
+        _, err = self.process.communicate(timeout=40)
+        return self.process.returncode, err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_leads_to_a_snapshot_at_the_next_step_and_exit_code_75(tmp_path: Path, name: str) -> None:
+    job = Job(tmp_path)
+    assert names(tmp_path) == []
+    job.process.send_signal(getattr(signal, name))
+    code, err = job.finish()
+    assert code == Preempted.EXIT_CODE == 75 and f"stopping after a snapshot: {name}" in err
+    (generation,) = names(tmp_path)
+    assert hidden(tmp_path) == []
+    info = make_handler(tmp_path).load(Tiny().state)
+    assert info and generation == f"global_step_{info.last_step_info.global_step}"
+    assert (tmp_path / f"step_{info.last_step_info.global_step - 1}").exists(), "the last step is in it"
+
+
+def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    run_until(tmp_path, 2)
+    (tmp_path / "slow").touch()
+    job = Job(tmp_path, wait=False)
+    job.wait_for("in_a_slow_step")
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    code, err = job.finish()
+    assert code in (-signal.SIGINT, 1, 130) and "KeyboardInterrupt" in err and "Ctrl-C" in err
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]
+    info = make_handler(tmp_path).load(Tiny().state)
+    assert info and info.last_step_info.global_step == 1
+
+
+def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
+    started = time.time()
+    job = Job(tmp_path, wait=False, must_save_by="80")  # a first save is taken to last a minute, until one was measured
+    code, err = job.finish()
+    assert code == 75 and "must_save_by '80'" in err and time.time() - started < 60
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_notice_from_outside_stops_the_run(tmp_path: Path) -> None:
+    notices = [None, None, StopNotice("the node is drained")]
+    handler = make_handler(
+        tmp_path, freq_steps=100, notices=[lambda: notices.pop(0) if len(notices) > 1 else notices[0]]
+    )
+    tiny = Tiny()
+    handler.load(tiny.state)
+    with pytest.raises(Preempted, match="the node is drained") as caught:
+        for step in range(1000):
+            tiny.step()
+            handler.dump(tiny.state, step_info(step))
+            time.sleep(0.05)
+    assert caught.value.code == 75 and len(names(tmp_path)) == 1
+    assert handler.failed_saves == 0
+
+
+def _one_rank_is_told(rank: int, world_size: int, root: str) -> tuple[str, str]:
+    handler, tiny = make_handler(root, freq_steps=100), Tiny()
+    handler.load(tiny.state)
+    try:
+        for step in range(SPEC.total_train_steps):
+            if rank == 1 and step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            tiny.step()
+            handler.dump(tiny.state, step_info(step))
+    except Preempted as stop:
+        dist.barrier()
+        return str(stop), " ".join(names(Path(root)))
+    return "never", ""
+
+
+def test_a_signal_to_one_rank_is_one_agreed_snapshot_of_all(tmp_path: Path) -> None:
+    outcomes = run_ranks(_one_rank_is_told, 2, str(tmp_path))
+    assert outcomes == [("stopped after a snapshot: SIGTERM", "global_step_4")] * 2
+
+
+def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -> None:
+    handler, tiny, before = make_handler(tmp_path, freq_steps=1), Tiny(), signal.getsignal(signal.SIGTERM)
+    handler.load(tiny.state)
+    assert handler.dump(tiny.state, step_info(0))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Preempted):
+        handler.dump(tiny.state, step_info(0))
+    assert names(tmp_path) == ["global_step_0"]
+    assert signal.getsignal(signal.SIGTERM) == before, "the handler has given the signals back"
+
+
+def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with pytest.raises(FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"):
+        make_handler(tmp_path, lock_timeout_s=0.2).load(Tiny().state)
+    assert hidden(tmp_path) == []
+    job.process.kill()
+    job.finish()
+    assert make_handler(tmp_path, lock_timeout_s=5.0).load(Tiny().state) is None
+
+
+def test_a_second_job_waits_for_the_first_when_told_to(tmp_path: Path) -> None:
+    first = Job(tmp_path)
+    second = Job(tmp_path, wait=False, lock_timeout_s=30.0)
+    time.sleep(1.0)
+    assert second.process.poll() is None
+    first.process.terminate()
+    assert first.finish()[0] == 75
+    (generation,) = names(tmp_path)
+    second.wait_for(f"step_{int(generation.rpartition('_')[2]) + 2}")
+    second.process.kill()
+    second.finish()
+
+
+def test_a_signal_that_no_step_answers_any_more_is_passed_on(tmp_path: Path) -> None:
+    """A worker is lost right after SIGTERM came: the handler is closed, and another attempt would just train on."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        handler = make_handler(tmp_path, freq_steps=1)
+        handler.load(Tiny().state)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert came == []
+        handler.close()
+        assert came == [signal.SIGTERM]
+        handler.close()
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and torchrun may both deliver one, and the second comes while the last snapshot is written."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        handler, tiny = make_handler(tmp_path, freq_steps=100), Tiny()
+        handler.load(tiny.state)
+        write = handler._writer.write
+
+        def signalled(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return write(*args)
+
+        monkeypatch.setattr(handler._writer, "write", signalled)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Preempted):
+            handler.dump(tiny.state, step_info(0))
+        assert came == [] and names(tmp_path) == ["global_step_0"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_deadline_that_passes_during_a_recovery_stops_the_run_at_its_next_step(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=100, must_save_by="0.001"), Tiny()
+    handler.load(tiny.state)
+    with pytest.raises(Preempted, match="must_save_by"):
+        handler.dump(tiny.state, step_info(0))
+    assert names(tmp_path) == ["global_step_0"]

@@ -1,0 +1,239 @@
+"""docs/checkpoint-format.md is true: its tables are compared with a run that is written here, and its code is run."""
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from holdfast.engine import WeightUpdateMeta
+from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.publish import publish_weights
+from holdfast.recover import GenerationStore
+from holdfast.recover.ranks import RankTarget
+from holdfast.recover.store import TRACKER_NAME
+from holdfast.utils.files import remove_folder
+from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.helpers import run_ranks
+from tests.recover.runs import Job, Tiny, make_handler, make_loader, step_info, stream
+
+pytestmark = pytest.mark.timeout(120)
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "checkpoint-format.md"
+TEXT = DOCUMENT.read_text()
+
+PLACEHOLDERS = {
+    "engine": r"[A-Za-z0-9_-]+",
+    "hex": r"[0-9a-f]+",
+    "k": r"\d{5}",
+    "n": r"\d+",
+    "rank": r"\d{5}",
+    "reason": r"[a-z0-9-]+",
+    "step": r"\d+",
+    "version": r"\d{8,}",
+}
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one."""
+    return re.split(r"^#+ ", TEXT.partition(f" {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str) -> list[str]:
+    """What the first column of the section's table names in backticks."""
+    cells = re.findall(r"^\| ([^|]*) \|", section(title), re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert named, f"no table under {title!r}"
+    return named
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """A regular expression of a name with placeholders; of a folder also what is in it."""
+    parts = re.split(r"<(\w+)>", name.replace("...", "<any>"))
+    parts[::2] = map(re.escape, parts[::2])
+    parts[1::2] = (PLACEHOLDERS.get(part, ".+") for part in parts[1::2])
+    return re.compile("".join(parts) + (".+" if name.endswith("/") else ""))
+
+
+def assert_same(documented: Iterable[str], found: Iterable[str], *, not_made_here: Iterable[str] = ()) -> None:
+    """Every name found is documented, and every documented one found."""
+    patterns, found = {name: pattern(name) for name in documented}, list(found)
+    assert [name for name in found if not any(p.fullmatch(name) for p in patterns.values())] == []
+    missing = {name for name, p in patterns.items() if not any(map(p.fullmatch, found))}
+    assert missing == set(not_made_here)
+
+
+def fields(value: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> set[str]:
+    """Dotted paths of the leaves; below the keys in ``names`` the next key is a name, called as told there."""
+    found = set()
+    for key, item in value.items():
+        path = f"{prefix}{names.get(prefix, key)}"
+        found |= fields(item, names, f"{path}.") if isinstance(item, dict) else {path}
+    return found
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def _write_trial(rank: int, world_size: int, root: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Two steps, with all that can be written; weights and cursor after the last."""
+    trial, loader, job = Path(root) / "e" / "t", make_loader("own", rank, world_size), Job(f"{root}/model")
+    handler = make_handler(root, freq_steps=1, mirror_url=f"file://{root}/mirror")
+    handler.register("meter", job.meter)
+    handler.load(job.engine, loader)
+    for step, ids in zip(range(2), stream(loader), strict=False):
+        job.train(ids)
+        handler.dump(job.engine, step_info(step), loader, metrics={"reward": 0.5})
+    handler.close()
+    engine = job.engines["default"]
+    engine.save(SaveLoadMeta(str(trial / "hf" / "global_step_1"), "hf", with_optim=False))
+    engine.save(SaveLoadMeta(f"{root}/dcp", "dcp", with_optim=True))
+    publish_weights(engine.model, WeightUpdateMeta("disk", str(trial / "weights")), 2, [], engine.control_group)
+    weights = {name: param.full_tensor().detach() for name, param in engine.model.named_parameters()}  # type: ignore[attr-defined]
+    return weights, loader.state_dict()
+
+
+class _OneRank:
+    """The driver's side, with its one rank in the same process."""
+
+    world_size = 1
+
+    def __init__(self, target: RankTarget) -> None:
+        self._target = target
+
+    def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return [fn(self._target, *args)]
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trial with every kind of file: what is written, what is set aside, and what a kill leaves."""
+    root = tmp_path_factory.mktemp("run")
+    write_model_folder(root / "model", tiny_qwen3())
+    weights, cursor = run_ranks(_write_trial, 2, str(root))[0]
+    torch.save({"weights": weights, "cursor": cursor}, root / "expected.pt")
+
+    handler, tiny = make_handler(root / "ray"), Tiny()
+    ranks = _OneRank(RankTarget({"default": tiny.state}))
+    handler.load(ranks)
+    handler.dump(ranks, step_info(0), force=True)
+    handler.close()
+
+    store = GenerationStore(root / "e" / "t" / "recover")
+    newest, oldest = store.generations()
+    shutil.copytree(newest.path, store.open_staging(7), dirs_exist_ok=True)
+    store.set_aside(oldest, "file data.pt is missing (1 in all)")
+    doomed = shutil.copytree(newest.path, store.root / "global_step_5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", _is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folder(doomed)
+    return root / "e" / "t"
+
+
+def _is_killed(path: Path) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def generation(trial: Path) -> Path:
+    return trial / "recover" / "global_step_1"
+
+
+def test_every_file_of_a_trial_is_in_a_table_and_every_file_in_a_table_exists(trial: Path) -> None:
+    driver = trial.parents[1] / "ray" / "e" / "t"
+    tracker = f"recover/.{TRACKER_NAME}.<hex>"  # there for the time of a rename only
+    here = [name for name in files_below(trial) if name.startswith("recover")]
+    assert_same(rows("Files"), [*here, *files_below(driver)], not_made_here=[tracker])
+    exported = [path.name for folder in ("hf", "weights") for path in (trial / folder).rglob("*") if path.is_file()]
+    folders = [f"{path.relative_to(trial).as_posix()}/x" for path in trial.glob("[hw]*/*")]
+    sharded = {"model-<k>-of-<n>.safetensors", "model.safetensors.index.json"}
+    left_by_a_kill = {".staging-<name>-<hex>/", ".retired-v<version>-<hex>/"}
+    named = [n for n in rows("Hugging Face exports and published weights") if n != "save"]
+    assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill)
+    copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
+    marks = {".copying-global_step_<step>", ".part-<file>"}  # there while a file is copied only
+    assert_same(rows("The mirror"), copied, not_made_here=marks)
+
+
+def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, generation: Path) -> None:
+    manifest = json.loads((generation / MANIFEST_NAME).read_bytes())
+    names = {"files.": "<file>", "weight_versions.": "<engine>"}
+    assert fields(manifest, names) == set(rows(MANIFEST_NAME))
+    info = json.loads((generation / "recover_info.json").read_bytes())
+    names = {"engines.": "<engine>", "weight_versions.": "<engine>", "metrics.": "<metric>", "rng.": "<process>"}
+    assert fields(info, names) == set(rows("recover_info.json"))
+    versions = [int(version) for version in re.findall(r"^\| (\d+) \|", section("Versions"), re.MULTILINE)]
+    assert manifest["format_version"] == FORMAT_VERSION == max(versions)
+    assert f"version {FORMAT_VERSION}\n" in TEXT.splitlines(keepends=True)[0]
+    holder = json.loads((trial / "recover.lock").read_bytes())
+    assert (trial / "recover.lock").stat().st_size == 512 and "512 bytes" in section("recover.lock")
+    assert [key for key in holder if f'"{key}"' not in section("recover.lock")] == []
+    exported = "Hugging Face exports and published weights"
+    (published,) = (trial / "weights").glob(f"v*/{MANIFEST_NAME}")
+    for path in (published, trial.parents[1] / "dcp" / MANIFEST_NAME):
+        assert [key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)] == []
+
+
+def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) -> None:
+    keys = dcp.FileSystemReader(generation / "default").read_metadata().state_dict_metadata
+    title = "`<engine>/`: a torch.distributed.checkpoint folder"
+    assert_same(rows(title), keys, not_made_here=["dcp.optim_plain"])
+    process = torch.load(generation / "state" / "rank_00001.pt", weights_only=True)
+    assert_same(rows("state"), fields(process, {}), not_made_here=["rng.cuda"])
+    data = torch.load(generation / "data.pt", weights_only=True)
+    assert data.keys() == set(re.findall(r'"(\w+)": [b\[]', section("data.pt")))
+    assert set(rows("data.pt")) == torch.load(io.BytesIO(data["states"][0]), weights_only=True).keys()
+    for name, tensor in process["rng"].items():
+        assert f"{str(tensor.dtype).removeprefix('torch.')} `[{tensor.shape[0]}]`" in section("state"), name
+
+
+def code(marker: str) -> str:
+    """The one block of Python in the document that has ``marker`` in it."""
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if marker in block)
+    return block
+
+
+def test_a_generation_is_verified_by_hand_and_every_flipped_byte_is_found(generation: Path, tmp_path: Path) -> None:
+    check = compile(code("import xxhash"), DOCUMENT.name, "exec")
+    exec(check, {"generation": generation})
+    copy = shutil.copytree(generation, tmp_path / generation.name)
+    for name in files_below(copy):
+        data = (copy / name).read_bytes()
+        for at in (0, len(data) // 2, len(data) - 1):
+            (copy / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(AssertionError):
+                exec(check, {"generation": copy})
+        (copy / name).write_bytes(data)
+    exec(check, {"generation": copy})
+    (copy / "state" / "extra").touch()
+    with pytest.raises(AssertionError):
+        exec(check, {"generation": copy})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_generation_is_read_by_stock_torch(trial: Path, generation: Path) -> None:
+    scope: dict[str, Any] = {"generation": generation}
+    exec(compile(code("dcp.load("), DOCUMENT.name, "exec"), scope)
+    expected = torch.load(trial.parents[1] / "expected.pt", weights_only=True)
+    assert scope["weights"].keys() == expected["weights"].keys()
+    assert all(torch.equal(scope["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    assert scope["cursor"] == expected["cursor"] and scope["schedule"]["last_epoch"] == 2
+    assert scope["process"]["user"].keys() == {"meter"}
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if not link.startswith("http")]
+    titles = re.findall(r"^#+ (.*)", TEXT, re.MULTILINE)
+    headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    anchors = {link[1:] for link in links if link.startswith("#")}
+    assert anchors and anchors <= headings
+    assert [link for link in links if link[0] != "#" and not (DOCUMENT.parent / link).exists()] == []

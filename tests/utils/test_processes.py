@@ -1,0 +1,12 @@
+"""The start of a process is that of the operating system, not of the first question."""
+
+import time
+
+import psutil
+
+from holdfast.utils.processes import process_started_at
+
+
+def test_the_start_is_what_the_operating_system_says() -> None:
+    assert abs(process_started_at() - psutil.Process().create_time()) < 1
+    assert process_started_at() < time.time()

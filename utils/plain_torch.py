@@ -1,0 +1,100 @@
+"""Tensors, numbers, strings, and containers of them as ``torch.save`` writes them, read without running anything.
+
+That they can be read so is checked when they are written: what cannot fails the snapshot, not the recovery.
+"""
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .errors import CheckpointCorruptError, ConfigError
+
+_DAMAGE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+"""What torch raises of bytes that are not its own."""
+
+
+def pack_plain(what: str, value: Any) -> bytes:
+    """``torch.save`` of tensors and plain values.
+
+    Raises:
+        ConfigError: ``value``, which the message calls ``what``, could only be loaded by running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        allowed = "a state_dict may hold tensors, numbers, strings, lists and dicts"
+        raise ConfigError(f"{what} cannot be saved: {plain_reason(error)}; {allowed}") from error
+    return buffer.getvalue()
+
+
+def unpack_plain(data: bytes, source: str | os.PathLike[str]) -> Any:
+    """What `pack_plain` packed; see `load_plain`."""
+    return load_plain(io.BytesIO(data), source)
+
+
+def read_plain(path: Path) -> Any:
+    """What a file holds that `pack_plain` packed; see `load_plain`."""
+    try:
+        with open(path, "rb") as file:
+            return load_plain(file, path)
+    except FileNotFoundError as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def load_plain(file: IO[bytes], source: str | os.PathLike[str]) -> Any:
+    """The value in ``file``, with its tensors on the CPU.
+
+    Args:
+        file: seekable.
+        source: what to call it in messages.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, asks for a type (which the message names) that could run code, or is
+            compressed, as torch never writes: a small file could fill the memory.
+    """
+    try:
+        _refuse_compression(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except _DAMAGE as error:
+        raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
+
+
+def _refuse_compression(file: IO[bytes]) -> None:
+    start = file.tell()
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is compressed, which torch.save does not do")
+    file.seek(start)
+
+
+def plain_reason(error: Exception) -> str:
+    """In a line what torch says in ten, advice to load it unsafely included."""
+    forbidden = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", str(error))
+    if forbidden:
+        return f"it holds {forbidden[1]}, which could only be read by running code"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is not a file of tensors and plain values"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
