@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +361,37 @@ def test_destroy_does_not_hang_when_a_peer_has_died(qwen3: Path, capfd: pytest.C
         run_ranks(_destroy_after_a_peer_died, 2, str(qwen3), timeout_s=40)
     assert "rank 0" not in str(caught.value)
     assert "did not answer" not in str(caught.value)
+
+
+LATE_THREADS = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from holdfast.engine import FSDPEngine, TrainEngineConfig
+from holdfast.utils.distributed import rank_zero_decides
+
+engine = FSDPEngine(TrainEngineConfig(path=""))
+engine.create_process_group()
+held = dist.group.WORLD, engine.control_group
+rank_zero_decides(lambda: "connected", engine.control_group)
+cpus = sorted(os.sched_getaffinity(0))
+for task in Path("/proc/self/task").iterdir():  # gloo's threads get their turn when the main thread sleeps, no sooner
+    os.sched_setaffinity(int(task.name), {cpus[int(os.environ["RANK"]) % len(cpus)]})
+    if "pt_gloo" in (task / "comm").read_text():
+        os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+sys.setswitchinterval(1000)
+rank_zero_decides(lambda: "the last collective", engine.control_group)
+engine.destroy()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_thread_of_gloo_that_is_late_does_not_abort_a_process_that_ends_after_destroy(tmp_path: Path) -> None:
+    script = tmp_path / "late_threads.py"
+    script.write_text(LATE_THREADS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=80)
+    assert job.returncode == 0, job.stderr
 
 
 def _bad_models(rank: int, world_size: int, folder: str) -> None:
