@@ -6,32 +6,26 @@ they need is anything copied into the model. Cost: one shard of host memory duri
 """
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, ReadItem
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import Metadata, ReadItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size
-from ..utils.errors import CheckpointError, CheckpointMismatchError, CheckpointWriteError, PeerError
+from ..utils.errors import CheckpointError, CheckpointMismatchError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from ..utils.staging import staged_folder
 from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_reader import CheckedReader
+from .dcp_saver import ROOT, DCPSaver
 from .dcp_state import PACKED, DCPState, rng_key
-from .dcp_writer import DurableWriter
-
-ROOT = "dcp"
-"""The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 
 def write_dcp(
@@ -49,26 +43,7 @@ def write_dcp(
     """
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
-    planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), DurableWriter(folder)
-    alone = not dist.is_initialized()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({ROOT: values}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    except CheckpointException as error:  # derives from BaseException
-        raise _save_error(folder, error, get_rank(group)) from error
-    return writer.entries
-
-
-def _save_error(folder: str | os.PathLike[str], error: CheckpointException, rank: int) -> BaseException:
-    """What a rank raises when torch has told all of them which failed, and why."""
-    causes = {failed: cause for failed, (cause, _) in sorted(error.failures.items())}
-    if all(isinstance(cause, OSError) for cause in causes.values()):
-        reasons = "; ".join(f"rank {failed}: {cause}" for failed, cause in causes.items())
-        return CheckpointWriteError(f"cannot write {folder}: {reasons}")
-    others = {failed: cause for failed, cause in causes.items() if not isinstance(cause, OSError)}
-    reports = {failed: f"{type(cause).__name__}: {cause}" for failed, cause in others.items()}
-    return others.get(rank) or PeerError(f"writing {folder}", reports)
+    return DCPSaver().write(folder, values, group)
 
 
 def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
