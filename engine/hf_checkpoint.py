@@ -1,50 +1,49 @@
 """Export a sharded model as a Hugging Face folder: every rank writes its own rows straight into the final files.
 
 All ranks compute the same layout (`hf_layout`, `hf_keys`). Rank 0 makes the files at full size; every rank then
-writes the elements it holds at their offsets, cast to the export dtype in chunks of `CHUNK_BYTES`, and fsyncs. A
-folder becomes visible under its name only when all ranks have succeeded. The files equal those of ``save_pretrained``
-of the unsharded model, byte for byte.
+writes the elements it holds at their offsets, cast to the export dtype in chunks (`hf_io`), and fsyncs. What several
+ranks hold is written once, in equal shares. A folder becomes visible under its name only when all ranks have
+succeeded. The files equal those of ``save_pretrained`` of the unsharded model, byte for byte.
 
-Cost: one write of the weights, spread over the ranks; beside the model, a chunk of memory. Tensors that cannot be
-addressed this way (shards that are not rows, conversions that are not slices) are gathered one group at a time.
+Cost: one write of the weights, spread over the ranks; beside the model, a chunk of memory. What no rank can address
+alone is gathered: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor
+(and what it is converted with) at a time.
 """
 
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointNotFoundError
 from ..utils.files import fsync_file, walk_files, write_durably
-from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
 from ..utils.staging import as_write_error, staged_folder
-from .hf_keys import FileTensor, element_map, file_dtype, stored_tensors, unsharded_view
-from .hf_layout import (
-    INDEX_NAME,
-    MAX_SHARD_SIZE_BYTES,
-    Layout,
-    Place,
-    TensorSpec,
-    WeightFile,
-    encode_index,
-    plan_layout,
+from .hf_io import WeightWriter
+from .hf_keys import FileTensor, Span, element_map, file_dtype, stored_tensors, unsharded_view
+from .hf_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Place, TensorSpec, encode_index, plan_layout
+from .hf_shards import (
+    LocalPart,
+    Plan,
+    gathered_block,
+    overlap,
+    own_share,
+    plan_tensors,
+    row_blocks,
+    whole_tensor,
 )
-from .hf_shards import Plan, overlap, plan_tensors, whole_tensor
 
 logger = get_logger(__name__)
-
-CHUNK_BYTES = 16 << 20
-"""Most memory that a cast or a copy from a device takes at a time."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
@@ -117,24 +116,29 @@ def write_hf(
     Raises:
         See `save_hf`. Files may be left in ``folder``.
     """
-    folder, rank = Path(folder), get_rank(group)
-    with all_ranks_succeed(f"planning {folder}", group):
-        stored, _ = stored_tensors(model)
-        plan = plan_tensors(model, stored, rank, dtype)
-        layout = plan_layout(_specs(plan.tensors), max_shard_size_bytes, model.num_parameters())
-    with all_ranks_succeed(f"preparing {folder}", group), as_write_error(folder):
-        if rank == 0:
-            _write_small_files(unsharded_view(model), folder, dtype, tokenizer, processor, base_model_path)
-            _create_weight_files(folder, layout)
-        small_files = list(walk_files(folder)) if rank == 0 else []
-    places = layout.places
-    with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
-        _write_own_parts(folder, plan, places)
-    for tensors in plan.whole:
-        _write_whole(model, folder, tensors, stored, places, group)
-    weights = [file.name for file in layout.files]
-    mine = weights[rank :: get_world_size(group)]
-    return mine + [name for name in small_files if name not in weights]
+    folder, rank, world_size = Path(folder), get_rank(group), get_world_size(group)
+    with WeightWriter(folder) as files:
+        with all_ranks_succeed(f"preparing {folder}", group), as_write_error(folder):
+            stored, _ = stored_tensors(model)
+            plan = plan_tensors(model, stored, rank, world_size, dtype)
+            layout = plan_layout(_specs(plan.tensors), max_shard_size_bytes, model.num_parameters())
+            for file in layout.files if rank == 0 else ():
+                files.create(file)
+        places, weights = layout.places, [file.name for file in layout.files]
+        small_files: list[str] = []
+        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+            if rank == 0:
+                _write_small_files(unsharded_view(model), folder, dtype, tokenizer, processor, base_model_path)
+                if layout.index is not None:
+                    write_durably(folder / INDEX_NAME, encode_index(layout.index))
+                small_files = [name for name in walk_files(folder) if name not in weights]
+            for tensor, span in plan.direct:
+                _write_share(files, places[tensor.key], span, plan.parts[span.source])
+            if not (plan.gathered or plan.opaque):
+                files.sync()
+        if plan.gathered or plan.opaque:
+            _write_gathered(files, folder, model, plan, stored, places, group)
+    return weights[rank::world_size] + small_files
 
 
 def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
@@ -199,94 +203,39 @@ def _copy_base_files(base: Path, folder: Path) -> None:
             shutil.copyfile(source, folder / source.name)
 
 
-def _create_weight_files(folder: Path, layout: Layout) -> None:
-    for file in layout.files:
-        _create_weight_file(folder, file)
-    if layout.index is not None:
-        write_durably(folder / INDEX_NAME, encode_index(layout.index))
+def _write_share(files: WeightWriter, place: Place, span: Span, part: LocalPart) -> None:
+    """Write what this rank answers for of a span. No communication."""
+    held = overlap(span, part)
+    if held is not None:
+        files.write(place, *own_share(held, part))
 
 
-def _create_weight_file(folder: Path, file: WeightFile) -> None:
-    with open(folder / file.name, "xb") as handle:
-        handle.write(file.header)
-        handle.truncate(file.total_bytes)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _write_own_parts(folder: Path, plan: Plan, places: Mapping[str, Place]) -> None:
-    """Write, for every file tensor, the elements that this rank holds and answers for. No communication."""
-    with _OpenFiles(folder) as files:
-        for tensor in plan.direct:
-            for span in tensor.spans or ():
-                part = plan.parts[span.source]
-                piece = overlap(span, part) if part.primary else None
-                if piece is not None:
-                    files.write(places[tensor.key], *piece)
-
-
-def _write_whole(
-    model: PreTrainedModel,
+def _write_gathered(
+    files: WeightWriter,
     folder: Path,
-    tensors: Sequence[FileTensor],
+    model: PreTrainedModel,
+    plan: Plan,
     stored: Mapping[str, torch.Tensor],
     places: Mapping[str, Place],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Gather the sources of some file tensors and let rank 0 write these."""
-    sources = sorted({source for tensor in tensors for source in tensor.sources})
-    gathered = []
-    for source in sources:
-        whole = whole_tensor(stored[source]).reshape(-1)
-        gathered += [whole] if get_rank(group) == 0 else []
-    with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
-        if get_rank(group) == 0:
+    """Write what ranks have to see as a whole first, each an equal share of it, and sync everything."""
+    for source, wanted in plan.gathered.items():
+        tensor = stored[source]
+        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
+        for first, last in row_blocks(tensor, [span for _, span in wanted]):
+            block = gathered_block(tensor, first, last)
+            with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
+                for file_tensor, span in wanted:
+                    _write_share(files, places[file_tensor.key], span, block)
+    rank, world_size = get_rank(group), get_world_size(group)
+    for tensors in plan.opaque:
+        sources = sorted({source for tensor in tensors for source in tensor.sources})
+        flat = torch.cat([whole_tensor(stored[source]).reshape(-1) for source in sources])
+        with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
             elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
-            flat = torch.cat(gathered)
-            with _OpenFiles(folder) as files:
-                for tensor in tensors:
-                    files.write(places[tensor.key], 0, flat[elements[tensor.key]])
-
-
-class _OpenFiles:
-    """Weight files of a folder, opened when first written to, fsynced and closed at the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._fds: dict[str, int] = {}
-
-    def __enter__(self) -> "_OpenFiles":
-        return self
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        try:
-            for fd in self._fds.values():
-                if failed is None:
-                    os.fsync(fd)
-        finally:
-            for fd in self._fds.values():
-                os.close(fd)
-
-    def write(self, place: Place, at: int, values: torch.Tensor) -> None:
-        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``place``."""
-        if place.file not in self._fds:
-            self._fds[place.file] = os.open(self._folder / place.file, os.O_WRONLY)
-        fd, offset = self._fds[place.file], place.offset + at * place.dtype.itemsize
-        for chunk in _chunks(values, CHUNK_BYTES // max(values.element_size(), place.dtype.itemsize)):
-            data = chunk.to("cpu", place.dtype).contiguous()
-            rest = data.reshape(-1).view(torch.uint8).numpy().data
-            while rest:
-                written = os.pwrite(fd, rest, offset)
-                rest, offset = rest[written:], offset + written
-                beat()
-
-
-def _chunks(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
-    if values.numel() <= most:
-        yield values
-    elif values.is_contiguous():
-        yield from values.view(-1).split(most)
-    else:
-        for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
-            yield from _chunks(row[0] if row.shape[0] == 1 else row, most)
+            for tensor in tensors:
+                first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
+                files.write(places[tensor.key], first, flat[elements[tensor.key][first:last]])
+    with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+        files.sync()

@@ -1,17 +1,20 @@
 """Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
 
-Everything that can be wrong with the folder is found from its headers, on all ranks, before a weight is read; all
-weights are read into staging memory before a parameter changes. A load that raises has changed nothing. Weights are
-read with ``pread`` into memory of their own: nothing stays mapped to the files.
+Everything that can be wrong with the folder is found on all ranks before a parameter changes: from its headers, its
+index and the sizes of its files, and by comparing the copies of tied weights where there are several. Then weights are
+read straight into the parameters (`hf_io`). Only a file that cannot be read any more, or has become shorter since, can
+stop this half-way; the error says on every rank that the model is now half loaded.
 
-Cost: one read of the weights, spread over the ranks; beside the model, at most one copy of the rank's own shard (half
-of that for 16-bit files and 32-bit parameters).
+Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. Weights that no rank can
+address alone are read by all of them: shards that are not rows in blocks of rows, transposes and conversions that are
+not slices a tensor (and what it is converted with) at a time.
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -22,15 +25,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed, get_rank
+from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
-from ..utils.heartbeat import beat
-from .hf_keys import FileTensor, element_map, stored_tensors, unsharded_class
+from .hf_io import WeightReader
+from .hf_keys import FileTensor, Span, element_map, stored_tensors, unsharded_class
 from .hf_layout import Place, read_layout
-from .hf_shards import Plan, local_of_whole, overlap, plan_tensors
-
-CHUNK_BYTES = 16 << 20
-"""Most memory that reading takes beside the staging memory."""
+from .hf_shards import Plan, fill_block, local_of_whole, overlap, plan_tensors, row_blocks, whole_part
 
 # Buffers that old releases of transformers saved and that every model computes for itself.
 _OBSOLETE_KEYS = (r"rotary_emb\.inv_freq",)
@@ -66,33 +66,42 @@ def load_hf(
         CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
             different values for a weight that the model ties.
         PeerError: only other ranks found a problem.
+        OSError: a file cannot be read.
+
+        Nothing has changed, unless the message says that the model is now half loaded: then a file broke (OSError) or
+        became shorter (CheckpointCorruptError) while it was read, and the model must be loaded again before it is used.
     """
-    folder, rank = Path(path), get_rank(group)
-    with all_ranks_succeed(f"checking {folder}", group):
-        places = read_layout(folder)
-        stored, tied = stored_tensors(model)
-        state = stored | {alias: stored[key] for alias, key in tied.items()}
-        plan = plan_tensors(model, state, rank)
-        found = _match(model, folder, plan.tensors, places, allow_unexpected)
-        chosen, copies, missing = _choose(folder, plan.tensors, found, tied, allow_missing)
-    with all_ranks_succeed(f"reading {folder}", group), _Reader(folder) as reader:
-        staged = _stage_direct(reader, plan, chosen, copies)
-        for tensors in plan.whole:
-            staged += _stage_whole(reader, model, tensors, chosen, state)
-    with torch.no_grad():
-        while staged:
-            piece = staged.pop()
-            piece.target.copy_(piece.values.view(piece.target.shape))
+    folder, rank, world_size = Path(path), get_rank(group), get_world_size(group)
+    with WeightReader(folder) as reader:
+        with all_ranks_succeed(f"checking {folder}", group):
+            places = read_layout(folder)
+            stored, tied = stored_tensors(model)
+            state = stored | {alias: stored[key] for alias, key in tied.items()}
+            plan = plan_tensors(model, state, rank, world_size)
+            found = _match(model, folder, plan.tensors, places, allow_unexpected)
+            chosen, copies, missing = _choose(folder, plan.tensors, found, tied, allow_missing)
+            _check_plan(model, folder, plan, state, chosen)
+            reader.open({place.file for place in found.values()})
+            _compare_copies(reader, folder, plan.tensors, chosen, copies, rank, world_size)
+        with all_ranks_succeed(f"reading {folder}", group), _half_loaded(folder), torch.no_grad():
+            _read_direct(reader, plan, chosen)
+            _read_blocks(reader, plan, chosen, state, tied)
+            for tensors in plan.opaque:
+                if tensors[0].key in chosen:
+                    _read_opaque(reader, model, tensors, chosen, state)
     return sorted(missing & stored.keys())
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Values that have been read, the live elements they are for, and where in their file tensor they start."""
-
-    target: torch.Tensor
-    values: torch.Tensor
-    at: int = 0
+@contextmanager
+def _half_loaded(folder: Path) -> Iterator[None]:
+    """Say of errors in the block what they leave behind."""
+    problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
+    try:
+        yield
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{problem}: {error}") from error
+    except OSError as error:
+        raise OSError(error.errno, f"{problem}: {error.strerror or error}") from error
 
 
 def _match(
@@ -175,104 +184,100 @@ def _identity(tensor: FileTensor, tied: Mapping[str, str]) -> Any:
     return tuple(replace(span, source=tied.get(span.source, span.source)) for span in tensor.spans)
 
 
-def _stage_direct(
-    reader: "_Reader", plan: Plan, chosen: Mapping[str, Place], copies: Mapping[str, Sequence[Place]]
-) -> list[_Piece]:
-    """Read this rank's elements of every tensor that it can address alone."""
-    staged: list[_Piece] = []
-    for tensor in plan.direct:
-        if tensor.key not in chosen:
+def _check_plan(
+    model: PreTrainedModel,
+    folder: Path,
+    plan: Plan,
+    state: Mapping[str, torch.Tensor],
+    chosen: Mapping[str, Place],
+) -> None:
+    """Refuse what could only be found out while parameters change."""
+    for tensor, span in plan.direct:
+        if tensor.key in chosen and not plan.parts[span.source].data.is_contiguous():
+            raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
+    for tensors in plan.opaque:
+        present = [tensor.key for tensor in tensors if tensor.key in chosen]
+        if not present:
             continue
-        for span in tensor.spans or ():
-            part = plan.parts[span.source]
-            if not part.data.is_contiguous():
-                raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
-            if held := overlap(span, part):
-                at, target = held
-                piece = _Piece(target, reader.read(chosen[tensor.key], at, target.numel(), target.dtype), at)
-                for copy in copies.get(tensor.key, ()):
-                    reader.compare(tensor.key, copy, piece)
-                staged.append(piece)
-    return staged
+        if absent := next((tensor.key for tensor in tensors if tensor.key not in chosen), None):
+            raise CheckpointMismatchError(
+                f"{folder}: tensor {absent} is missing; it can only be loaded together with {present[0]}"
+            )
+        element_map(model, {source: state[source].shape for source in _sources(tensors)}, tensors)
 
 
-def _stage_whole(
-    reader: "_Reader",
+def _compare_copies(
+    reader: WeightReader,
+    folder: Path,
+    tensors: Sequence[FileTensor],
+    chosen: Mapping[str, Place],
+    copies: Mapping[str, Sequence[Place]],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
+    for tensor in tensors:
+        for copy in copies.get(tensor.key, ()):
+            first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
+            if not reader.same(chosen[tensor.key], copy, first, last, tensor.dtype):
+                raise CheckpointMismatchError(
+                    f"{folder}: the model ties {tensor.key}, but the folder has another tensor for one of its uses; "
+                    "build the model with tie_word_embeddings=False"
+                )
+
+
+def _read_direct(reader: WeightReader, plan: Plan, chosen: Mapping[str, Place]) -> None:
+    """Read this rank's elements of all that it can address alone."""
+    for tensor, span in plan.direct:
+        held = overlap(span, plan.parts[span.source]) if tensor.key in chosen else None
+        if held is not None:
+            reader.read(chosen[tensor.key], *held)
+
+
+def _read_blocks(
+    reader: WeightReader,
+    plan: Plan,
+    chosen: Mapping[str, Place],
+    state: Mapping[str, torch.Tensor],
+    tied: Mapping[str, str],
+) -> None:
+    """Read what no rank can address alone, a block after the other, and keep this rank's part of each."""
+    wanted: dict[str, list[tuple[FileTensor, Span]]] = {}
+    for source, spans in plan.gathered.items():
+        wanted.setdefault(tied.get(source, source), []).extend(pair for pair in spans if pair[0].key in chosen)
+    for source, spans in wanted.items():
+        tensor = state[source]
+        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
+        for first, last in row_blocks(tensor, [span for _, span in spans]) if spans else ():
+            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype)
+            block = whole_part(values, first)
+            for file_tensor, span in spans:
+                if held := overlap(span, block):
+                    reader.read(chosen[file_tensor.key], *held)
+            fill_block(tensor, first, last, values)
+
+
+def _read_opaque(
+    reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
     chosen: Mapping[str, Place],
     state: Mapping[str, torch.Tensor],
-) -> list[_Piece]:
+) -> None:
     """Read some tensors in full, put the model tensors together, and keep this rank's part of each."""
-    present = [tensor for tensor in tensors if tensor.key in chosen]
-    if not present:
-        return []
-    if len(present) < len(tensors):
-        absent = next(tensor.key for tensor in tensors if tensor.key not in chosen)
-        raise CheckpointMismatchError(
-            f"tensor {absent} is missing; it can only be loaded together with {present[0].key}"
-        )
-    sources = sorted({source for tensor in tensors for source in tensor.sources})
-    dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
+    sources = _sources(tensors)
     elements = element_map(model, {source: state[source].shape for source in sources}, tensors)
+    dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
     flat = torch.empty(sum(state[source].numel() for source in sources), dtype=dtype)
     for tensor in tensors:
-        flat[elements[tensor.key]] = reader.read(chosen[tensor.key], 0, tensor.numel, dtype).to(dtype)
-    staged = []
-    for source, whole in zip(sources, flat.split([state[source].numel() for source in sources]), strict=True):
+        values = torch.empty(tensor.numel, dtype=dtype)
+        reader.read(chosen[tensor.key], 0, values)
+        flat[elements.pop(tensor.key)] = values
+    for source, values in zip(sources, flat.split([state[source].numel() for source in sources]), strict=True):
         live = state[source]
-        values = local_of_whole(live, whole.view(live.shape).to(live.dtype)).clone()
-        staged.append(_Piece((live.to_local() if isinstance(live, DTensor) else live).detach(), values))
-    return staged
+        local = live.to_local() if isinstance(live, DTensor) else live
+        local.detach().copy_(local_of_whole(live, values.view(live.shape)))
 
 
-class _Reader:
-    """Reads elements of tensors from the safetensors files of a folder, which stay open meanwhile."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._fds: dict[str, int] = {}
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-
-    def read(self, place: Place, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements from ``at`` on, flat, on the CPU, in the smaller of the file's dtype and ``dtype``."""
-        if place.dtype.itemsize <= dtype.itemsize:
-            values = torch.empty(numel, dtype=place.dtype)
-            self._fill(values, place, at)
-            return values
-        values, most = torch.empty(numel, dtype=dtype), CHUNK_BYTES // place.dtype.itemsize
-        for start in range(0, numel, most):
-            chunk = torch.empty(min(most, numel - start), dtype=place.dtype)
-            self._fill(chunk, place, at + start)
-            values[start : start + most] = chunk
-        return values
-
-    def compare(self, key: str, copy: Place, piece: _Piece) -> None:
-        """Raise CheckpointMismatchError unless another copy of a tied weight has the values of ``piece``."""
-        most = CHUNK_BYTES // copy.dtype.itemsize
-        for start in range(0, piece.values.numel(), most):
-            ours = piece.values[start : start + most].to(piece.target.dtype)
-            other = self.read(copy, piece.at + start, ours.numel(), piece.target.dtype).to(piece.target.dtype)
-            if not torch.equal(ours.view(torch.uint8), other.view(torch.uint8)):
-                raise CheckpointMismatchError(
-                    f"{self._folder}: the model ties {key}, but the folder has another tensor for one of its uses; "
-                    "build the model with tie_word_embeddings=False"
-                )
-
-    def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:
-        if place.file not in self._fds:
-            self._fds[place.file] = os.open(self._folder / place.file, os.O_RDONLY)
-        offset = place.offset + at * place.dtype.itemsize
-        rest = values.view(torch.uint8).numpy().data
-        while rest:
-            count = os.preadv(self._fds[place.file], [rest], offset)
-            if count == 0:
-                raise CheckpointCorruptError(f"{self._folder / place.file} ends at byte {offset}; it became shorter")
-            rest, offset = rest[count:], offset + count
-            beat()
+def _sources(tensors: Sequence[FileTensor]) -> list[str]:
+    return sorted({source for tensor in tensors for source in tensor.sources})

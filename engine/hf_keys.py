@@ -68,6 +68,10 @@ class Span:
         """The block's highest element in the flattened model tensor."""
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
+    def within_rows(self, row_elements: int) -> bool:
+        """Whether ranks that hold whole rows of so many elements can each handle what they hold of the block."""
+        return self.contiguous or self.offset // row_elements == self.last // row_elements
+
 
 @dataclass(frozen=True)
 class FileTensor:

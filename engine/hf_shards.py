@@ -2,19 +2,23 @@
 
 FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file.
 Nothing here takes that for granted: `local_part` looks at the placements and answers None for every other layout
-(another dim, several sharded mesh dims, strided or partial shards). A `Plan` says which file tensors each rank can
-handle alone, from its own shards, and which must be gathered.
+(another dim, several sharded mesh dims, strided or partial shards). A `Plan` says what each rank can handle alone, from
+its own shards, and what must be gathered: in blocks of rows where these are to be had, else a tensor at a time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from .hf_keys import FileTensor, Span, file_tensors
+
+BLOCK_BYTES = 64 << 20
+"""About how much of a tensor that no rank can address alone is gathered, or read, at a time."""
 
 
 @dataclass(frozen=True)
@@ -26,42 +30,53 @@ class LocalPart:
         start: first element.
         stop: one after the last element.
         row_elements: elements that always stay together on one rank; the whole tensor when it is replicated.
-        primary: whether this rank is the one of its replicas that writes.
+        replica: which of the ranks that hold these elements this one is; each writes an equal share of them.
+        replicas: how many there are.
     """
 
     data: torch.Tensor
     start: int
     stop: int
     row_elements: int
-    primary: bool
+    replica: int = 0
+    replicas: int = 1
 
 
-def local_part(tensor: torch.Tensor, rank: int) -> LocalPart | None:
+def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
     """This rank's part of ``tensor``; None when it is not one run of elements (the same answer on every rank).
 
     Args:
         tensor: from the ``state_dict`` of a model: a DTensor, or a plain tensor that every rank has in full.
-        rank: this rank; rank 0 is the primary of plain tensors.
+        rank: this rank.
+        world_size: number of ranks.
     """
     if not isinstance(tensor, DTensor):
-        return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank == 0)
+        return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
     local, mesh, coordinate = tensor.to_local().detach(), tensor.device_mesh, tensor.device_mesh.get_coordinate()
     sharded = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
     if len(sharded) > 1 or any(type(p) not in (Replicate, Shard) for p in tensor.placements):
         return None
-    # A rank outside of the mesh holds nothing.
-    primary = coordinate is not None and all(c == 0 for dim, c in enumerate(coordinate) if dim not in sharded)
-    if not sharded:
-        return LocalPart(local, 0, local.numel(), max(tensor.numel(), 1), primary)
-    if tensor.placements[sharded[0]] != Shard(0):
+    if sharded and tensor.placements[sharded[0]] != Shard(0):
         return None
-    rows, row_elements = tensor.shape[0], math.prod(tensor.shape[1:])
+    rows, row_elements = (tensor.shape[0], math.prod(tensor.shape[1:])) if sharded else (1, tensor.numel())
+    together = max(row_elements, 1)
+    if coordinate is None:  # a rank outside of the mesh holds nothing
+        return LocalPart(local, 0, 0, together)
     # DTensor cuts as torch.chunk does: equal parts, the last ones shorter or empty.
-    part_rows = -(-rows // mesh.size(sharded[0]))
-    first = rows if coordinate is None else min(coordinate[sharded[0]] * part_rows, rows)
-    count = 0 if coordinate is None else min(part_rows, rows - first)
+    part_rows = -(-rows // mesh.size(sharded[0])) if sharded else rows
+    first = min(coordinate[sharded[0]] * part_rows, rows) if sharded else 0
+    count = min(part_rows, rows - first)
     assert local.numel() == count * row_elements, f"{tensor.placements} on {mesh} left {tuple(local.shape)} here"
-    return LocalPart(local, first * row_elements, (first + count) * row_elements, max(row_elements, 1), primary)
+    replica, replicas = _place_among(mesh, [dim for dim in range(mesh.ndim) if dim not in sharded])
+    return LocalPart(local, first * row_elements, (first + count) * row_elements, together, replica, replicas)
+
+
+def _place_among(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
+    """This rank's number among those that differ from it in these mesh dims only, and how many there are."""
+    number, count = 0, 1
+    for dim in dims:
+        number, count = number * mesh.size(dim) + mesh.get_local_rank(dim), count * mesh.size(dim)
+    return number, count
 
 
 def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
@@ -81,6 +96,14 @@ def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
     return span.at, flat.as_strided(span.shape, span.stride, offset)
 
 
+def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, torch.Tensor]:
+    """What this rank writes of what `overlap` says that it holds: an equal share with the other replicas."""
+    at, values = held
+    rows, row_elements = values.shape[0], math.prod(values.shape[1:])
+    first, last = (rows * number // part.replicas for number in (part.replica, part.replica + 1))
+    return at + first * row_elements, values[first:last]
+
+
 @dataclass(frozen=True)
 class Plan:
     """How this rank gets at the elements of every file tensor. The split is the same on every rank.
@@ -88,54 +111,88 @@ class Plan:
     Attributes:
         tensors: every file tensor, in file order.
         parts: ``state_dict`` key -> what this rank holds, for the sources of ``direct``.
-        direct: the file tensors whose elements each rank addresses in its own shards.
-        whole: groups of file tensors (nearly always none) whose sources must be seen as a whole, one group at a time;
-            a source belongs to one group only, and to no direct tensor.
+        direct: the spans that each rank addresses in its own shards.
+        gathered: source -> the spans of it that no rank can address alone (nearly always none).
+        opaque: groups of file tensors without spans (rarer still), whose sources must be converted together.
     """
 
     tensors: Sequence[FileTensor]
     parts: Mapping[str, LocalPart]
-    direct: Sequence[FileTensor]
-    whole: Sequence[Sequence[FileTensor]]
+    direct: Sequence[tuple[FileTensor, Span]]
+    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
+    opaque: Sequence[Sequence[FileTensor]]
 
 
+@torch.no_grad()
 def plan_tensors(
-    model: PreTrainedModel, stored: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    stored: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Plan:
     """Plan the export or import of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_tensors`."""
     tensors = file_tensors(model, stored, dtype)
-    parts = {key: part for key, tensor in stored.items() if (part := local_part(tensor, rank)) is not None}
+    found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
+    parts = {key: part for key, part in found.items() if part is not None}
+    direct: list[tuple[FileTensor, Span]] = []
+    gathered: dict[str, list[tuple[FileTensor, Span]]] = {}
     groups: list[tuple[set[str], list[FileTensor]]] = []
-    entangled = {source for tensor in tensors if not _is_direct(tensor, parts) for source in tensor.sources}
-    while more := {
-        source
-        for tensor in tensors
-        if not entangled.isdisjoint(tensor.sources)
-        for source in tensor.sources
-        if source not in entangled
-    }:
-        entangled |= more
     for tensor in tensors:
-        if entangled.isdisjoint(tensor.sources):
-            continue
-        touched = [group for group in groups if not group[0].isdisjoint(tensor.sources)]
-        merged = (set(tensor.sources).union(*(g[0] for g in touched)), [t for g in touched for t in g[1]] + [tensor])
-        groups = [group for group in groups if group not in touched] + [merged]
-    direct = [tensor for tensor in tensors if entangled.isdisjoint(tensor.sources)]
-    return Plan(tensors, parts, direct, [group[1] for group in groups])
+        for span in tensor.spans or ():
+            part = parts.get(span.source)
+            if part is not None and span.within_rows(part.row_elements):
+                direct.append((tensor, span))
+            else:
+                gathered.setdefault(span.source, []).append((tensor, span))
+        if tensor.spans is None:
+            touched = [group for group in groups if not group[0].isdisjoint(tensor.sources)]
+            merged = (
+                set(tensor.sources).union(*(sources for sources, _ in touched)),
+                [other for _, others in touched for other in others] + [tensor],
+            )
+            groups = [group for group in groups if group not in touched] + [merged]
+    return Plan(tensors, parts, direct, gathered, [group for _, group in groups])
 
 
-def _is_direct(tensor: FileTensor, parts: Mapping[str, LocalPart]) -> bool:
-    if tensor.spans is None:
-        return False
-    for span in tensor.spans:
-        part = parts.get(span.source)
-        if part is None:
-            return False
-        one_row = span.offset // part.row_elements == span.last // part.row_elements
-        if not (span.contiguous or one_row):
-            return False
-    return True
+def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """How to cut ``tensor`` into blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, to be seen one by one.
+
+    The whole tensor is one block when its rows are not on every rank (dim 0 is sharded), or when a span needs several
+    of them at once (a transpose).
+    """
+    rows, row_elements = tensor.shape[0], max(math.prod(tensor.shape[1:]), 1)
+    by_columns = all(type(p) is Replicate or (type(p) is Shard and p.dim > 0) for p in tensor.placements)
+    if not by_columns or not all(span.within_rows(row_elements) for span in spans):
+        return [(0, rows)]
+    step = max(BLOCK_BYTES // (row_elements * tensor.element_size()), 1)
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def gathered_block(tensor: DTensor, first: int, last: int) -> LocalPart:
+    """A block of `row_blocks`, whole, on the CPU of every rank. A collective of the tensor's mesh."""
+    mesh = tensor.device_mesh
+    replica, replicas = _place_among(mesh, range(mesh.ndim))
+    if (first, last) != (0, tensor.shape[0]):
+        shape = torch.Size((last - first, *tensor.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        local = tensor.to_local()[first:last]
+        tensor = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return replace(whole_part(whole_tensor(tensor), first), replica=replica, replicas=replicas)
+
+
+def whole_part(values: torch.Tensor, first: int) -> LocalPart:
+    """All of ``values``, which are the rows of a tensor from ``first`` on."""
+    row_elements = math.prod(values.shape[1:])
+    start = first * row_elements
+    return LocalPart(values, start, start + values.numel(), max(row_elements, 1))
+
+
+def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> None:
+    """Put a block of `row_blocks`, ``values`` on the CPU, where ``tensor`` keeps its part of it. No communication."""
+    local = tensor.to_local().detach()
+    rows = local if (first, last) == (0, tensor.shape[0]) else local[first:last]
+    rows.copy_(local_of_whole(tensor, values))
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,216 @@
+"""The bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
+
+Writing: several processes write one file at the same time, each its own ranges. What needs neither a cast nor a copy is
+written from where it lies; everything else passes through one kept buffer of `WRITE_BYTES` (pinned for CUDA). The
+kernel is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
+little left to wait for.
+
+Reading: values that the file keeps as the model does are read straight into the model. Others are cast from a map of
+the file, which spares a copy, in windows of `READ_BYTES`. A window is populated before it is touched, so that a file
+that became shorter, or a disk that fails, is an error and not a signal; after that it is dropped. Where that cannot be
+done (an old kernel, a file system without maps), and to learn what is wrong with a window, it is read into a buffer
+instead. Nothing stays mapped.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from ..utils.errors import CheckpointCorruptError
+from ..utils.heartbeat import beat
+from .hf_layout import Place, WeightFile
+
+WRITE_BYTES = 4 << 20
+"""Most that is cast or copied before it is written: it should still be in the processor's cache then."""
+
+READ_BYTES = 16 << 20
+"""Most of a file that is mapped, or staged, at a time."""
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
+_SYNC_FILE_RANGE_WRITE = 2
+
+_libc = ctypes.CDLL(None)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+class WeightWriter:
+    """Weight files of a folder, open for writing.
+
+    As a context manager it closes them; only `sync` makes them durable.
+
+    Args:
+        folder: where the files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> "WeightWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def create(self, file: WeightFile) -> None:
+        """Make a file of full size that has nothing but its header.
+
+        Raises:
+            FileExistsError: it exists; nothing is ever written over.
+        """
+        fd = self._fds[file.name] = os.open(self._folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        _write_all(fd, memoryview(file.header), 0)
+        os.ftruncate(fd, file.total_bytes)
+
+    def write(self, place: Place, at: int, values: torch.Tensor) -> None:
+        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``place``."""
+        if place.file not in self._fds:
+            self._fds[place.file] = os.open(self._folder / place.file, os.O_WRONLY)
+        offset = place.offset + at * place.dtype.itemsize
+        for chunk in _chunks(values, WRITE_BYTES // place.dtype.itemsize):
+            data = _bytes_of(self._ready(chunk, place.dtype))
+            _write_all(self._fds[place.file], data, offset)
+            offset += len(data)
+
+    def sync(self) -> None:
+        """Bring everything that was written to stable storage."""
+        for fd in self._fds.values():
+            os.fsync(fd)
+
+    def _ready(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of ``chunk``, contiguous, on the CPU, and of ``dtype``; valid until the next call."""
+        if chunk.dtype == dtype and chunk.device.type == "cpu" and chunk.is_contiguous():
+            return chunk
+        if not len(self._buffer):
+            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, pin_memory=chunk.is_cuda)
+        return self._buffer.view(dtype)[: chunk.numel()].view(chunk.shape).copy_(chunk)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    start, rest = offset, data
+    while rest:
+        written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[written:], offset + written
+    if offset - start >= WRITE_BYTES // 4:  # a hint, like the size: whether anything went wrong is for fsync to say
+        _libc.sync_file_range(fd, start, offset - start, _SYNC_FILE_RANGE_WRITE)
+    beat()
+
+
+class WeightReader:
+    """Safetensors files of a folder, open for reading; as a context manager it closes them.
+
+    Args:
+        folder: where the files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap | None] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> "WeightReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._maps.clear()  # each is unmapped with the last tensor that shows a part of it
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def open(self, names: Iterable[str]) -> None:
+        """Open some of the files; they can be read from then on, whatever becomes of their names."""
+        for name in names:
+            if name not in self._fds:
+                self._fds[name] = os.open(self._folder / name, os.O_RDONLY)
+
+    def read(self, place: Place, at: int, target: torch.Tensor) -> None:
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``place``.
+
+        Raises:
+            CheckpointCorruptError: the file has become shorter.
+            OSError: it cannot be read.
+        """
+        for piece in _chunks(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
+            if piece.dtype == place.dtype and piece.device.type == "cpu" and piece.is_contiguous():
+                self._fill(piece, place, at)
+            elif not self._copy_mapped(piece, place, at):
+                if not len(self._buffer):
+                    self._buffer = torch.empty(READ_BYTES, dtype=torch.uint8)
+                values = self._buffer.view(place.dtype)[: piece.numel()]
+                self._fill(values, place, at)
+                _copy(values, piece)
+            at += piece.numel()
+            beat()
+
+    def same(self, one: Place, other: Place, first: int, last: int, dtype: torch.dtype) -> bool:
+        """Whether two tensors are equal, bit for bit as ``dtype``, in their elements ``[first, last)``."""
+        most = READ_BYTES // 4 // dtype.itemsize
+        for at in range(first, last, most):
+            ours, theirs = torch.empty(2, min(most, last - at), dtype=dtype)
+            self.read(one, at, ours)
+            self.read(other, at, theirs)
+            if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+                return False
+        return True
+
+    def _copy_mapped(self, piece: torch.Tensor, place: Place, at: int) -> bool:
+        """Fill ``piece`` from the mapped file; False where that cannot be done."""
+        if place.file not in self._maps:
+            self._maps[place.file] = _map(self._fds[place.file])
+        mapped = self._maps[place.file]
+        start = place.offset + at * place.dtype.itemsize
+        stop = start + piece.numel() * place.dtype.itemsize
+        if mapped is None or stop > len(mapped) or start % place.dtype.itemsize:  # an odd header leaves values askew
+            return False
+        first = start - start % mmap.PAGESIZE
+        window = (first, stop - first)
+        try:
+            mapped.madvise(_MADV_POPULATE_READ, *window)
+        except OSError:
+            return False
+        _copy(torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start), piece)
+        mapped.madvise(mmap.MADV_DONTNEED, *window)
+        return True
+
+    def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:
+        rest, offset = _bytes_of(values), place.offset + at * place.dtype.itemsize
+        while rest:
+            count = os.preadv(self._fds[place.file], [rest], offset)
+            if count == 0:
+                raise CheckpointCorruptError(f"{self._folder / place.file} ends at byte {offset}; it became shorter")
+            rest, offset = rest[count:], offset + count
+
+
+def _map(fd: int) -> mmap.mmap | None:
+    """All of a file, mapped to be read only; None where that cannot be had."""
+    try:
+        # Private and writable, although nobody writes, because torch warns of memory that is not.
+        return mmap.mmap(fd, 0, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError):
+        return None
+
+
+def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(values.view(target.shape).to(target.device))  # cast where it is to be
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _chunks(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
+    if values.numel() <= most:
+        yield values
+    elif values.is_contiguous():
+        yield from values.view(-1).split(most)
+    else:
+        for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
+            yield from _chunks(row[0] if row.shape[0] == 1 else row, most)
