@@ -177,7 +177,7 @@ class WeightReader:
             return False
         _copy(torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start), piece)
         mapped.madvise(mmap.MADV_DONTNEED, *window)
-        return True
+        return os.fstat(self._fds[place.file]).st_size >= stop  # the last page of a file goes on with zeros
 
     def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:
         rest, offset = _bytes_of(values), place.offset + at * place.dtype.itemsize

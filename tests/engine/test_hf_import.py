@@ -1,9 +1,11 @@
 """What `load_hf` refuses, before any parameter changes, and what it forgives."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
+from holdfast.engine import hf_import, hf_io
 from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_import import load_hf
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
@@ -63,6 +66,9 @@ def _write_folders(root: Path) -> None:
     embedding = "model.embed_tokens.weight"
     _rewrite(good, root / "other_name", lambda t: t.update({"lm_head.weight": t.pop(embedding)}))
     _rewrite(good, root / "both_names", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    differs = tiny_model("qwen3_tied").state_dict()["lm_head.weight"].clone()
+    differs[-1, -1] += 1
+    _rewrite(good, root / "last_differs", lambda t: t.update({"lm_head.weight": differs}))
     _rewrite(good, root / "no_prefix", lambda t: [t.update({k.removeprefix("model."): t.pop(k)}) for k in list(t)])
     _rewrite(good, root / "half", lambda t: t.update({key: value.half() for key, value in t.items()}))
     _rewrite(good, root / "double", lambda t: t.update({key: value.double() for key, value in t.items()}))
@@ -156,6 +162,54 @@ def _converted(folder: Path) -> None:
         register_checkpoint_conversion_mapping("llama", [], overwrite=True)
 
 
+def _outcome(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str, str]:
+    """Between the check and the end, what rank 1 reads becomes shorter, or its disk fails; then all is well again."""
+    outcomes, preadv, check = {}, os.preadv, hf_import._compare_copies
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for folder in ("good", "half"):  # read straight into the parameters, and cast from a map
+        expected = _values(sharded(tiny_model("qwen3_tied")))
+        if folder == "half":
+            expected = {key: value.half().float() for key, value in expected.items()}
+        model, own = sharded(tiny_model("qwen3_tied", seed=1)), root / f"{folder}_of_{rank}"
+        shutil.copytree(root / folder, own)
+
+        def cut(*args: Any, own: Path = own) -> None:
+            check(*args)
+            if rank == 1:
+                os.truncate(own / "model.safetensors", 6000)
+
+        hf_import._compare_copies = cut
+        outcomes[f"{folder} shorter"] = _outcome(lambda: load_hf(model, own))  # noqa: B023
+        hf_import._compare_copies = check
+        if rank == 1:
+            os.preadv, hf_io._map = broken, lambda fd: None
+        outcomes[f"{folder} EIO"] = _outcome(lambda: load_hf(model, root / folder))  # noqa: B023
+        os.preadv = preadv
+        load_hf(model, root / folder)
+        assert _same(model, expected)
+    return outcomes
+
+
+def _copies_of_a_tied_weight(rank: int, world_size: int, root: Path) -> str:
+    """The last rank alone finds that the copies differ, in the last element."""
+    model = sharded(tiny_model("qwen3_tied", seed=1))
+    before = _values(model)
+    outcome = _outcome(lambda: load_hf(model, root / "last_differs"))
+    assert _same(model, before)
+    return outcome
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf_import")
@@ -185,3 +239,26 @@ def test_folder_that_only_one_rank_lacks_is_refused_on_every_rank(refusals: list
 def test_other_names_dtypes_heads_and_conversions_load_as_meant(root: Path, tmp_path: Path, world_size: int) -> None:
     shutil.copytree(root, tmp_path / "root")
     run_ranks(_forgiven, world_size, tmp_path / "root")
+
+
+def test_file_that_breaks_while_it_is_read_is_an_error_on_every_rank_that_says_what_became_of_the_model(
+    root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    first, second = run_ranks(_breaks_while_it_is_read, 2, tmp_path / "root")
+    for case, kind in (("shorter", "CheckpointCorruptError"), ("EIO", "OSError")):
+        for folder in ("good", "half"):
+            theirs, own = first[f"{folder} {case}"], second[f"{folder} {case}"]
+            assert own.startswith(kind)
+            assert theirs.startswith("PeerError") and f"rank 1: {kind}" in theirs
+            for message in (own, theirs):
+                assert "the model is now half loaded and must be loaded again" in message
+                assert ("became shorter" if case == "shorter" else "Input/output error") in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_copies_of_a_tied_weight_that_differ_anywhere_are_refused_on_every_rank(root: Path, world_size: int) -> None:
+    *others, last = run_ranks(_copies_of_a_tied_weight, world_size, root)
+    assert last.startswith("CheckpointMismatchError") and "the model ties model.embed_tokens.weight, but" in last
+    for other in others:
+        assert other.startswith("PeerError: checking") and "the model ties" in other
