@@ -56,6 +56,8 @@ class DCPState(TorchStateful):
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
+        changes_only_in_step: nothing but ``optimizer.step`` changes parameters and optimizer state, so that a snapshot
+            may still be copying them while the next forward and backward run (see `dcp_staging`).
 
     A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
     does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
@@ -69,8 +71,11 @@ class DCPState(TorchStateful):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         counters: Stateful | None = None,
+        *,
+        changes_only_in_step: bool = False,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
+        self.changes_only_in_step = changes_only_in_step
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, nested: ``model``, and with an optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an
@@ -99,7 +104,8 @@ class DCPState(TorchStateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
 
-        Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before.
+        Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before. One that is the
+        live tensor itself has its values already.
 
         Raises:
             CheckpointError: see `check`; nothing was changed.
@@ -108,7 +114,9 @@ class DCPState(TorchStateful):
         values = self.check(given)
         with torch.no_grad():
             for name, target in self.live_tensors().items():
-                local_tensor(target).copy_(given[name])
+                local = local_tensor(target)
+                if local.data_ptr() != given[name].data_ptr():
+                    local.copy_(given[name])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
             restore_rank_rng(given)
@@ -172,6 +180,13 @@ class DCPState(TorchStateful):
             materialize_state(self.optimizer)
             live.update(flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state."))
         return live
+
+    def names_changed_in_step(self) -> set[str]:
+        """Dotted names of the tensors that only ``optimizer.step`` changes; none if that was not promised."""
+        if self.optimizer is None or not self.changes_only_in_step:
+            return set()
+        moments = flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state.")
+        return {f"model.{name}" for name, _ in self._parameters()} | {name for name, _ in moments}
 
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""

@@ -31,6 +31,7 @@ from .api import (
 )
 from .config import TrainEngineConfig
 from .dcp_checkpoint import load_dcp, save_dcp
+from .dcp_staging import staging_of
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
 from .hf_import import load_hf
@@ -294,7 +295,8 @@ class FSDPEngine:
         """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
         if not with_optim:
             return DCPState(self.model)
-        return DCPState(self.model, self._require_optimizer(), self.lr_scheduler, self.counters)
+        optimizer = self._require_optimizer()
+        return DCPState(self.model, optimizer, self.lr_scheduler, self.counters, changes_only_in_step=True)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.
@@ -319,6 +321,7 @@ class FSDPEngine:
             CheckpointError: see `load_dcp` and `load_hf`.
         """
         self._check_meta(meta)
+        staging_of(self.model).wait()
         match meta.weight_format:
             case "dcp":
                 self._load_from_dcp(meta)

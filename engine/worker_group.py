@@ -17,6 +17,7 @@ method could apply an update twice, and a restarted actor has no process group.
 """
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +74,9 @@ class WorkerGroup:
     """``world_size`` copies of a worker class, each in a process of its own, called as one.
 
     Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
-    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `kill`
-    may come from another, also while the group still starts: what waits for the group then raises `WorkerLost`.
+    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `run_aside`
+    may come from another, and `kill`, also while the group still starts: what waits for the group then raises
+    `WorkerLost`.
 
     Attributes:
         name: what errors and logs call it.
@@ -137,7 +139,8 @@ class WorkerGroup:
         self._places: list[_Place] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
-        self._busy = self._closed = False
+        self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
+        self._lock = threading.Lock()
         self._hang_timeout_s = hang_timeout_s
         self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
         try:
@@ -160,7 +163,7 @@ class WorkerGroup:
             resources=dict(self._resources.custom),
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={"health": 1},
+            concurrency_groups={"health": 1, "aside": 1},
             scheduling_strategy=strategy,
             **options,
         )(_RayActor).remote()
@@ -234,6 +237,16 @@ class WorkerGroup:
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
 
+    def run_aside(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`run_all` for work beside the training: on a thread of its own in every worker, while other calls go on.
+
+        May be called from another thread than they are, one at a time. What it waits for others to do needs a process
+        group of its own. A group that is lost meanwhile is lost for both callers.
+        """
+        self._check_usable()
+        refs = {r: a.run.options(concurrency_group="aside").remote(fn, args) for r, a in enumerate(self._actors)}
+        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
+
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """The ranks that are dead or do not answer in time, however busy their worker is."""
         answered = ping(dict(enumerate(self._actors)), timeout_s)
@@ -269,7 +282,7 @@ class WorkerGroup:
         if self._closed:
             return
         try:
-            if self._loss is None and not self._busy:
+            if self._loss is None and not self._n_calls:
                 refs = {rank: actor.destroy.remote() for rank, actor in enumerate(self._actors)}
                 self._gather("destroy()", refs, timeout_s)
         except WorkerLost as loss:
@@ -320,9 +333,11 @@ class WorkerGroup:
     def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
         """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
         answers = Answers({ref: rank for rank, ref in refs.items()})
-        self._busy = True
+        with self._lock:
+            self._n_calls += 1
         hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline)
-        self._busy = False
+        with self._lock:
+            self._n_calls -= 1
         self._check_usable()  # another thread may have killed the group
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]

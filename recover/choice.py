@@ -15,8 +15,8 @@ from ..utils.manifest import MANIFEST_NAME, read_manifest
 from .config import RecoverConfig
 from .info import RecoverInfo
 from .mirror import Mirror
+from .rank_reading import check_bytes
 from .ranks import Ranks
-from .snapshot import check_bytes
 from .store import GenerationStore
 
 logger = get_logger(__name__)

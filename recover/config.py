@@ -43,6 +43,14 @@ class RecoverConfig:
     """A name among the ``metrics`` given to ``dump``."""
     best_mode: str = "max"
     """Whether the ``max`` or the ``min`` of ``best_metric`` is best."""
+    async_save: bool = True
+    """Whether ``dump`` returns as soon as the state is staged (in host memory, as much as a shard), and the rest goes on
+    in the background; else it returns when the snapshot is committed."""
+    on_busy: str = "wait"
+    """What becomes of a snapshot that is due while the last one is still being written: ``wait`` for that, or ``skip``
+    this one."""
+    save_timeout_s: float = 1800.0
+    """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
     """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it."""
     lock_timeout_s: float = 10.0
@@ -76,6 +84,8 @@ class RecoverConfig:
         require_range("recover.keep_every_steps", self.keep_every_steps, low=1)
         require_range("recover.keep_best", self.keep_best, low=1)
         require_choice("recover.best_mode", self.best_mode, ("max", "min"))
+        require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
+        require_range("recover.save_timeout_s", self.save_timeout_s, low=1.0)
         require_range("recover.save_failures_allowed", self.save_failures_allowed, low=0)
         require_range("recover.lock_timeout_s", self.lock_timeout_s, low=0.0)
         require_range("recover.mirror_max_to_keep", self.mirror_max_to_keep, low=1)

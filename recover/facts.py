@@ -8,7 +8,7 @@ Each snapshot therefore counts optimizer steps, names the learning rate, and sam
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -54,14 +54,18 @@ class EngineSample:
     sample: dict[str, int | bool]
 
 
-def sample_engine(state: DCPState) -> EngineSample:
-    """Sample this rank's part of an engine as it is now."""
-    sample = sample_state(state.live_tensors())
+def count_engine(state: DCPState) -> EngineSample:
+    """What an engine counts, as it is now, with nothing sampled yet."""
     optimizer = state.optimizer
     if optimizer is None:
-        return EngineSample(None, None, None, sample)
+        return EngineSample(None, None, None, {})
     schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
-    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[0]["lr"]), schedule_step, sample)
+    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[0]["lr"]), schedule_step, {})
+
+
+def sample_engine(state: DCPState) -> EngineSample:
+    """Count, and sample this rank's part of an engine as it is now."""
+    return replace(count_engine(state), sample=sample_state(state.live_tensors()))
 
 
 def _optimizer_steps(state: DCPState) -> int:

@@ -17,8 +17,8 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
-from ..utils.distributed import get_rank, is_write_failure
-from ..utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
+from ..utils.distributed import get_rank
+from ..utils.errors import ConfigError, Preempted, WorkerLost
 from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.staging import as_write_error
@@ -29,10 +29,12 @@ from .facts import check_restored, combine_ranks
 from .info import RecoverInfo
 from .mirror import Mirror
 from .process_state import DRIVER_STATE, ProcessState, rank_state_name
+from .rank_reading import check_rank, read_rank
+from .rank_writing import close_writer, open_writer
 from .ranks import DrivenRanks, LocalRanks, RankGroup, Ranks, RankTarget, rank_target
 from .retention import RetentionRules
+from .saving import SaveStats, SnapshotSaver
 from .schedule import Pace, SnapshotSchedule
-from .snapshot import check_rank, read_rank
 from .stopping import StopNotice, StopRequests
 from .store import Generation, GenerationStore
 from .writing import GenerationWriter
@@ -50,8 +52,6 @@ class RecoverHandler:
         notices: asked after every step whether the run has to stop, as signals and ``must_save_by`` may make it:
             `holdfast.recover.supervisor.Attempt.draining`, or a cloud's preemption notice.
 
-    Attributes:
-        failed_saves: snapshots that failed since the last one that did not.
     """
 
     def __init__(
@@ -65,14 +65,16 @@ class RecoverHandler:
         self.config, self.ft_spec = config, ft_spec
         self.store = GenerationStore(config.recover_root)
         self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
-        self.failed_saves = 0
         self._group = group
         self._stateful: dict[str, Stateful] = {}
-        self._writer = GenerationWriter(self.store, uuid.uuid4().hex, self._stateful, self._retire)
+        self._key = uuid.uuid4().hex
+        self._writer = GenerationWriter(self.store, self._key, uuid.uuid4().hex, self._stateful, self._retire)
         self._resume = ResumeChoice(config, ft_spec, self.store)
         self._retention = RetentionRules.from_config(config)
         self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
         self._pace = Pace()
+        self._saver = SnapshotSaver(config, self._key, self._writer, self._pace, self._after_commit)
+        self._opened: Ranks | None = None
         self._lock = FolderLock(config.lock_path)
         self._mirror: Mirror | None = None
         self._at: int | None = None  # the step that was snapshotted or restored last
@@ -81,6 +83,16 @@ class RecoverHandler:
             logger.warning(
                 "none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots are made"
             )
+
+    @property
+    def save_stats(self) -> SaveStats:
+        """What became of the snapshots, and what they have cost."""
+        return self._saver.stats
+
+    @property
+    def failed_saves(self) -> int:
+        """Snapshots that failed since the last one that did not."""
+        return self._saver.failed_in_a_row
 
     def register(self, name: str, thing: Stateful) -> None:
         """Have an object of this process saved and restored with every generation.
@@ -128,7 +140,8 @@ class RecoverHandler:
             self._restore(ranks, *choice, dataloader)
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
-        self._loaded = True
+        ranks.run_all(open_writer, self._key, self.config.save_timeout_s if self.config.async_save else None)
+        self._loaded, self._opened = True, ranks
         self._pace.step_begins()
         return None if choice is None else choice[1]
 
@@ -141,9 +154,14 @@ class RecoverHandler:
         force: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Snapshot the run after the step ``step_info``, if one is due; returns when it is committed.
+        """Snapshot the run after the step ``step_info``, if one is due; returns when it is staged.
 
-        Call it after every step, whether one is due or not: it is also where a request to stop is answered.
+        From then on everything may change but parameters and optimizer state, for which the next ``optimizer.step``
+        waits; an engine of one's own that changes them elsewhere says so (see `DCPState`). The rest is done in the
+        background; `wait` returns when it is committed. With ``async_save`` off all of it is done here.
+
+        Call it after every step, whether one is due or not: it is also where a request to stop is answered, and where a
+        failure in the background is told.
 
         Args:
             engine: as for `load`.
@@ -153,13 +171,14 @@ class RecoverHandler:
             metrics: numbers that ``keep_best`` chooses by; rank 0's count.
 
         Returns:
-            whether a generation was made. A snapshot that fails is logged, and training goes on; the older generations
-            are untouched, and nothing half-written is left.
+            whether a snapshot was taken. One that fails, now or later, is logged, and training goes on; the older
+            generations are untouched, and nothing half-written is left.
 
         Raises:
             Preempted: the run was asked to stop, and is snapshotted.
             CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot in a row has failed than
                 ``save_failures_allowed``, or a forced one, or the last one before a stop.
+            Exception: whatever else ended a snapshot in the background.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.
         """
@@ -175,8 +194,8 @@ class RecoverHandler:
             )
         ranks = self._ranks(engine)
         stop = self._asked_to_stop(ranks)
-        must = force or stop is not None
-        saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must)
+        must, aside = force or stop is not None, self.config.async_save and stop is None
+        saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
             ranks.decide_slowly(self._finish_copies)  # all wait for it: the first that exits may end them all
@@ -186,8 +205,14 @@ class RecoverHandler:
         return saved
 
     def wait(self) -> None:
-        """Return when every snapshot that `dump` has begun is committed, which a `dump` that returned already is."""
+        """Return when every snapshot that `dump` has begun is committed; every rank calls it.
+
+        Raises:
+            CheckpointWriteError, StaleSnapshotError, PeerError: the last one could not be.
+            Exception: whatever else ended it.
+        """
         self._require_open()
+        self._saver.settle(must=True)
 
     def close(self, *, wait: bool = True) -> None:
         """Take no more snapshots, and give signals and the folder up; may be called twice.
@@ -195,17 +220,26 @@ class RecoverHandler:
         As a context manager the handler is closed at the end of the block, at once when it ends with an error.
 
         Args:
-            wait: for copies to the mirror that are under way, up to ``mirror_timeout_s``; the next start makes those
-                again that were not finished.
+            wait: for the snapshot that is being written, and for copies to the mirror that are under way, up to
+                ``mirror_timeout_s``; the next start makes those again that were not finished. Else that snapshot is
+                given up, unless it is being committed at this moment.
+
+        Raises:
+            see `wait`; nothing without ``wait``.
         """
         if self._closed:
             return
         self._closed = True
         self._stops.uninstall()
-        if self._mirror is not None:
-            self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
-            self._retire()  # what had to wait for its copy
-        self._lock.release()
+        try:
+            self._saver.close(wait)
+        finally:
+            if wait:
+                self._close_writers()
+            if self._mirror is not None:
+                self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
+                self._retire()  # what had to wait for its copy
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -218,14 +252,15 @@ class RecoverHandler:
     def _asked_to_stop(self, ranks: Ranks) -> str | None:
         """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
         self._pace.step_ends()
-        reasons = ranks.here(lambda: self._stops.due(self._pace.save_s, self._pace.step_s))
+        n_saves = 1 if self._saver.step is None else 2  # what is being written has to be waited for
+        reasons = ranks.here(lambda: self._stops.due(n_saves * self._pace.save_s, self._pace.step_s))
         stop = next((reason for reason in reasons if reason is not None), None)
         if stop is not None:
             self._stops.grant()
         return stop
 
     def _is_due(self, step_info: StepInfo, must: bool) -> bool:
-        if not (must or self.schedule.due(step_info)):
+        if step_info.global_step == self._saver.step or not (must or self.schedule.due(step_info)):
             return False
         with as_write_error(self.store.root):
             newest = max((generation.step for generation in self.store.generations()), default=-1)
@@ -242,34 +277,28 @@ class RecoverHandler:
         step_info: StepInfo,
         dataloader: Stateful | None,
         metrics: Mapping[str, float],
+        *,
         must: bool,
+        in_background: bool,
     ) -> bool:
         started, step = time.monotonic(), step_info.global_step
-        try:
-            if not ranks.decide(lambda: self._is_due(step_info, must)):
-                return False
-            wanted = self._resume.resume_path
-            resumed_from = None if wanted is None else str(wanted), self._resume.origin
-            generation, n_bytes = self._writer.write(ranks, step_info, dataloader, metrics, resumed_from)
-        except (CheckpointWriteError, StaleSnapshotError, PeerError) as error:
-            if must or not (is_write_failure(error) or isinstance(error, StaleSnapshotError)):
-                raise
-            self.failed_saves += 1
-            allowed = self.config.save_failures_allowed
-            if self.failed_saves > allowed:
-                raise
-            self.schedule.mark(step_info)  # lest with freq_secs every step tries again
-            logger.error(
-                "step %d: snapshot failed, %d in a row (%d allowed): %s", step, self.failed_saves, allowed, error
-            )
+        self._saver.look(ranks)
+        due, saved = None, False
+        with self._saver.tolerating(step, must):
+            due = ranks.decide(lambda: self._is_due(step_info, must))
+        if due is False or not self._saver.make_way(must):
             return False
-        self.failed_saves, self._at = 0, step
-        self.schedule.mark(step_info)
-        seconds = time.monotonic() - started
-        self._pace.saved(seconds)
-        logger.info("step %d: committed %s, %d bytes in %.3f s", step, generation.path, n_bytes, seconds)
-        ranks.decide(partial(self._after_commit, generation))
-        return True
+        wanted = self._resume.resume_path
+        resumed_from = None if wanted is None else str(wanted), self._resume.origin
+        with self._saver.tolerating(step, must):
+            if due:
+                self._saver.save(
+                    ranks, step_info, dataloader, metrics, resumed_from, must=must, in_background=in_background
+                )
+                self._at, saved = step, True
+        self.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
+        self.save_stats.blocked_s = time.monotonic() - started
+        return saved
 
     def _after_commit(self, generation: Generation) -> None:
         if self._mirror is not None:
@@ -282,6 +311,16 @@ class RecoverHandler:
     def _finish_copies(self) -> None:
         if self._mirror is not None:
             self._mirror.wait(self.config.mirror_timeout_s)
+
+    def _close_writers(self) -> None:
+        match self._opened:
+            case LocalRanks():
+                close_writer(None, self._key)
+            case DrivenRanks():
+                try:
+                    self._opened.run_all(close_writer, self._key)
+                except WorkerLost as loss:
+                    logger.warning("%s, after the last snapshot", loss)
 
     # Load
 

@@ -5,6 +5,7 @@
 not the recovery.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,26 @@ def rank_state_name(rank: int) -> str:
     return f"state/rank_{rank:05d}.pt"
 
 
-def write_process_state(folder: str, name: str, stateful: Mapping[str, Stateful]) -> tuple[FileEntry, str]:
-    """Write the generators of this process and its user objects as ``<folder>/<name>``; the digest of the former."""
-    (Path(folder) / name).parent.mkdir(exist_ok=True)
+def capture_process(stateful: Mapping[str, Stateful]) -> tuple[bytes, str]:
+    """The generators of this process and its user objects, as they are now, as a file holds them; and the digest of the
+    former.
+
+    Raises:
+        ConfigError: an object's state could not be read back.
+    """
     user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
     rng = capture_rng()
-    return write_sealed(folder, name, pack_plain("generators", {"rng": rng, "user": user})), rng_digest(rng)
+    return pack_plain("generators", {"rng": rng, "user": user}), rng_digest(rng)
+
+
+def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:
+    """Write what `capture_process` returned as ``<folder>/<name>``."""
+    (Path(folder) / name).parent.mkdir(exist_ok=True)
+    return write_sealed(folder, name, state)
 
 
 class ProcessState:
-    """What `write_process_state` wrote, read but not put back yet.
+    """What `capture_process` took, read back but not put back yet.
 
     A process that the saved run did not have (a new rank; a driver after torchrun, or ranks after a driver) takes a
     user object's state from rank 0, else from the driver, and derives its generators from those of rank 0.
@@ -50,7 +61,7 @@ class ProcessState:
         """Read the state of the process whose file is ``name``, and of those that may stand in for it.
 
         Raises:
-            CheckpointCorruptError: a file is not what `write_process_state` writes.
+            CheckpointCorruptError: a file is not what `capture_process` makes.
         """
         own = generation / name
         files = [own, generation / rank_state_name(0), generation / DRIVER_STATE]

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch.distributed as dist
 
 from ..engine.api import Stateful
+from ..engine.dcp_state import DCPState
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, rank_zero_decides
 from ..utils.errors import ConfigError
 
@@ -35,6 +36,10 @@ class RankGroup(Protocol):
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """``fn(worker, *args)`` on every rank; results in rank order."""
+        ...
+
+    def run_aside(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """`run_all` from another thread of the caller and on another thread of every rank: calls go on meanwhile."""
         ...
 
 
@@ -58,6 +63,18 @@ class RankTarget:
             raise ConfigError("there is no engine to snapshot; pass at least one")
         if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
             raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+
+    def state(self, name: str) -> DCPState:
+        """What is saved and restored of an engine."""
+        engine = self.engines[name]
+        if isinstance(engine, DCPState):
+            return engine
+        return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+
+    def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """Where the ranks of an engine (of the first one) agree."""
+        engine = next(iter(self.engines.values())) if name is None else self.engines[name]
+        return getattr(engine, "control_group", self.group)
 
 
 def rank_target(holder: Any) -> RankTarget:
@@ -106,6 +123,10 @@ class LocalRanks:
         """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
         return self.here(partial(fn, self._target, *args))
 
+    def aside(self, group: dist.ProcessGroup | None) -> "LocalRanks":
+        """The same ranks for another thread, where ``group`` carries what they say to each other."""
+        return LocalRanks(self._target, group)
+
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 decides, all follow."""
         return rank_zero_decides(decision, self._group)
@@ -133,19 +154,24 @@ class DrivenRanks:
 
     Args:
         group: the remote ranks.
+        is_aside: whether this is for another thread, while the group goes on with its other calls.
     """
 
     is_driver = True
     is_decider = True
     n_callers = 1
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, is_aside: bool = False) -> None:
+        self._group, self._is_aside = group, is_aside
         self.world_size = group.world_size
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
-        return self._group.run_all(fn, *args)
+        return self._group.run_aside(fn, *args) if self._is_aside else self._group.run_all(fn, *args)
+
+    def aside(self, group: dist.ProcessGroup | None) -> "DrivenRanks":
+        """The same ranks for another thread; what ``group`` is they know themselves."""
+        return DrivenRanks(self._group, is_aside=True)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Nobody else to ask."""

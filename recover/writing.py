@@ -1,11 +1,11 @@
-"""The order of a dump: stage, write on every rank, compare with the last, describe, commit; all ranks or none."""
+"""The order of a dump: capture, write on every rank, compare with the last, describe, commit; all ranks or none."""
 
 import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,33 @@ from ..utils.staging import as_write_error
 from .data_state import DATA_STATE, capture_data
 from .facts import EngineFacts, check_fresh, combine_ranks
 from .info import INFO_NAME, RecoverInfo
-from .process_state import DRIVER_STATE, rank_state_name, write_process_state
+from .process_state import DRIVER_STATE, capture_process, rank_state_name, write_process
+from .rank_writing import RankPart, capture_rank, write_rank
 from .ranks import Ranks
-from .snapshot import RankPart, write_rank
 from .store import Generation, GenerationStore
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A run at one step boundary, as far as the process that calls the handler knows it.
+
+    Attributes:
+        step_info: the step that was just trained.
+        metrics: remembered; what is not finite is left out.
+        resumed_from: ``resume_path`` of the run and the digest that goes with it, in the process that decides.
+        data: the dataloaders' state.
+        driver: state of the driver's process and the digest of its generators; None when the ranks call the handler.
+        staged: whether the ranks' state may change while it is written.
+        began_s: on the monotonic clock.
+    """
+
+    step_info: StepInfo
+    metrics: Mapping[str, float]
+    resumed_from: tuple[str | None, str | None]
+    data: bytes | None
+    driver: tuple[bytes, str] | None
+    staged: bool
+    began_s: float
 
 
 class GenerationWriter:
@@ -31,68 +54,95 @@ class GenerationWriter:
 
     Args:
         store: where to.
+        key: of the handler, which the ranks know it by.
+        run_id: of the run; every generation names it.
         stateful: name -> user object of this process; under Ray the driver's.
         make_room: called before anything is written; removes what nobody needs any more.
 
     Attributes:
-        run_id: of the run; every generation names it.
+        run_id: see above.
         last_facts: engine name -> facts of the generation written or restored last.
     """
 
     def __init__(
-        self, store: GenerationStore, run_id: str, stateful: Mapping[str, Stateful], make_room: Callable[[], None]
+        self,
+        store: GenerationStore,
+        key: str,
+        run_id: str,
+        stateful: Mapping[str, Stateful],
+        make_room: Callable[[], None],
     ) -> None:
         self.run_id = run_id
         self.last_facts: Mapping[str, EngineFacts] = {}
-        self._store, self._stateful, self._make_room = store, stateful, make_room
+        self._store, self._key, self._stateful, self._make_room = store, key, stateful, make_room
 
-    def write(
+    def capture(
         self,
         ranks: Ranks,
         step_info: StepInfo,
         dataloader: Stateful | None,
         metrics: Mapping[str, float],
         resumed_from: tuple[str | None, str | None],
+        *,
+        staged: bool,
+    ) -> Capture:
+        """Take down the state of the run after a step, on all ranks; all that call the handler call this.
+
+        Args:
+            ranks: whose state.
+            step_info: the step.
+            dataloader: its state goes along.
+            metrics: see `Capture`, as is the next.
+            resumed_from: in the process that decides.
+            staged: have the ranks copy their state, so that it can be written while it changes.
+
+        Raises:
+            ConfigError: the state of a user object or a dataloader could not be read back.
+        """
+        began_s = time.monotonic()
+        data = capture_data(ranks, dataloader)  # first: asking torchdata's loader may draw a number
+        ranks.run_all(capture_rank, self._key, staged)
+        driver = capture_process(self._stateful) if ranks.is_driver else None
+        return Capture(step_info, metrics, resumed_from, data, driver, staged, began_s)
+
+    def write(
+        self, ranks: Ranks, capture: Capture, committing: Callable[[], AbstractContextManager[None]]
     ) -> tuple[Generation, int]:
-        """Write and commit the generation of a step; all that call the handler call this.
+        """Write and commit what was captured; all that call the handler call this.
 
         Args:
             ranks: who writes.
-            step_info: the step that was just trained.
-            dataloader: its state goes along.
-            metrics: remembered; what is not finite is left out.
-            resumed_from: ``resume_path`` of the run and the digest that goes with it, in the process that decides.
+            capture: what `capture` returned.
+            committing: entered for the commit by who decides; if that raises, nothing is committed.
 
         Returns:
             the generation, and the bytes of its files.
 
         Raises:
             CheckpointWriteError, StaleSnapshotError, PeerError: nothing became visible; see `GenerationStore.commit`.
-            ConfigError: the state of a user object or a dataloader could not be read back.
         """
-        started = time.monotonic()
-        staging = ranks.decide(partial(self._open_staging, step_info.global_step))
+        staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
         with ExitStack() as undo:
             if ranks.is_decider:
                 undo.callback(self._store.discard, staging)
-            data = capture_data(ranks, dataloader)  # first: asking torchdata's loader may draw a number
-            parts = ranks.run_all(write_rank, str(staging))
+            parts = ranks.run_all(write_rank, self._key, str(staging), capture.staged)
             facts = combine_ranks([part.samples for part in parts])
 
             def commit() -> tuple[Generation, int]:
                 check_fresh(self.last_facts, facts)
                 info = RecoverInfo(
-                    step_info,
+                    capture.step_info,
                     self.run_id,
                     ranks.world_size,
                     parts[0].versions,
-                    *resumed_from,
-                    save_s=time.monotonic() - started,
-                    metrics=_finite(metrics),
+                    *capture.resumed_from,
+                    save_s=time.monotonic() - capture.began_s,
+                    metrics=_finite(capture.metrics),
                     engines=facts,
                     rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
                 )
-                return self._commit(staging, info, parts, data, ranks.is_driver)
+                with committing():
+                    return self._commit(staging, info, parts, capture)
 
             committed = ranks.decide(commit)
             undo.pop_all()
@@ -106,16 +156,14 @@ class GenerationWriter:
         return self._store.open_staging(step)
 
     def _commit(
-        self, staging: Path, info: RecoverInfo, parts: Sequence[RankPart], data: bytes | None, has_driver: bool
+        self, staging: Path, info: RecoverInfo, parts: Sequence[RankPart], capture: Capture
     ) -> tuple[Generation, int]:
         entries = [entry for part in parts for entry in part.entries]
         with as_write_error(staging):
-            if has_driver:
-                entry, info.rng[Path(DRIVER_STATE).stem] = write_process_state(
-                    str(staging), DRIVER_STATE, self._stateful
-                )
-                entries.append(entry)
-            files = {INFO_NAME: info.to_json()} | ({} if data is None else {DATA_STATE: data})
+            if capture.driver is not None:
+                state, info.rng[Path(DRIVER_STATE).stem] = capture.driver
+                entries.append(write_process(staging, DRIVER_STATE, state))
+            files = {INFO_NAME: info.to_json()} | ({} if capture.data is None else {DATA_STATE: capture.data})
             entries += [write_sealed(staging, name, content) for name, content in files.items()]
         generation = self._store.commit(staging, info.last_step_info.global_step, entries, _manifest_facts(info))
         return generation, sum(entry.bytes for entry in entries)

@@ -1,6 +1,7 @@
 """A small training run that draws from every generator, for tests that stop it and go on."""
 
 import hashlib
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -19,6 +20,8 @@ from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 
+IN_BACKGROUND = bool(os.environ.get("HOLDFAST_TEST_ASYNC"))
+"""Whether handlers write in the background, and are waited for: every test here must pass either way."""
 SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=24, train_batch_size=4)
 FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.steps_per_epoch)
 
@@ -29,9 +32,23 @@ def step_info(step: int) -> StepInfo:
     return StepInfo(epoch, epoch_step, step, SPEC.steps_per_epoch)
 
 
+class SettledHandler(RecoverHandler):
+    """One that waits for what it writes in the background: `dump` then does what it does without, by another way."""
+
+    def dump(self, *args: Any, **kwargs: Any) -> bool:
+        before = self.save_stats.committed
+        taken = super().dump(*args, **kwargs)
+        return taken and self._settled(before)
+
+    def _settled(self, before: int) -> bool:
+        self._saver.settle()
+        return self.save_stats.committed > before
+
+
 def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: Any) -> RecoverHandler:
+    options = {"async_save": IN_BACKGROUND} | options
     config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
-    return RecoverHandler(config, SPEC, notices=notices)
+    return (SettledHandler if IN_BACKGROUND else RecoverHandler)(config, SPEC, notices=notices)
 
 
 def draw() -> tuple[float, ...]:

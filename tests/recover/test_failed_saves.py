@@ -1,5 +1,6 @@
 """A snapshot that fails, or repeats the one before, is reported; training goes on, but not for ever."""
 
+import copy
 import logging
 import os
 import resource
@@ -122,9 +123,9 @@ def test_a_rank_with_a_bug_ends_the_run_on_all_ranks_at_once(tmp_path: Path) -> 
 class _StaleState(DCPState):
     """Always the tensors of the first time it was asked, as a staging buffer that is never filled again."""
 
-    def live_tensors(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "_staged"):
-            self._staged = {name: tensor.detach().clone() for name, tensor in super().live_tensors().items()}
+            self._staged = copy.deepcopy(super().state_dict())
         return self._staged
 
 
@@ -149,7 +150,7 @@ def test_a_stale_snapshot_is_noticed_after_a_restart_too(tmp_path: Path) -> None
     tiny, handler = Tiny(), make_handler(tmp_path, freq_steps=1, save_failures_allowed=0)
     handler.load(tiny.state)
     stale = _StaleState(tiny.model, tiny.optimizer, tiny.scheduler)
-    stale.live_tensors()
+    stale.state_dict()
     tiny.step()
     with pytest.raises(StaleSnapshotError):
         handler.dump(stale, step_info(3))

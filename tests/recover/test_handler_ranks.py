@@ -120,7 +120,7 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
     def dump_fails(step: int, own: type[HoldfastError], others: type[HoldfastError], culprit: int) -> None:
         kept = names(Path(root))
         with pytest.raises(own if rank == culprit else others):
-            handler.dump(job.engine, step_info(step), loader)
+            handler.dump(job.engine, step_info(step), loader, force=True)
         torch.distributed.barrier()
         assert names(Path(root)) == kept and hidden(root) == []
 
@@ -136,7 +136,7 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
             dump_fails(1, CheckpointWriteError, CheckpointWriteError, culprit)
     job.train(next(batches))
     saved = job.snapshot()
-    assert handler.dump(job.engine, step_info(1), loader)
+    assert handler.dump(job.engine, step_info(1), loader, force=True)
 
     changed = job.train(next(batches))["digest"]
     data = list(range(24)) if rank == 0 else list(range(1, 25))

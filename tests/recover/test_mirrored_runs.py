@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.recover import RecoverHandler
-from holdfast.recover.snapshot import check_bytes
+from holdfast.recover.rank_reading import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 

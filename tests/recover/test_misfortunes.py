@@ -18,8 +18,8 @@ from torch import nn
 
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
-from holdfast.recover.process_state import ProcessState, rank_state_name, write_process_state
-from holdfast.recover.snapshot import check_bytes
+from holdfast.recover.process_state import ProcessState, capture_process, rank_state_name, write_process
+from holdfast.recover.rank_reading import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
 from holdfast.utils.plain_torch import pack_plain
@@ -85,7 +85,7 @@ def test_a_run_that_would_repeat_a_step_it_has_not_resumed_is_stopped(tmp_path: 
 
 
 def test_generators_of_other_devices_are_not_compared(tmp_path: Path) -> None:
-    write_process_state(str(tmp_path), rank_state_name(0), {})
+    write_process(tmp_path, rank_state_name(0), capture_process({})[0])
     state = capture_rng() | {"cuda": torch.zeros(8, 16, dtype=torch.uint8)}
     (tmp_path / rank_state_name(0)).write_bytes(pack_plain("it", {"rng": state, "user": {}}))
     if not torch.cuda.is_initialized():

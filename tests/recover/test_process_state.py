@@ -14,8 +14,9 @@ import torch
 from holdfast.recover.process_state import (
     DRIVER_STATE,
     ProcessState,
+    capture_process,
     rank_state_name,
-    write_process_state,
+    write_process,
 )
 from holdfast.recover.ranks import RankTarget, rank_target
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
@@ -64,7 +65,8 @@ def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None
     meter = Meter()
     meter.seen, meter.mean = [1, 2], torch.tensor([0.5, 0.25])
     seed_rng(4)
-    entry, rng = write_process_state(str(tmp_path), rank_state_name(0), {"meter": meter})
+    state, rng = capture_process({"meter": meter})
+    entry = write_process(tmp_path, rank_state_name(0), state)
     expected, again = draw(), Meter()
     file = tmp_path / "state" / "rank_00000.pt"
     assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
@@ -83,8 +85,8 @@ def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driv
         return made
 
     seed_rng(4)
-    write_process_state(str(tmp_path), rank_state_name(0), {"both": meter(0), "rank": meter(1)})
-    write_process_state(str(tmp_path), DRIVER_STATE, {"both": meter(2), "driver": meter(3)})
+    write_process(tmp_path, rank_state_name(0), capture_process({"both": meter(0), "rank": meter(1)})[0])
+    write_process(tmp_path, DRIVER_STATE, capture_process({"both": meter(2), "driver": meter(3)})[0])
     taken = draw()
     things = {name: meter(9) for name in ("both", "rank", "driver", "new")}
     draws = []
@@ -100,7 +102,7 @@ def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driv
 
 
 def test_a_file_that_is_plain_but_not_of_a_process_is_corrupt_and_changes_nothing(tmp_path: Path) -> None:
-    write_process_state(str(tmp_path), rank_state_name(0), {})
+    write_process(tmp_path, rank_state_name(0), capture_process({})[0])
     (tmp_path / DRIVER_STATE).write_bytes(pack_plain("it", [1, 2]))
     before = torch.get_rng_state()
     with pytest.raises(CheckpointCorruptError, match=r"driver\.pt is not the state of a process"):

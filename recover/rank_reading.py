@@ -1,38 +1,17 @@
-"""What one rank writes into a generation and reads back from it: its engines' shards and its process's state."""
+"""What one rank reads of a generation: a share of its files to verify it, its engines' shards, its process's state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from ..engine.dcp_checkpoint import check_dcp, read_dcp, write_dcp
-from ..engine.dcp_state import DCPState
+from ..engine.dcp_checkpoint import check_dcp, read_dcp
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from ..utils.manifest import FileEntry, verify_file
-from ..utils.staging import as_write_error
+from ..utils.manifest import verify_file
 from .facts import EngineSample, sample_engine
-from .process_state import ProcessState, rank_state_name, write_process_state
-from .ranks import RankTarget, rank_target
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one rank wrote, and what it says of it.
-
-    Attributes:
-        entries: every file, fsynced, named relative to the generation.
-        versions: engine name -> weight version, of the engines that count one.
-        samples: engine name -> this rank's sample of the state.
-        rng: digest of this rank's generators.
-    """
-
-    entries: list[FileEntry]
-    versions: dict[str, int]
-    samples: dict[str, EngineSample]
-    rng: str
+from .process_state import ProcessState, rank_state_name
+from .ranks import rank_target
 
 
 @dataclass(frozen=True)
@@ -41,33 +20,6 @@ class RankState:
 
     samples: dict[str, EngineSample]
     rng: str | None
-
-
-def write_rank(holder: Any, staging: str) -> RankPart:
-    """Write this rank's part of a generation; all ranks call it.
-
-    Args:
-        holder: see `rank_target`.
-        staging: folder that all ranks write into.
-
-    Raises:
-        CheckpointWriteError: this rank could not write.
-        ConfigError: a user object's state could not be read back.
-        PeerError: all is well here, but not on another rank.
-    """
-    target = rank_target(holder)
-    group = _group(target, next(iter(target.engines.values())))
-    with all_ranks_succeed("preparing the snapshot", group), as_write_error(staging):  # a collective save needs all
-        for name in target.engines:
-            (Path(staging) / name).mkdir(exist_ok=True)
-        entry, rng = write_process_state(staging, rank_state_name(get_rank()), target.stateful)
-    entries, samples = [entry], {}
-    for name, engine in target.engines.items():
-        state = _dcp_state(engine)
-        samples[name] = sample_engine(state)
-        for entry in write_dcp(Path(staging) / name, state, _group(target, engine)):
-            entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
-    return RankPart(entries, _weight_versions(target), samples, rng)
 
 
 def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -106,8 +58,8 @@ def check_rank(holder: Any, generation: str) -> None:
     saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
     if saved != target.engines.keys():
         raise CheckpointMismatchError(f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}")
-    for name, engine in target.engines.items():
-        check_dcp(path / name, _dcp_state(engine))
+    for name in target.engines:
+        check_dcp(path / name, target.state(name))
 
 
 def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> RankState:
@@ -125,9 +77,9 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         what the rank holds now, to be compared with what the generation says.
     """
     target, path = rank_target(holder), Path(generation)
-    states = {name: _dcp_state(engine) for name, engine in target.engines.items()}
-    loads = {name: read_dcp(path / name, states[name], _group(target, target.engines[name])) for name in states}
-    with all_ranks_succeed(f"reading {path}", _group(target, next(iter(target.engines.values())))):
+    states = {name: target.state(name) for name in target.engines}
+    loads = {name: read_dcp(path / name, states[name], target.group_of(name)) for name in states}
+    with all_ranks_succeed(f"reading {path}", target.group_of()):
         process = ProcessState.read(path, rank_state_name(get_rank()))
     for name, engine in target.engines.items():
         loads[name].apply()
@@ -135,17 +87,3 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
     return RankState({name: sample_engine(state) for name, state in states.items()}, rng)
-
-
-def _weight_versions(target: RankTarget) -> dict[str, int]:
-    return {name: engine.get_version() for name, engine in target.engines.items() if hasattr(engine, "get_version")}
-
-
-def _dcp_state(engine: Any) -> DCPState:
-    if isinstance(engine, DCPState):
-        return engine
-    return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
-
-
-def _group(target: RankTarget, engine: Any) -> dist.ProcessGroup | None:
-    return getattr(engine, "control_group", target.group)

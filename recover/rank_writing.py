@@ -1,0 +1,181 @@
+"""What one rank writes into a generation: first it captures its state, then it writes what it captured.
+
+Captured are the generators, the user's objects and what the engines count, as they are, and the engines' tensors: the
+live ones, for a snapshot that is written at once, or a copy of them in staging buffers, for one that is written in the
+background. What lasts from one snapshot to the next (buffers, plans, the group for the background) is kept by a
+`RankWriter`, in the process of the rank, under the key of the handler that opened it.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..engine.dcp_fingerprint import sample_state
+from ..engine.dcp_saver import DCPSaver
+from ..engine.dcp_staging import Staging, staging_of
+from ..engine.dcp_state import flatten
+from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ..utils.errors import ConfigError
+from ..utils.manifest import FileEntry
+from ..utils.staging import as_write_error
+from .facts import EngineSample, count_engine
+from .process_state import capture_process, rank_state_name, write_process
+from .ranks import RankTarget, rank_target
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote, and what it says of it.
+
+    Attributes:
+        entries: every file, fsynced, named relative to the generation.
+        versions: engine name -> weight version, of the engines that count one.
+        samples: engine name -> this rank's sample of the state.
+        rng: digest of this rank's generators.
+    """
+
+    entries: list[FileEntry]
+    versions: dict[str, int]
+    samples: dict[str, EngineSample]
+    rng: str
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A rank's state at one step boundary; ``values`` are nested tensors, as `DCPState.state_dict` has them."""
+
+    target: RankTarget
+    values: dict[str, dict[str, Any]]
+    counts: dict[str, EngineSample]
+    versions: dict[str, int]
+    process: bytes
+    rng: str
+
+
+class RankWriter:
+    """One rank's side of the snapshots of one handler.
+
+    Args:
+        aside: gloo group for snapshots that are written in the background; None when there are none.
+
+    Attributes:
+        aside: the same.
+    """
+
+    def __init__(self, aside: dist.ProcessGroup | None) -> None:
+        self.aside = aside
+        self._savers: dict[str, DCPSaver] = {}
+        self._stagings: dict[str, Staging] = {}
+        self._capture: _Capture | None = None
+
+    def capture(self, target: RankTarget, staged: bool) -> None:
+        """Take down the state as it is; with ``staged`` it may change once this has returned (see `dcp_staging`)."""
+        self._capture = None
+        states = {name: target.state(name) for name in target.engines}
+        counts = {name: count_engine(state) for name, state in states.items()}
+        versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
+        process, rng = capture_process(target.stateful)
+        if staged:
+            self._stagings = {name: staging_of(state.model) for name, state in states.items()}
+            values = {name: self._stagings[name].stage(state) for name, state in states.items()}
+        else:
+            values = {name: state.state_dict() for name, state in states.items()}
+        self._capture = _Capture(target, values, counts, versions, process, rng)
+
+    def write(self, folder: Path, in_background: bool) -> RankPart:
+        """Write what was captured; all ranks call it."""
+        capture, self._capture = self._capture, None
+        assert capture is not None, "nothing was captured"
+        target = capture.target
+        group = self.aside if in_background else target.group_of()
+        with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
+            for name in capture.values:
+                (folder / name).mkdir(exist_ok=True)
+            entries = [write_process(folder, rank_state_name(get_rank()), capture.process)]
+            for staging in self._stagings.values():
+                staging.finish()
+        samples = {}
+        for name, values in capture.values.items():
+            samples[name] = replace(capture.counts[name], sample=sample_state(dict(flatten(values))))
+            saver = self._savers.setdefault(name, DCPSaver())
+            for entry in saver.write(folder / name, values, self.aside if in_background else target.group_of(name)):
+                entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
+        return RankPart(entries, capture.versions, samples, capture.rng)
+
+    def close(self) -> None:
+        """Give up the buffers and the group."""
+        for staging in self._stagings.values():
+            staging.release()
+        if self.aside is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it went with the default group that it was made in
+                dist.destroy_process_group(self.aside)
+
+
+_WRITERS: dict[str, RankWriter] = {}
+
+
+def open_writer(holder: Any, key: str, timeout_s: float | None) -> None:
+    """Make this rank's `RankWriter` for the handler ``key``; all ranks call it.
+
+    Args:
+        holder: see `rank_target`.
+        key: unique to the handler.
+        timeout_s: how long ranks wait for each other in the background; None when nothing is written there.
+    """
+    _WRITERS[key] = RankWriter(None if timeout_s is None else _group_aside(rank_target(holder).group, timeout_s))
+
+
+def capture_rank(holder: Any, key: str, staged: bool) -> None:
+    """See `RankWriter.capture`.
+
+    Raises:
+        ConfigError: a user object's state could not be read back, or `open_writer` was not called on this rank.
+    """
+    if key not in _WRITERS:
+        raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
+    _WRITERS[key].capture(rank_target(holder), staged)
+
+
+def write_rank(holder: Any, key: str, folder: str, in_background: bool) -> RankPart:
+    """Write this rank's part of a generation, as it was captured; all ranks call it.
+
+    Args:
+        holder: see `rank_target`.
+        key: as for `capture_rank`.
+        folder: that all ranks write into.
+        in_background: whether other collectives may go on meanwhile.
+
+    Raises:
+        CheckpointWriteError: this rank could not write.
+        PeerError: all is well here, but not on another rank.
+    """
+    return _WRITERS[key].write(Path(folder), in_background)
+
+
+def close_writer(holder: Any, key: str) -> None:
+    """Forget the handler ``key``; each rank for itself."""
+    if (writer := _WRITERS.pop(key, None)) is not None:
+        writer.close()
+
+
+def writer_group(key: str) -> dist.ProcessGroup | None:
+    """The group for the background of a handler in this process."""
+    return _WRITERS[key].aside
+
+
+def _group_aside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks: a collective in the background must not meet one of the training in its group."""
+    if not dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    if get_world_size(group) == dist.get_world_size():
+        aside = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        ranks = dist.get_process_group_ranks(group)
+        aside = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    assert isinstance(aside, dist.ProcessGroup)
+    return aside

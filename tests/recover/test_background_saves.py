@@ -1,0 +1,246 @@
+"""Snapshots that are written while training goes on: what they hold, when they are told of, what is left of them."""
+
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from holdfast.engine import dcp_staging
+from holdfast.recover import RecoverConfig, RecoverHandler, rank_writing, writing
+from holdfast.utils.errors import CheckpointWriteError, PeerError, Preempted, StaleSnapshotError
+from tests.helpers import run_ranks
+from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make(root: Path | str, **options: Any) -> RecoverHandler:
+    return RecoverHandler(RecoverConfig("e", "t", str(root), freq_steps=1, **options), SPEC)
+
+
+class Gate:
+    """Holds what is written in the background until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        write: Callable[..., Any] = writing.write_rank
+
+        def held(*args: Any) -> Any:
+            self.reached.set()
+            assert self._open.wait(30)
+            return write(*args)
+
+        monkeypatch.setattr(writing, "write_rank", held)
+
+    def open_in(self, seconds: float) -> None:
+        threading.Timer(seconds, self._open.set).start()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def restored(root: Path) -> str:
+    tiny = Tiny()
+    with make(root) as handler:
+        assert handler.load(tiny.state) is not None
+    return tiny.digest()
+
+
+def test_training_goes_on_while_a_snapshot_is_written_and_it_holds_what_was_staged(tmp_path: Path, gate: Gate) -> None:
+    tiny = Tiny()
+    handler = make(tmp_path)
+    handler.load(tiny.state)
+    staged = tiny.step()
+    assert handler.dump(tiny.state, step_info(0))
+    assert gate.reached.wait(20) and names(tmp_path) == []
+    for _ in range(3):
+        tiny.step()
+    assert not handler.dump(tiny.state, step_info(0), force=True), "never one step twice"
+    gate.open()
+    handler.wait()
+    assert names(tmp_path) == ["global_step_0"] and handler.save_stats.committed == 1
+    handler.close()
+    assert restored(tmp_path) == staged != tiny.digest()
+
+
+def test_a_due_snapshot_waits_for_the_one_before(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    tiny, handler = Tiny(), make(tmp_path)
+    handler.load(tiny.state)
+    with caplog.at_level(logging.INFO):
+        for step in range(2):
+            tiny.step()
+            gate.open_in(0.2)
+            assert handler.dump(tiny.state, step_info(step))
+    stats = handler.save_stats
+    assert stats.waited == 1 and 0.1 < stats.waited_s <= stats.blocked_s and stats.skipped == 0
+    assert "that of step 0 was still being written: waited" in caplog.text
+    handler.close()
+    assert names(tmp_path) == ["global_step_0", "global_step_1"] and handler.save_stats.committed == 2
+
+
+def test_a_due_snapshot_is_skipped_when_told_to_but_not_a_forced_one(tmp_path: Path, gate: Gate) -> None:
+    tiny, handler = Tiny(), make(tmp_path, on_busy="skip")
+    handler.load(tiny.state)
+    saved = []
+    for step in range(3):
+        tiny.step()
+        saved.append(handler.dump(tiny.state, step_info(step)))
+    assert saved == [True, False, False] and handler.save_stats.skipped == 2
+    gate.open_in(0.2)
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(3), force=True)
+    handler.wait()
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(4))
+    handler.close()
+    assert names(tmp_path) == ["global_step_3", "global_step_4"]
+
+
+def _spoil(root: Path) -> Path:
+    """Nothing can be written any more: a file stands where the folder of the generations was."""
+    recover = root / "e" / "t" / "recover"
+    if recover.exists():
+        os.rename(recover, recover.with_name("elsewhere"))
+    recover.write_text("")
+    return recover
+
+
+@pytest.mark.parametrize("by", ["dump", "forced", "wait", "close"])
+def test_a_failure_in_the_background_is_told_by_the_next_call(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    tiny, handler = Tiny(), make(tmp_path)
+    handler.load(tiny.state)
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(0), force=by == "forced"), "nothing is known yet"
+    spoilt = _spoil(tmp_path) if gate.reached.wait(20) else None
+    assert spoilt is not None
+    gate.open()
+    if by == "dump":
+        handler._saver.settle()
+        assert "step 0: snapshot failed, 1 in a row (3 allowed)" in caplog.text and handler.failed_saves == 1
+        spoilt.unlink()
+        tiny.step()
+        assert handler.dump(tiny.state, step_info(1))
+        handler.close()
+        assert names(tmp_path) == ["global_step_1"] and handler.failed_saves == 0
+        return
+    with pytest.raises(CheckpointWriteError, match="recover"):
+        if by == "forced":
+            while not handler.dump(tiny.state, step_info(1)):
+                tiny.step()
+        elif by == "wait":
+            handler.wait()
+        else:
+            handler.close()
+    handler.close()
+
+
+def test_an_error_with_which_a_run_ends_gives_the_snapshot_up(tmp_path: Path, gate: Gate) -> None:
+    tiny = Tiny()
+    handler = make(tmp_path)
+    with pytest.raises(ZeroDivisionError), handler:
+        handler.load(tiny.state)
+        tiny.step()
+        handler.dump(tiny.state, step_info(0))
+        assert gate.reached.wait(20)
+        raise ZeroDivisionError
+    gate.open()
+    assert handler._saver._pool is not None
+    handler._saver._pool.shutdown(wait=True)
+    assert names(tmp_path) == [] and hidden(tmp_path) == []
+
+
+def test_a_run_that_is_stopped_has_both_the_snapshot_that_was_being_written_and_the_last(
+    tmp_path: Path, gate: Gate
+) -> None:
+    tiny, handler = Tiny(), make(tmp_path)
+    handler.load(tiny.state)
+    tiny.step()
+    handler.dump(tiny.state, step_info(0))
+    assert gate.reached.wait(20)
+    last = tiny.step()
+    gate.open_in(0.2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Preempted):
+        handler.dump(tiny.state, step_info(1))
+    assert names(tmp_path) == ["global_step_0", "global_step_1"] and restored(tmp_path) == last
+
+
+def test_a_buffer_that_is_not_filled_again_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, handler = Tiny(), make(tmp_path)
+    handler.load(tiny.state)
+    tiny.step()
+    handler.dump(tiny.state, step_info(0))
+    handler.wait()
+    monkeypatch.setattr(dcp_staging, "_copy_all", lambda pairs: None)
+    tiny.step()
+    handler.dump(tiny.state, step_info(1))
+    with pytest.raises(StaleSnapshotError):
+        handler.wait()
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def test_nothing_is_left_of_the_background_after_close(tmp_path: Path) -> None:
+    process = psutil.Process()
+    tiny = Tiny()
+    before = process.num_fds(), threading.active_count(), set(os.listdir("/dev/shm"))
+    for run in range(3):
+        with make(tmp_path / str(run)) as handler:
+            handler.load(tiny.state)
+            for step in range(2):
+                tiny.step()
+                handler.dump(tiny.state, step_info(step))
+    assert (process.num_fds(), threading.active_count(), set(os.listdir("/dev/shm"))) == before
+    assert not tiny.optimizer._optimizer_step_pre_hooks
+    assert dcp_staging.staging_of(tiny.model)._buffers == {}
+
+
+def _refuse(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], str, int]:
+    tiny = Tiny()
+    handler = make(root, save_failures_allowed=0)
+    handler.load(tiny.state)
+    tiny.step()
+    saved = [handler.dump(tiny.state, step_info(0))]
+    handler.wait()
+    if rank == 1:
+        rank_writing.write_process = _refuse
+    tiny.step()
+    saved.append(handler.dump(tiny.state, step_info(1)))
+    step, error = 2, "none"
+    try:
+        while step < 12:
+            tiny.step()
+            handler.dump(tiny.state, step_info(step))
+            step += 1
+    except (CheckpointWriteError, PeerError) as caught:
+        error = type(caught).__name__
+    torch.distributed.barrier()
+    handler.close(wait=False)
+    return saved, error, step
+
+
+def test_a_rank_that_cannot_write_is_told_of_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+    (saved, error, step), (also, own_error, own_step) = run_ranks(_one_rank_fails, 2, str(tmp_path))
+    assert saved == also == [True, True] and step == own_step == 2
+    assert (error, own_error) == ("PeerError", "CheckpointWriteError")
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
