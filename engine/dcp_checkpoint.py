@@ -1,8 +1,9 @@
 """Save and load a `DCPState` as a torch.distributed.checkpoint folder: durable, checked, all ranks or none.
 
-Writing goes through `DurableWriter` into a staging folder that becomes visible in one rename. Reading plans by itself
-instead of in place: each rank reads its part of every tensor into buffers of its own, and only when all ranks have all
-they need is anything copied into the model. Cost: one shard of host memory during a load.
+Writing goes through `DCPSaver` into a staging folder that becomes visible in one rename. Reading plans by itself
+instead of in place: each rank verifies its share of the bytes and finds its part of every tensor, and only when all
+ranks have found all they need is anything copied into the model, straight from the files. Host memory during a load: a
+few megabytes.
 """
 
 import os
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, ReadItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -23,6 +23,7 @@ from ..utils.errors import CheckpointError, CheckpointMismatchError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from ..utils.staging import staged_folder
 from .dcp_metadata import read_metadata, tensor_entry
+from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
 from .dcp_state import PACKED, DCPState, rng_key
@@ -61,23 +62,38 @@ def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that was read and found good on all ranks, and waits to be put into the live state."""
+    """A folder that was found good on all ranks, and waits to be put into the live state."""
 
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
     _given: dict[str, torch.Tensor]
+    _placing: Placing
 
     def apply(self) -> None:
-        """Copy it into the state. What could be checked has been; only a user's own counters can still refuse."""
+        """Copy it into the state; the folder must still be there.
+
+        What could be checked has been. What is left to fail is a user's own counters, and files that are no longer what
+        they were when they were checked: their identity, size and time of change are looked at before the first byte is
+        copied and after the last. The bytes are not digested again, which would cost as much as verifying them did: a
+        disk that gives other bytes the second time, without an error, is not noticed.
+
+        Raises:
+            CheckpointCorruptError: a file changed. If that was not seen before the first byte was copied, the state is
+                not to be trusted: load again, or stop.
+            OSError: a file can no longer be read; likewise.
+        """
+        self._placing.check_unchanged()
         self._state.adopt_optimizer_state(self._proposed)
+        self._placing.place()
         self._state.load_state_dict(self._given)
 
 
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
-    """Read the folder ``path`` into memory of its own, at any world size; all ranks of ``group`` call it.
+    """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
 
-    When it returns, every rank has found the folder sound and of this model, and has read all it needs; nothing in
-    ``state`` has changed. It costs the host memory of one shard until the result is dropped.
+    When it returns, every rank has found the folder sound and of this model, and every part it needs in its place;
+    nothing in ``state`` has changed. Values are copied when the result is applied; held in memory until then is only
+    what is small, or not stored as this version of torch stores it.
 
     Raises:
         CheckpointNotFoundError: no such folder, or not a DCP folder.
@@ -92,13 +108,16 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
             verify_folder(path, get_rank(group), get_world_size(group))
         metadata = read_metadata(path)
         proposed = _propose_state(path, state, metadata)
-        buffers = _buffers_for(path, state, metadata, proposed)
+        live = _live_parts(path, state, metadata, proposed)
+        loose = _loose_parts(path, state, metadata)
     with all_ranks_succeed(f"reading {path}", group):
-        _fill(path, metadata, buffers)
-        given = {name.removeprefix(f"{ROOT}."): buffer.tensor for name, buffer in buffers.items()}
-        _check_tied(path, state, given)
+        placing = Placing(path, metadata, live)
+        elsewhere = {name: part.like() for name, part in live.items() if name not in placing.names} | loose
+        _fill(path, metadata, elsewhere)
+        given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in (live | elsewhere).items()}
+        _check_tied(path, state, metadata, live)
         _check_values(path, state, given)
-    return DCPLoad(state, proposed, given)
+    return DCPLoad(state, proposed, given, placing)
 
 
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -119,19 +138,8 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
 def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
     """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; reads no data, changes nothing."""
     metadata = read_metadata(path)
-    _buffers_for(path, state, metadata, _propose_state(path, state, metadata))
-
-
-class _Buffer:
-    """Host memory for one rank's part of one tensor, and where in the tensor it belongs."""
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, live: torch.Tensor | None = None) -> None:
-        offsets = [0] * len(shape)
-        if isinstance(live, DTensor):
-            local, begin = compute_local_shape_and_global_offset(shape, live.device_mesh, live.placements)
-            shape, offsets = torch.Size(local), list(begin)
-        self.tensor = torch.empty(shape, dtype=dtype)
-        self.chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
+    _live_parts(path, state, metadata, _propose_state(path, state, metadata))
+    _loose_parts(path, state, metadata)
 
 
 def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, torch.Tensor]:
@@ -148,26 +156,36 @@ def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Meta
     return state.propose_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
 
 
-def _buffers_for(
+def _live_parts(
     path: str | os.PathLike[str], state: DCPState, metadata: Metadata, proposed: dict[str, torch.Tensor]
-) -> dict[str, _Buffer]:
-    """Full name -> buffer of everything ``state`` wants; raises unless the folder fits it."""
+) -> dict[str, Part]:
+    """Full name -> this rank's part of every tensor that is loaded in place; raises unless the folder fits them."""
     saved = metadata.state_dict_metadata
     live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
     aliases = {f"{ROOT}.{alias}": live[f"{ROOT}.{name}"] for alias, name in state.aliases().items()}
     _check_same_names(path, live.keys(), saved.keys(), aliases.keys(), state)
-    live |= {alias: tensor for alias, tensor in aliases.items() if alias in saved}
-    buffers = {}
-    for name, tensor in live.items():
-        _check_same_tensor(path, name, tensor, metadata)
-        buffers[name] = _Buffer(tensor.shape, tensor.dtype, tensor)
-    if state.optimizer is not None:
-        for name in _training_names(saved.keys()):
-            entry = tensor_entry(metadata, name)
-            if entry is None:
-                raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
-            buffers[name] = _Buffer(entry.size, entry.properties.dtype)
-    return buffers
+    for name, tensor in (live | aliases).items():
+        if name in saved:
+            _check_same_tensor(path, name, tensor, metadata)
+    return {name: _part_of(tensor) for name, tensor in live.items()}
+
+
+def _part_of(tensor: torch.Tensor) -> Part:
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Part(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local())
+    return Part(ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape), tensor)
+
+
+def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, Part]:
+    """Full name -> memory for everything that comes back besides live tensors; all of it is small."""
+    parts = {}
+    for name in _training_names(metadata.state_dict_metadata) if state.optimizer is not None else ():
+        entry = tensor_entry(metadata, name)
+        if entry is None:
+            raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
+        parts[name] = _part_of(torch.empty(entry.size, dtype=entry.properties.dtype))
+    return parts
 
 
 def _shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -213,29 +231,43 @@ def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tens
         )
 
 
-def _fill(path: str | os.PathLike[str], metadata: Metadata, buffers: Mapping[str, _Buffer]) -> None:
-    """Read this rank's part of every tensor; each rank plans by itself."""
+def _fill(path: str | os.PathLike[str], metadata: Metadata, parts: Mapping[str, Part]) -> None:
+    """Read parts as torch reads them, each stored tensor as a whole."""
     items: list[ReadItem] = []
-    for name, buffer in buffers.items():
-        entry = tensor_entry(metadata, name)
-        assert entry is not None
-        items += create_read_items_for_chunk_list(name, entry, [buffer.chunk]) if buffer.tensor.numel() else []
+    for name, part in parts.items():
+        items += part.read_items(name, metadata)
     for item, values in CheckedReader(path, metadata).read_items(items):
         assert isinstance(values, torch.Tensor), f"{item} was planned as a tensor"
-        target = buffers[item.dest_index.fqn].tensor
+        target = parts[item.dest_index.fqn].tensor
         for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         target.copy_(values)
 
 
-def _check_tied(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+def _check_tied(path: str | os.PathLike[str], state: DCPState, metadata: Metadata, live: Mapping[str, Part]) -> None:
     """A folder that holds a tied tensor under two names must hold the same values under both."""
     for alias, name in state.aliases().items():
-        if alias in given and not torch.equal(given[alias], given[name]):
+        names = f"{ROOT}.{alias}", f"{ROOT}.{name}"
+        if names[0] in metadata.state_dict_metadata and not _same_values(path, metadata, names, live[names[1]]):
             raise CheckpointMismatchError(
                 f"{path} holds different values for {alias.removeprefix('model.')} and {name.removeprefix('model.')}, "
                 "which this model ties; build it with tie_word_embeddings=False"
             )
+
+
+def _same_values(path: str | os.PathLike[str], metadata: Metadata, names: tuple[str, str], part: Part) -> bool:
+    """Whether a part of two stored tensors is the same; a few rows at a time, where they are stored so."""
+    direct = Placing(path, metadata, dict.fromkeys(names, part)).names.issuperset(names)
+    for rows in part.split_rows() if direct else (part,):
+        copies = {name: rows.like() for name in names}
+        if direct:
+            Placing(path, metadata, copies).place()
+        else:
+            _fill(path, metadata, copies)
+        one, other = (copy.tensor for copy in copies.values())
+        if not torch.equal(one, other):
+            return False
+    return True
 
 
 def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:

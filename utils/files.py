@@ -5,6 +5,8 @@ an fsync of their own, in that order (Pillai et al., "All File Systems Are Not C
 """
 
 import contextlib
+import io
+import mmap
 import os
 import shutil
 import stat
@@ -21,7 +23,9 @@ from .logging import get_logger
 
 logger = get_logger(__name__)
 
-_READ_BYTES = 8 << 20
+_WINDOW_BYTES = 16 << 20
+_READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
@@ -90,7 +94,7 @@ class DurableFile:
     @property
     def digest(self) -> str:
         """Of everything written so far, as `file_digest` gives it."""
-        return _digest_name(self._digest)
+        return digest_name(self._digest)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append ``data``, all of it; the number of its bytes."""
@@ -158,21 +162,54 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """``"xxh3_128:<hex>"`` of a file's bytes, read in bounded chunks."""
+    """``"xxh3_128:<hex>"`` of a file's bytes, which are mapped, or else read, a few megabytes at a time.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
+        for content in _contents(file):
+            digest.update(content)
             beat()
-    return _digest_name(digest)
+    return digest_name(digest)
+
+
+def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
+    """All bytes of a file, in order, each part good until the next one is asked for.
+
+    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. All of a window is
+    brought into memory before it is handed out, because an access that the disk refuses ends the process. What cannot
+    be mapped is read, which says why.
+    """
+    size, at = os.fstat(file.fileno()).st_size, 0
+    while at < size and (window := _window(file, at, min(_WINDOW_BYTES, size - at))) is not None:
+        os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
+        with window:
+            yield window
+            at += len(window)
+    file.seek(at)
+    buffer = memoryview(bytearray(_READ_BYTES))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+
+
+def _window(file: io.FileIO, begin: int, length: int) -> mmap.mmap | None:
+    try:
+        window = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=begin)
+        window.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):  # ValueError: the file has become shorter
+        return None
+    return window
 
 
 def bytes_digest(data: bytes) -> str:
     """What `file_digest` says of a file that holds ``data``."""
-    return _digest_name(xxhash.xxh3_128(data))
+    return digest_name(xxhash.xxh3_128(data))
 
 
-def _digest_name(digest: xxhash.xxh3_128) -> str:
+def digest_name(digest: xxhash.xxh3_128) -> str:
+    """``"xxh3_128:<hex>"`` of what ``digest`` has seen."""
     return f"xxh3_128:{digest.hexdigest()}"
 
 
