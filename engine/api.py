@@ -6,8 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..utils.config import require_range
+from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
+from .hf_layout import MAX_SHARD_SIZE_BYTES
 
 Batch = dict[str, torch.Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
@@ -21,6 +22,8 @@ actor, or ``[tokens]`` values of a critic; every per-token tensor of ``micro_bat
 LossWeightFn = Callable[[Batch], torch.Tensor]
 """``loss_weight_fn(micro_batch)`` -> scalar: how much the mean of this micro-batch counts, usually its loss tokens."""
 
+_EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass
 class SaveLoadMeta:
@@ -33,6 +36,10 @@ class SaveLoadMeta:
         tokenizer: with ``"hf"``, saved beside the weights (chat template included).
         processor: with ``"hf"``, likewise.
         base_model_path: with ``"hf"``, a folder whose other files are copied unless written already.
+        dtype: with ``"hf"``, what floating-point weights are stored as: ``"float32"``, ``"bfloat16"`` or ``"float16"``;
+            None keeps each as it is.
+        max_shard_size_bytes: with ``"hf"``, weights above this are split over several files; None is where
+            ``save_pretrained`` starts a second one.
     """
 
     path: str
@@ -41,6 +48,26 @@ class SaveLoadMeta:
     tokenizer: Any = None
     processor: Any = None
     base_model_path: str | None = None
+    dtype: str | None = None
+    max_shard_size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, (None, *_EXPORT_DTYPES))
+        require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
+        if self.weight_format == "dcp" and not (self.dtype is None and self.max_shard_size_bytes is None):
+            raise ConfigError(
+                "dtype and max_shard_size_bytes are for weight_format 'hf'; 'dcp' keeps what training has"
+            )
+
+    def hf_options(self) -> dict[str, Any]:
+        """What `save_hf` is told beside the model, the path and the group."""
+        return {
+            "dtype": None if self.dtype is None else _EXPORT_DTYPES[self.dtype],
+            "tokenizer": self.tokenizer,
+            "processor": self.processor,
+            "base_model_path": self.base_model_path,
+            "max_shard_size_bytes": self.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES,
+        }
 
 
 @dataclass(frozen=True)

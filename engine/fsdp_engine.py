@@ -319,6 +319,7 @@ class FSDPEngine:
         Raises:
             ConfigError: the format is unknown, or cannot hold what is asked.
             CheckpointError: see `load_dcp` and `load_hf`.
+            OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
         """
         self._check_meta(meta)
         staging_of(self.model).wait()
@@ -343,14 +344,7 @@ class FSDPEngine:
         load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
 
     def _save_to_hf(self, meta: SaveLoadMeta) -> None:
-        save_hf(
-            self.model,
-            meta.path,
-            group=self.control_group,
-            tokenizer=meta.tokenizer,
-            processor=meta.processor,
-            base_model_path=meta.base_model_path,
-        )
+        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options())
 
     def _load_from_hf(self, model: PreTrainedModel, path: str) -> None:
         missing, unexpected = (), ()

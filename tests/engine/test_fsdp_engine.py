@@ -264,6 +264,10 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     from_hf.load(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=False))
     loaded = AutoModelForCausalLM.from_pretrained(f"{out}/hf", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in weights.items())
+    from_hf.save(SaveLoadMeta(f"{out}/half", "hf", with_optim=False, dtype="bfloat16", max_shard_size_bytes=8000))
+    assert len(list(Path(f"{out}/half").glob("model-*.safetensors"))) > 1
+    halved = AutoModelForCausalLM.from_pretrained(f"{out}/half", dtype="auto").state_dict()
+    assert all(torch.equal(halved[n], t.bfloat16()) for n, t in weights.items())
 
 
 def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(qwen3: Path, tmp_path: Path) -> None:
