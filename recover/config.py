@@ -44,8 +44,8 @@ class RecoverConfig:
     best_mode: str = "max"
     """Whether the ``max`` or the ``min`` of ``best_metric`` is best."""
     async_save: bool = True
-    """Whether ``dump`` returns as soon as the state is staged (in host memory, as much as a shard), and the rest goes on
-    in the background; else it returns when the snapshot is committed."""
+    """Whether ``dump`` returns when the state is staged (in host memory, a shard of it) and the rest goes on in the
+    background; else it returns when the snapshot is committed."""
     on_busy: str = "wait"
     """What becomes of a snapshot that is due while the last one is still being written: ``wait`` for that, or ``skip``
     this one."""

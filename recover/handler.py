@@ -217,7 +217,8 @@ class RecoverHandler:
     def close(self, *, wait: bool = True) -> None:
         """Take no more snapshots, and give signals and the folder up; may be called twice.
 
-        As a context manager the handler is closed at the end of the block, at once when it ends with an error.
+        As a context manager the handler is closed at the end of the block; when that ends with an error, after the time
+        that a snapshot takes, if one is being written; when it is interrupted, at once.
 
         Args:
             wait: for the snapshot that is being written, and for copies to the mirror that are under way, up to
@@ -245,6 +246,8 @@ class RecoverHandler:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None and issubclass(failed, Exception) and not self._closed:
+            self._saver.linger()
         self.close(wait=failed is None)
 
     # Dump

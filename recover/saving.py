@@ -8,7 +8,7 @@ to is looked at by the next `dump`, `wait` or `close`, where rank 0 says for all
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,11 @@ from .store import Generation
 from .writing import Capture, GenerationWriter
 
 logger = get_logger(__name__)
+
+LINGER_S = 10.0
+LINGER_SAVES = 3
+"""A run that ends with an error waits for its last snapshot for so long, and so many times as long as one takes: longer
+when a rank hangs, and then for nothing."""
 
 
 @dataclass
@@ -192,23 +197,28 @@ class SnapshotSaver:
         outcome = self._pool.submit(self._write, aside, capture)
         self._in_flight = _InFlight(step_info.global_step, must, outcome)
 
-    def close(self, wait: bool) -> None:
+    def linger(self) -> None:
+        """Give what is being written the time it takes as a rule: the run ends with an error, nothing follows it."""
+        if self._in_flight is not None:
+            wait([self._in_flight.outcome], timeout=LINGER_S + LINGER_SAVES * self._pace.save_s)
+
+    def close(self, settle: bool) -> None:
         """End the background.
 
         Args:
-            wait: for what is being written; else nothing is committed any more once this has returned.
+            settle: wait for what is being written; else nothing is committed any more once this has returned.
 
         Raises:
-            see `settle`; nothing without ``wait``.
+            see `settle`; nothing without ``settle``.
         """
         try:
-            if wait:
+            if settle:
                 self.settle(must=True)
             else:
                 self._abandon()
         finally:
             if self._pool is not None:
-                self._pool.shutdown(wait=wait, cancel_futures=True)
+                self._pool.shutdown(wait=settle, cancel_futures=True)
 
     def _abandon(self) -> None:
         with self._commit_lock:

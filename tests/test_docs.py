@@ -112,6 +112,8 @@ class _OneRank:
     def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return [fn(self._target, *args)]
 
+    run_aside = run_all
+
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:

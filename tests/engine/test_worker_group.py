@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def multiply(worker: Worker, factor: int, offset: int) -> int:
     return worker.base * factor + offset
 
 
+def wait_for(worker: Worker, file: str, offset: int) -> int:
+    while not Path(file).exists():
+        time.sleep(0.02)
+    return worker.base + offset
+
+
 def divide_by_zero(worker: Worker) -> float:
     return worker.base / 0
 
@@ -71,6 +78,23 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
     with pytest.raises(WorkerLost):
         group.call_all("add")
     assert time.monotonic() - start < 0.1
+
+
+def test_work_aside_goes_on_beside_other_calls_and_a_loss_meanwhile_is_one_for_both(
+    pair: WorkerGroup, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        aside = thread.submit(pair.run_aside, wait_for, str(tmp_path / "go"), 5)
+        assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
+        assert not aside.done()
+        (tmp_path / "go").touch()
+        assert aside.result(timeout=20) == [15, 15]
+        aside = thread.submit(pair.run_aside, wait_for, str(tmp_path / "never"), 5)
+        time.sleep(0.3)
+        moment = kill_after(0.2, pair.pids()[1])
+        assert_lost(pair, [1], lambda: pair.call_all("idle"), moment, "died during")
+        with pytest.raises(WorkerLost):
+            aside.result(timeout=20)
 
 
 def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: PlacementGroup) -> None:
