@@ -129,9 +129,12 @@ def write_hf(
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
                 _write_small_files(unsharded_view(model), folder, dtype, tokenizer, processor, base_model_path)
+                small_files = [name for name in walk_files(folder) if name not in weights]
+                for name in small_files:
+                    fsync_file(folder / name)
                 if layout.index is not None:
                     write_durably(folder / INDEX_NAME, encode_index(layout.index))
-                small_files = [name for name in walk_files(folder) if name not in weights]
+                    small_files.append(INDEX_NAME)
             for tensor, span in plan.direct:
                 _write_share(files, places[tensor.key], span, plan.parts[span.source])
             if not (plan.gathered or plan.opaque):
@@ -173,7 +176,7 @@ def _write_small_files(
     processor: Any,
     base_model_path: str | os.PathLike[str] | None,
 ) -> None:
-    """Write everything but the weights, as ``save_pretrained`` does, and fsync it."""
+    """Write everything but the weights and their index, as ``save_pretrained`` does."""
     config = copy.deepcopy(model.config)
     config.dtype = str(file_dtype(model.dtype, dtype)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -190,8 +193,6 @@ def _write_small_files(
             part.save_pretrained(folder)
     if base_model_path is not None:
         _copy_base_files(Path(base_model_path), folder)
-    for name in walk_files(folder):
-        fsync_file(folder / name)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:
