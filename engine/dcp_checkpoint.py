@@ -167,7 +167,8 @@ def _live_parts(
     for name, tensor in (live | aliases).items():
         if name in saved:
             _check_same_tensor(path, name, tensor, metadata)
-    return {name: _part_of(tensor) for name, tensor in live.items()}
+    with torch.no_grad():
+        return {name: _part_of(tensor) for name, tensor in live.items()}
 
 
 def _part_of(tensor: torch.Tensor) -> Part:

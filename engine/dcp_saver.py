@@ -1,31 +1,56 @@
-"""`DCPSaver`: write the values of a `DCPState` as a torch.distributed.checkpoint folder, again and again."""
+"""`DCPSaver`: write the values of a `DCPState` as a torch.distributed.checkpoint folder, again and again.
+
+Torch builds an archive per tensor through a Python file, with a CRC32 pass, plans and pickles metadata anew for every
+save, fsyncs before its buffer is flushed, truncates what exists and replaces ``.metadata`` by removing it first. Here
+each rank writes one new `DurableFile`: for every tensor what torch would have written around it (see `dcp_archive`)
+and its bytes, in large blocks straight from memory, digested on their way. Then, when the data of all ranks is on
+stable storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks.
+
+Stock ``dcp.load`` reads what is written. Making the folder's entries durable and the folder visible is the caller's
+(`files.commit_folder`); until then it is no checkpoint.
+"""
 
 import os
-import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ..utils.distributed import get_rank
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ..utils.errors import CheckpointWriteError, PeerError
-from ..utils.manifest import FileEntry
-from .dcp_writer import DurableWriter
+from ..utils.files import DurableFile
+from ..utils.manifest import FileEntry, write_sealed
+from ..utils.staging import as_write_error
+from .dcp_archive import archive_of
+from .dcp_plan import SavePlanOfRank, make_plan, structure_of
+from .dcp_state import flatten, local_tensor
 
 ROOT = "dcp"
 """The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
+BLOCK_BYTES = 8 << 20
+"""What is written at once. The page cache keeps such writes in large pages, which are faster to read, too."""
+
 
 class DCPSaver:
-    """Writes states of one structure. Any thread may call it, one at a time; it uses collectives of ``group`` only."""
+    """Writes states of one structure after the other; of another one, too, but then all ranks plan anew.
+
+    Any thread may call it, one at a time; it uses collectives of the given group only.
+    """
+
+    def __init__(self) -> None:
+        self._structure: list[Any] = []
+        self._plan: SavePlanOfRank | None = None
 
     def write(
         self, folder: str | os.PathLike[str], values: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> list[FileEntry]:
         """Write ``values`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
+
+        Takes no more memory than a block; on the device as much as a tensor that is not contiguous.
 
         Args:
             values: what `DCPState.state_dict` returns, or a copy of it: nested dicts of DTensors (or their copies, with
@@ -39,25 +64,56 @@ class DCPSaver:
             PeerError: another rank failed for another reason; that rank raises its own error.
             RuntimeError: a rank is gone; within the timeout of the group.
         """
-        planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), DurableWriter(folder)
-        alone = not dist.is_initialized()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(
-                    {ROOT: dict(values)}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone
-                )
-        except CheckpointException as error:  # derives from BaseException
-            raise _save_error(folder, error, get_rank(group)) from error
-        return writer.entries
+        with all_ranks_succeed(f"describing what goes to {folder}", group):
+            tensors = dict(flatten({ROOT: values}))
+            structure = structure_of(tensors, group)
+        plan = self._plan_for(structure, values, group)
+        with _write_together(folder, group):
+            entries = [_write_data(Path(folder) / plan.file, [local_tensor(tensors[name]) for name in plan.names])]
+        with _write_together(folder, group):
+            if get_rank(group) == 0:
+                entries.append(write_sealed(folder, ".metadata", plan.metadata))
+        return entries
+
+    def _plan_for(
+        self, structure: list[Any], values: Mapping[str, Any], group: dist.ProcessGroup | None
+    ) -> SavePlanOfRank:
+        """The plan of the last save, if every rank says that its part of it still holds; else a new one."""
+        unchanged = self._plan is not None and structure == self._structure
+        if not all(gather_objects(unchanged, group)):
+            self._plan = None
+            self._plan, self._structure = make_plan({ROOT: dict(values)}, group), structure
+        assert self._plan is not None
+        return self._plan
 
 
-def _save_error(folder: str | os.PathLike[str], error: CheckpointException, rank: int) -> BaseException:
-    """What a rank raises when torch has told all of them which failed, and why."""
-    causes = {failed: cause for failed, (cause, _) in sorted(error.failures.items())}
-    if all(isinstance(cause, OSError) for cause in causes.values()):
-        reasons = "; ".join(f"rank {failed}: {cause}" for failed, cause in causes.items())
-        return CheckpointWriteError(f"cannot write {folder}: {reasons}")
-    others = {failed: cause for failed, cause in causes.items() if not isinstance(cause, OSError)}
-    reports = {failed: f"{type(cause).__name__}: {cause}" for failed, cause in others.items()}
-    return others.get(rank) or PeerError(f"writing {folder}", reports)
+def _write_data(path: Path, tensors: list[torch.Tensor]) -> FileEntry:
+    with DurableFile(path) as file:
+        for tensor in tensors:
+            archive = archive_of(tuple(tensor.shape), tensor.dtype)
+            file.write(archive.prefix)
+            for block in _blocks(tensor):
+                file.write(block)
+            file.write(archive.suffix)
+    return FileEntry(path.name, file.bytes, file.digest)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor as torch stores them, from any device."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    for at in range(0, len(values), BLOCK_BYTES):
+        yield memoryview(cast(Any, values[at : at + BLOCK_BYTES].cpu().numpy()))
+
+
+@contextmanager
+def _write_together(folder: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Like `all_ranks_succeed`; when nothing but writing failed, all raise a `CheckpointWriteError` that says where."""
+    try:
+        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+            yield
+    except CheckpointWriteError as error:
+        raise CheckpointWriteError(f"rank {get_rank(group)}: {error}") from error
+    except PeerError as error:
+        if not is_write_failure(error):
+            raise
+        raise CheckpointWriteError(str(error)) from error

@@ -29,15 +29,14 @@ from holdfast.engine.dcp_checkpoint import load_dcp, read_dcp, save_dcp
 from holdfast.engine.dcp_metadata import check_coverage, read_metadata
 from holdfast.engine.dcp_reader import CheckedReader
 from holdfast.engine.dcp_state import DCPState, local_tensor
-from holdfast.engine.dcp_writer import DurableWriter
-from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from holdfast.utils.manifest import write_manifest
+from holdfast.utils.manifest import seal_files, write_manifest
+from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
 from tests.helpers import run_ranks
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -59,10 +58,9 @@ def state(value: float, **objects: Any) -> dict[str, Any]:
 
 def save(folder: Path, *, sealed: bool = True, **objects: Any) -> Path:
     """A folder with or without a manifest."""
-    writer = DurableWriter(folder)
-    dcp.save(state(1.0, **objects), storage_writer=writer)
+    dcp.save(state(1.0, **objects), checkpoint_id=folder)
     if sealed:
-        write_manifest(folder, writer.entries, {})
+        write_manifest(folder, seal_files(folder, os.listdir(folder)), {})
     return folder
 
 
@@ -118,11 +116,9 @@ def test_with_a_manifest_a_file_is_compared_before_the_first_byte_of_it_is_used(
 
 def _save_sharded(rank: int, world_size: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    writer = DurableWriter(folder)
-    dcp.save({"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}, storage_writer=writer)
-    entries = gather_objects(writer.entries)
+    dcp.save({"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}, checkpoint_id=folder)
     if rank == 0:
-        write_manifest(folder, [entry for own in entries for entry in own], {})
+        write_manifest(folder, seal_files(folder, os.listdir(folder)), {})
 
 
 def _load_sharded(rank: int, world_size: int, folder: str) -> str:
@@ -426,20 +422,7 @@ def test_a_disk_that_fails_while_values_are_copied_is_an_os_error(
         load.apply()
 
 
-def _peak_growth_bytes(action: Callable[[], object]) -> int:
-    """By how much this process's memory grew at most while ``action`` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
-    before = _status_bytes("VmRSS")
-    action()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) << 10
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="cannot reset the peak of memory")
+@pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
 def test_a_load_takes_a_few_megabytes_of_memory_whatever_the_size_of_the_shard(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
     state = DCPState(model, torch.optim.AdamW(model.parameters()))
@@ -447,7 +430,7 @@ def test_a_load_takes_a_few_megabytes_of_memory_whatever_the_size_of_the_shard(t
     load_dcp(tmp_path / "a", state)
     shard_bytes = sum(tensor.nbytes for tensor in state.live_tensors().values())
     assert shard_bytes > 200_000_000
-    assert _peak_growth_bytes(lambda: load_dcp(tmp_path / "a", state)) < 0.15 * shard_bytes
+    assert peak_growth_bytes(lambda: load_dcp(tmp_path / "a", state)) < 0.15 * shard_bytes
 
 
 SHAPES: dict[str, tuple[list[int], list[Placement]]] = {
