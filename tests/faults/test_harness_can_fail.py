@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from holdfast.engine import dcp_metadata, dcp_reader, hf_checkpoint
-from holdfast.recover import GenerationStore, snapshot, store
+from holdfast.recover import GenerationStore, rank_reading, store
 from holdfast.utils import files, manifest, staging
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry
@@ -294,7 +294,7 @@ def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp
     name, root = "state/rank_00000.pt", tmp_path / "root"
     flips = [partial(_flip, name, at) for at in range(0, (good / NEWER / name).stat().st_size, 499)]
     with pytest.MonkeyPatch.context() as switches:
-        for module in (manifest, dcp_reader, snapshot):
+        for module in (manifest, dcp_reader, rank_reading):
             switches.setattr(module, "verify_file", _no_check)
         loaded = [flip for flip in flips if _loads(victim, good, root, flip)]
     notice(loaded and not any(_loads(victim, good, root, flip) for flip in loaded), "digests are not compared")
