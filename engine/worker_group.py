@@ -171,11 +171,13 @@ class WorkerGroup:
     def _start(
         self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
     ) -> None:
+        began = time.monotonic()
         for rank in range(self.world_size):
             self._actors.append(self._create_actor(rank, env))
             self._check_usable()  # after the append: either `kill` finds the actor, or this finds that it came
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
+        started_s = time.monotonic() - began
         self._places = [place for place, _ in answers]
         host, port = self._places[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
@@ -190,6 +192,8 @@ class WorkerGroup:
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
             joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), cuda, rendezvous)
         self._gather("the rendezvous", joined, start_timeout_s)
+        joined_s = time.monotonic() - began - started_s
+        logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
 
     def call_all(
         self,

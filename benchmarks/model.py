@@ -1,0 +1,115 @@
+"""The model that is measured: a Qwen3 of about the size asked for, sharded by the engine, in the middle of training."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
+from holdfast.engine.api import Batch
+from holdfast.engine.dcp_state import local_tensor
+from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
+
+from .ranks import Session
+
+HEAD_DIM = 64
+SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=10**6, train_batch_size=1)
+
+
+def model_config(parameters: int, *, tied: bool = False) -> Qwen3Config:
+    """The smallest of a series of Qwen3s, ever wider and deeper, with at least so many parameters."""
+    vocabulary = 32000 if parameters >= 20e6 else 2048
+    width = HEAD_DIM
+    while _count(width, vocabulary, tied) < parameters:
+        width += HEAD_DIM
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=_layers(width),
+        num_attention_heads=width // HEAD_DIM,
+        num_key_value_heads=width // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def _layers(width: int) -> int:
+    return max(2, width // HEAD_DIM)
+
+
+def _count(width: int, vocabulary: int, tied: bool) -> int:
+    """Embedding and head, four attention and three MLP matrices a layer; norms are left out."""
+    return (1 if tied else 2) * vocabulary * width + _layers(width) * 16 * width * width
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """About what a checkpoint of a model of that size takes: float32 weights and two moments."""
+    return 12 * parameters
+
+
+def build_engine(
+    session: Session, *, tied: bool = False, parameters: int | None = None, pack_sequences: bool = True
+) -> FSDPEngine:
+    """The engine on this rank, after one step: there are gradients' moments to save."""
+    config = model_config(parameters or session.options.parameters, tied=tied)
+    folder = session.options.scratch / "config"
+    if session.rank == 0:
+        config.save_pretrained(folder)
+    session.barrier()
+    engine = FSDPEngine(
+        TrainEngineConfig(
+            path=str(folder),
+            init_from_scratch=True,
+            dtype="float32",
+            device=session.options.device,
+            pack_sequences=pack_sequences,
+            optimizer=OptimizerConfig(lr=1e-5),
+        )
+    )
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    train(engine, dense_batch(engine))
+    return engine
+
+
+def dense_batch(engine: FSDPEngine, rows: int = 2, length: int = 32) -> Batch:
+    """A batch without padding."""
+    return ragged_batch(engine, [length] * rows)
+
+
+def ragged_batch(engine: FSDPEngine, lengths: list[int]) -> Batch:
+    """A padded batch of sequences of these lengths."""
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+    input_ids = torch.randint(0, engine.model.config.vocab_size, mask.shape) * mask
+    return {"input_ids": input_ids, "attention_mask": mask.long(), "loss_mask": mask.long()}
+
+
+def train(engine: FSDPEngine, batch: Batch) -> None:
+    """One optimizer step."""
+    engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+    engine.step_lr_scheduler()
+
+
+def training_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
+    """This rank's part of weights and optimizer state."""
+    return [local_tensor(tensor).detach() for tensor in engine.dcp_state().live_tensors().values()]
+
+
+def weight_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
+    """This rank's part of the weights."""
+    return [local_tensor(tensor).detach() for tensor in engine.dcp_state(with_optim=False).live_tensors().values()]
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """Of all of them."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

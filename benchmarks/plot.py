@@ -1,0 +1,48 @@
+"""The figures as bars, in an SVG small enough to read: ratios by way, quartiles as a line, what is needed dashed."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from .harness import OURS, Figure
+
+WIDTH, LABELS, RIGHT = 900, 290, 70
+ROW, TITLE, GAP = 20, 24, 16
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.o{fill:#1565c0}.r{fill:#b0b7bf}"
+    ".w{stroke:#222;stroke-width:1.5}.n{stroke:#d32f2f;stroke-width:1.5;stroke-dasharray:4 3}.v{fill:#555}"
+)
+
+
+def draw(figures: Sequence[Figure]) -> str:
+    """An SVG document with one panel a figure."""
+    shapes, top = [], GAP
+    for figure in figures:
+        shapes += _panel(figure, top)
+        top += TITLE + ROW * len(figure.samples) + GAP
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}">\n'
+        f'<style>{_STYLE}</style>\n<rect width="{WIDTH}" height="{top}" fill="#fff"/>\n{body}\n</svg>\n'
+    )
+
+
+def _panel(figure: Figure, top: int) -> Iterator[str]:
+    spreads = {way: figure.spread(way) for way in figure.samples}
+    needed = list(figure.needed.values())
+    scale = (WIDTH - LABELS - RIGHT) / max([s.high for s in spreads.values()] + needed + [1e-9])
+    yield _text(f"{figure.name}: {figure.title} ({figure.better} is better)", 10, top + 12, "t")
+    for row, (way, spread) in enumerate(spreads.items()):
+        y = top + TITLE + row * ROW
+        kind = "o" if way.startswith(OURS) else "r"
+        yield _text(way, LABELS - 8, y + 12, anchor="end")
+        yield f'<rect class="{kind}" x="{LABELS}" y="{y + 2}" width="{spread.median * scale:.1f}" height="{ROW - 6}"/>'
+        low, high = (LABELS + value * scale for value in (spread.low, spread.high))
+        yield f'<line class="w" x1="{low:.1f}" y1="{y + 9}" x2="{high:.1f}" y2="{y + 9}"/>'
+        yield _text(f"{spread.median:.2f}", high + 6, y + 13, "v")
+        if way in figure.needed:
+            x = LABELS + figure.needed[way] * scale
+            yield f'<line class="n" x1="{x:.1f}" y1="{y - 1}" x2="{x:.1f}" y2="{y + ROW - 3}"/>'
+
+
+def _text(words: str, x: float, y: float, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,0 +1,171 @@
+"""Ranks to measure on: processes of their own, joined by torch.distributed, that end with whoever started them."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from holdfast.utils.distributed import gather_objects
+from holdfast.utils.processes import die_with_parent
+
+from .harness import Options
+
+T = TypeVar("T")
+
+TIMEOUT_S = 1800.0
+"""How long one benchmark may take."""
+
+_PRELOAD = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "benchmarks.run",
+]
+
+
+class Session:
+    """One rank's view of a benchmark.
+
+    Attributes:
+        options: of the run.
+        rank: which one this is.
+        world_size: how many there are.
+        device: where this rank's model is.
+        group: gloo group for whatever must not meet the traffic of what is measured.
+    """
+
+    def __init__(self, options: Options, rank: int, world_size: int) -> None:
+        self.options, self.rank, self.world_size = options, rank, world_size
+        self.device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+
+    def all(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        return gather_objects(value, self.group)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks and for this one's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """How long ``call`` takes on the slowest rank, all starting together."""
+        return max(self.all(self.own_seconds(call)))
+
+    def own_seconds(self, call: Callable[[], object]) -> float:
+        """How long ``call`` takes on this rank, all starting together."""
+        gc.collect()
+        self.barrier()
+        started = time.perf_counter()
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+
+def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | None = None) -> T:
+    """Call the top-level ``fn(session, *args)`` on fresh ranks and return what it returned on rank 0.
+
+    They have a scratch folder of their own, which is gone afterwards.
+
+    Raises:
+        RuntimeError: with the traceback of each rank that failed, or when a rank died or took too long.
+    """
+    world_size = options.ranks if ranks is None else ranks
+    context = multiprocessing.get_context("forkserver")  # fresh processes, without paying for imports each time
+    context.set_forkserver_preload(_PRELOAD)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{fn.__name__.strip('_')}-", dir=options.scratch))
+    own = replace(options, scratch=scratch)
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, world_size, fn, own, args, theirs))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        results = _collect(fn.__name__, pipes)
+        for process in processes:
+            process.join(30)
+        return results[0]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        shutil.rmtree(scratch)
+
+
+def _collect(name: str, pipes: list[Connection]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    end, waiting = time.monotonic() + TIMEOUT_S, {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"{name}: rank(s) {sorted(waiting.values())} did not answer within {TIMEOUT_S:g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                failed, results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                failed, results[rank] = True, "the process died without a word (out of memory?)"
+            if failed:
+                raise RuntimeError(f"{name}: rank {rank} failed:\n{results[rank]}")
+    return results
+
+
+def _rank_main(
+    rank: int, world_size: int, fn: Callable[..., Any], options: Options, args: tuple, pipe: Connection
+) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, and that ends it
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    cuda = options.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=f"file://{options.scratch}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=600),
+        )
+        session = Session(options, rank, world_size)
+        result = fn(session, *args)
+        session.barrier()  # a rank that leaves early makes the others complain
+        pipe.send_bytes(pickle.dumps((False, result)))
+    except Exception:
+        pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,137 @@
+"""`recover`: from SIGKILL of a trainer to the first new step of the GRPO example, over a cold start of the same job.
+
+The times are the product's own: what the supervisor says of the loss (examples/grpo.py writes it to
+``stats/attempts.jsonl``), when the first new step was logged, and the durations in the log. The other way is what a
+launcher does that starts a job again when a worker has died: the driver is killed, and the same command started.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from examples.chaos import GrpoRun
+from holdfast.utils.stats import read_stats
+
+from .harness import Figure, Options
+
+COLD = "cold start"
+TIMEOUT_S = 300.0
+MOST_ROUNDS = 3  # a round starts the job two or three times
+_OVERRIDES = (
+    "recover.freq_steps=2",
+    "tensorboard=false",
+    "log_level=INFO",
+    "recover.retries=1000",
+    "total_steps=100000",
+)
+_FIRST_STEPS = 4
+
+
+def recover(options: Options) -> list[Figure]:
+    """A kill of a trainer, and one of the driver, in every round."""
+    folder = options.scratch / "recover"
+    seconds: dict[str, list[float]] = {}
+    try:
+        for number in range(1 if options.quick else min(options.rounds, MOST_ROUNDS)):
+            for name, value in _measure_round(folder / str(number), restart=not options.quick).items():
+                seconds.setdefault(name, []).append(value)
+    finally:
+        rmtree(folder, ignore_errors=True)
+    ways = [way for way in ("Holdfast supervisor", "the whole job again") if way in seconds]
+    ratios = {way: [a / b for a, b in zip(seconds[way], seconds[COLD], strict=True)] for way in ways}
+    return [
+        Figure(
+            "recover.first_step",
+            "SIGKILL to the first new step / cold start of the same job to its first step",
+            "lower",
+            ratios,
+            {"Holdfast supervisor": 1.0},
+            seconds,
+            note="phases of the supervisor's way in seconds; Ray, two trainers and a rollout worker of a tiny model",
+        )
+    ]
+
+
+def _measure_round(folder: Path, *, restart: bool) -> dict[str, float]:
+    run = GrpoRun(folder, *_OVERRIDES)
+    try:
+        started = time.time()
+        run.start()
+        seconds = {COLD: _next_step(run, 0, started)[1] - started}
+        _wait_for_steps(run)
+        killed = time.time()
+        attempts, log_bytes = len(run.attempts()), _log(run).stat().st_size
+        if not run.kill("trainer", rank=1):
+            raise RuntimeError(f"there was no trainer to kill; the log ends with:\n{run.log_tail()}")
+        attempt, first = _next_step(run, attempts, killed)
+        seconds["Holdfast supervisor"] = first - killed
+        _wait_for_steps(run)  # what the workers have logged until then has arrived
+        seconds |= _phases(attempt, first, killed, _log(run).read_bytes()[log_bytes:].decode(errors="replace"))
+        if restart:
+            attempts, killed = len(run.attempts()), time.time()
+            run.kill("driver")
+            run.start()
+            seconds["the whole job again"] = _next_step(run, attempts, killed)[1] - killed
+        return seconds
+    finally:
+        run.stop()
+
+
+def _log(run: GrpoRun) -> Path:
+    return run.fileroot / "output.log"
+
+
+def _wait_for_steps(run: GrpoRun) -> None:
+    """Until there is a snapshot behind the last step, so that a kill finds the run in its stride."""
+    goal = run.last_step() + _FIRST_STEPS
+    _wait(run, lambda: run.last_step() >= goal)
+
+
+def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any], float]:
+    """The start of training that comes after so many, and when its first step was logged."""
+    _wait(run, lambda: len(run.attempts()) > attempts)
+    attempt = run.attempts()[attempts]
+    path = run.trial_root / "stats" / "stats.jsonl"
+
+    def done() -> list[dict[str, Any]]:
+        lines = read_stats(path) if path.exists() else []
+        return [
+            line for line in lines if line["step"] == attempt["step"] and line["time"] > max(since, attempt["time"])
+        ]
+
+    _wait(run, lambda: bool(done()))
+    return attempt, done()[0]["time"]
+
+
+def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
+    run.wait_until(lambda: condition() or run.exit_code() is not None, TIMEOUT_S)
+    if not condition():
+        raise RuntimeError(f"the run ended with {run.exit_code()}; its log ends with:\n{run.log_tail()}")
+
+
+def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
+    """Where the time went. ``start`` is processes and their imports, also the rollout worker's."""
+    loss = attempt["loss"]
+    rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
+    build_s = _logged(r"initialized \S+ \d+ parameters, in ([\d.]+) s", log)
+    phases = {
+        "detect": loss["detected_at"] - killed,
+        "tear down": loss["torn_down_s"],
+        "start": loss["rebuilt_s"] - loss["torn_down_s"] - rendezvous_s - build_s,
+        "rendezvous": rendezvous_s,
+        "build the model": build_s,
+        "load": _logged(r"resumed from \S+ in ([\d.]+) s", log),
+        "publish": _logged(r"published weight version \d+ to \S+ in ([\d.]+) s", log),
+    }
+    phases["first step and the rest"] = first - killed - sum(phases.values())
+    return {f"phase: {name}": value for name, value in phases.items()}
+
+
+def _logged(pattern: str, log: str) -> float:
+    found = re.search(pattern, log)
+    if found is None:
+        raise RuntimeError(f"the log of the run has no line like {pattern!r}; it ends with:\n{log[-2000:]}")
+    return float(found[1])

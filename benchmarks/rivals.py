@@ -1,0 +1,213 @@
+"""What a user would otherwise run, written out as AReaL, verl and torch itself do it.
+
+Each has `save`, which blocks as long as training would have to wait, `wait`, which returns when all of it is written,
+and where there is one `load`. None of them fsyncs what it has written, as far as it does at all, so that it is on the
+disk (torch's writer fsyncs before Python's buffer is flushed), and none verifies what it reads.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from holdfast.engine import FSDPEngine
+
+from .ranks import Session
+
+
+class Saver(Protocol):
+    """A way to write a checkpoint."""
+
+    def save(self, path: Path) -> None:
+        """Write the new folder ``path``; returns when training can go on."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all of the last save is written."""
+        ...
+
+
+class _TrainingState(Stateful):
+    """AReaL's ``DCPState``."""
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        assert engine.optimizer is not None
+        self.model, self.optimizer = engine.model, engine.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optim = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+class ArealDCP:
+    """AReaL: ``dcp.save`` and ``dcp.load`` of a Stateful over torch's ``get_state_dict``."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        self._state = _TrainingState(engine)
+
+    def save(self, path: Path) -> None:
+        """Blocks until everything is written."""
+        dcp.save({"dcp": self._state}, checkpoint_id=path)
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+    def load(self, path: Path) -> None:
+        """Reads in place."""
+        dcp.load({"dcp": self._state}, checkpoint_id=path)
+
+
+class TorchAsync:
+    """torch: ``dcp.async_save``, which makes a stager for every call."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        self._state = _TrainingState(engine)
+        self._group = dist.new_group(backend="gloo")  # the default group would deadlock with training
+        self._stager: DefaultStager | None = None
+        self._written: Future | None = None
+
+    def save(self, path: Path) -> None:
+        """Blocks until the state is staged."""
+        written = dcp.async_save(
+            {"dcp": self._state},
+            checkpoint_id=path,
+            process_group=self._group,  # type: ignore[arg-type]
+            async_stager=self._stager,
+        )
+        assert isinstance(written, Future)
+        self._written = written
+
+    def wait(self) -> None:
+        """Until the background thread has written everything."""
+        assert self._written is not None
+        self._written.result()
+
+
+class TorchAsyncKept(TorchAsync):
+    """torch: ``dcp.async_save`` with a stager that keeps its buffers, pinned where there is a GPU."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        super().__init__(session, engine)
+        cuda = session.device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
+
+
+class VerlShards:
+    """verl: every rank pickles its shard of the model and of the optimizer, and some state, into files of its own."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        assert engine.optimizer is not None
+        self._session, self._engine, self._optimizer = session, engine, engine.optimizer
+        self._suffix = f"world_size_{session.world_size}_rank_{session.rank}.pt"
+
+    def save(self, path: Path) -> None:
+        """Blocks until everything is handed to the operating system; nothing is fsynced."""
+        path.mkdir(parents=True, exist_ok=True)
+        torch.save(self._engine.model.state_dict(), path / f"model_{self._suffix}")
+        torch.save(self._optimizer.state_dict(), path / f"optim_{self._suffix}")
+        rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+        torch.save({"lr_scheduler": None, "rng": rng}, path / f"extra_state_{self._suffix}")
+        dist.barrier()
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+    def load(self, path: Path) -> None:
+        """Unpickles, with whatever code is in there, and copies."""
+        self._engine.model.load_state_dict(torch.load(path / f"model_{self._suffix}", weights_only=False))
+        self._optimizer.load_state_dict(torch.load(path / f"optim_{self._suffix}", weights_only=False))
+        torch.load(path / f"extra_state_{self._suffix}", weights_only=False)
+        dist.barrier()
+
+
+class ArealHF:
+    """AReaL: gather everything to rank 0, which alone writes, or reads and broadcasts."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        self._rank, self._model = session.rank, engine.model
+
+    def save(self, path: Path) -> None:
+        """Blocks until rank 0 has handed everything to the operating system; nothing is fsynced."""
+        full = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self._rank == 0:
+            self._model.save_pretrained(path, state_dict=full)
+        dist.barrier()
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+    def load(self, path: Path) -> None:
+        """Reads on rank 0, broadcasts tensor by tensor."""
+        full = {}
+        if self._rank == 0:
+            for file in sorted(path.glob("*.safetensors")):
+                full |= load_file(file)
+        tied = bool(self._model.config.tie_word_embeddings)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not tied)
+        set_model_state_dict(self._model, full, options=options)
+        if tied:
+            self._model.tie_weights()
+        for buffer in self._model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+class TorchHF:
+    """torch: every rank writes safetensors of its shards, rank 0 then reads all and writes them as one file."""
+
+    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+        self._model = engine.model
+
+    def save(self, path: Path) -> None:
+        """Blocks until rank 0 has written everything a second time; nothing is fsynced."""
+        writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+        dcp.save(self._state(), storage_writer=writer)
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+    def load(self, path: Path) -> None:
+        """Reads the bytes of this rank's rows, in place."""
+        dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(path)))
+
+    def _state(self) -> dict[str, Any]:
+        """Without the further names of tied tensors, which safetensors refuses to write."""
+        tied = self._model.all_tied_weights_keys or ()
+        return {name: tensor for name, tensor in get_model_state_dict(self._model).items() if name not in tied}
+
+
+TRAINING_STATE: dict[str, Callable[[Session, FSDPEngine], Saver]] = {
+    "AReaL dcp.save": ArealDCP,
+    "torch async_save": TorchAsync,
+    "torch async_save, kept stager": TorchAsyncKept,
+    "verl torch.save": VerlShards,
+}
+"""Ways to save a whole training state."""

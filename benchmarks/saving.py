@@ -1,0 +1,170 @@
+"""`save_stall`: what a snapshot costs training. `save`: how fast it gets to the disk.
+
+The folder of a way is removed before the next one's turn, so that none finds the disk as another left it; removing is
+in nobody's time. Steps that are trained beside a background save share the machine with it: that is a cost like any
+other, and in ``step``.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from shutil import rmtree
+
+from . import ours
+from .harness import Figure, Options, Times, interleave, over
+from .limits import WarmBuffer
+from .model import build_engine, dense_batch, train, training_tensors
+from .ranks import Session, on_ranks
+from .rivals import TRAINING_STATE, Saver
+
+COPY, STEPS, RAW = "warm memcpy", "the same steps without", "raw write+fsync"
+_NEEDED = {ours.DUMP: 0.3, ours.NO_OVERLAP: 1.2}
+
+
+def save_stall(options: Options) -> list[Figure]:
+    """How long training waits for a snapshot, and how much later it is when the snapshot is done."""
+    times = on_ranks(_measure_stall, options)
+    blocking, total = times["blocking"], times["total"]
+    alone = total[STEPS]
+    extra = {way: [max(0.0, a - b) for a, b in zip(t, alone, strict=True)] for way, t in total.items() if way != STEPS}
+    return [
+        Figure(
+            "save_stall.blocking",
+            "time until training can go on / warm memcpy of the shard",
+            "lower",
+            over(COPY, blocking),
+            _NEEDED,
+            blocking,
+        ),
+        Figure(
+            "save_stall.step",
+            "snapshot and steps until it is written, less the same steps without / warm memcpy of the shard",
+            "lower",
+            over(COPY, {COPY: blocking[COPY], **extra}),
+            seconds={COPY: blocking[COPY], STEPS: alone, **extra},
+            note="the steps beside a background save last longer than a raw write; what is left is waited for",
+        ),
+    ]
+
+
+def save(options: Options) -> list[Figure]:
+    """How much of the disk's speed a snapshot reaches, from the call until it is all written."""
+    seconds = on_ranks(_measure_save, options)["seconds"]
+    return [
+        Figure(
+            "save.throughput",
+            "bytes a second until all is written / raw parallel write+fsync of as many bytes",
+            "higher",
+            over(RAW, seconds, inverse=True),
+            {ours.DUMP: 0.85},
+            seconds,
+            note="ours are on stable storage and verified to be complete; verl's are not fsynced, AReaL's and torch's "
+            "before they are flushed",
+        )
+    ]
+
+
+class _Bench:
+    """What both measure with: an engine, a warm buffer, a folder."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.engine = build_engine(session)
+        self.buffer = WarmBuffer(training_tensors(self.engine))
+        self.folder = session.options.scratch / "save"
+        self.dumps: list[ours.Dump] = []
+
+    def dump(self, name: str, *, async_save: bool = True, overlap: bool = True) -> ours.Dump:
+        """A handler of its own, closed in the end."""
+        self.dumps.append(ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap))
+        return self.dumps[-1]
+
+    def rivals(self) -> Mapping[str, Saver]:
+        """All of them, by name."""
+        return {name: make(self.session, self.engine) for name, make in TRAINING_STATE.items()}
+
+    @contextmanager
+    def clean(self) -> Iterator[Path]:
+        """A path for one save, gone afterwards, on all ranks."""
+        yield self.folder
+        self.session.barrier()
+        if self.session.rank == 0:
+            rmtree(self.folder, ignore_errors=True)
+            for dump in self.dumps:
+                dump.remove_old()
+        self.session.barrier()
+
+    def raw(self) -> dict[str, float]:
+        """The limit of every save."""
+        with self.clean() as folder:
+            folder.mkdir(exist_ok=True)
+            file = folder / f"rank_{self.session.rank}"
+            return {"seconds": self.session.seconds(lambda: self.buffer.write(file))}
+
+    def close(self) -> None:
+        """Let the handlers go."""
+        for dump in self.dumps:
+            dump.close()
+        self.engine.destroy()
+
+
+def _measure_stall(session: Session) -> Times:
+    bench = _Bench(session)
+    batch = dense_batch(bench.engine)
+    step_s = session.seconds(lambda: train(bench.engine, batch))
+    n_steps = 1 + math.floor(bench.raw()["seconds"] / step_s)
+
+    def steps() -> None:
+        for _ in range(n_steps):
+            train(bench.engine, batch)
+
+    def stall(saver: Saver) -> dict[str, float]:
+        blocking = 0.0
+
+        def save_and_train() -> None:
+            nonlocal blocking
+            started = time.perf_counter()
+            saver.save(path)
+            blocking = time.perf_counter() - started
+            steps()
+            saver.wait()
+
+        with bench.clean() as path:
+            total = session.seconds(save_and_train)
+        return {"blocking": max(session.all(blocking)), "total": total}
+
+    savers: dict[str, Saver] = {
+        ours.DUMP: bench.dump("overlapping"),
+        ours.NO_OVERLAP: bench.dump("copying", overlap=False),
+        ours.SYNC_DUMP: bench.dump("sync", async_save=False),
+    }
+    savers |= bench.rivals()
+    ways = {COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)}}
+    ways[STEPS] = lambda: {"total": session.seconds(steps)}
+    ways |= {name: lambda saver=saver: stall(saver) for name, saver in savers.items()}
+    times = interleave(ways, session.options.rounds)
+    bench.close()
+    return times
+
+
+def _measure_save(session: Session) -> Times:
+    bench = _Bench(session)
+
+    def durable(saver: Saver, *, digests: bool = True) -> dict[str, float]:
+        def save_and_wait() -> None:
+            saver.save(path)
+            saver.wait()
+
+        with bench.clean() as path, nullcontext() if digests else ours.without_digests():
+            return {"seconds": session.seconds(save_and_wait)}
+
+    sync = bench.dump("sync", async_save=False)
+    savers: dict[str, Saver] = {ours.DUMP: bench.dump("dump"), ours.SYNC_DUMP: sync}
+    savers |= {ours.ENGINE_SAVE: ours.EngineSave(bench.engine, "dcp"), **bench.rivals()}
+    ways = {RAW: bench.raw} | {name: lambda saver=saver: durable(saver) for name, saver in savers.items()}
+    ways[ours.NO_DIGEST] = lambda: durable(sync, digests=False)
+    times = interleave(ways, session.options.rounds)
+    bench.close()
+    return times

@@ -1,0 +1,157 @@
+"""A quick run of everything: all benchmarks of the project work, and leave what they promise and nothing else."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.harness import OURS, Figure, Options, read_figures
+from benchmarks.ranks import Session, on_ranks
+from benchmarks.run import BENCHMARKS
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
+
+WAYS = {
+    "save_stall.blocking": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
+    "save_stall.step": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
+    "save.throughput": ["AReaL dcp.save", "torch async_save", "verl torch.save", "Holdfast engine.save"],
+    "load.throughput": ["AReaL dcp.load", "verl torch.load"],
+    "hf_save.throughput": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
+    "hf_load.throughput": ["AReaL rank 0+broadcast", "torch HF reader"],
+    "publish.time": ["AReaL save_pretrained, disk"],
+    "memory.dcp_save": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
+    "memory.dcp_load": ["AReaL dcp.load", "verl torch.load"],
+    "memory.hf_save": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
+    "memory.hf_load": ["AReaL rank 0+broadcast", "torch HF reader"],
+    "bytes.dcp": ["AReaL dcp.save", "verl torch.save"],
+    "bytes.hf": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
+    "recover.first_step": [],
+    "train.tokens": [],
+    "growth.save.size.1M": ["AReaL dcp.save"],
+    "growth.save.ranks.1": ["AReaL dcp.save"],
+    "growth.plan.4_ranks": [],
+    "growth.choice.4_ranks": [],
+    "growth.metadata.4_ranks": [],
+    "growth.manifest.4_ranks": [],
+}
+"""What has to be measured, and beside whom."""
+
+PHASES = ("detect", "tear down", "start", "rendezvous", "build the model", "load", "publish", "first step and the rest")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def document(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def figures(document: dict[str, Any]) -> dict[str, Figure]:
+    return {figure.name: figure for figure in read_figures(document)}
+
+
+def test_every_figure_is_measured_beside_its_rivals(figures: dict[str, Figure]) -> None:
+    assert {name.partition(".")[0] for name in figures} == BENCHMARKS.keys()
+    for name, ways in WAYS.items():
+        assert set(ways) <= figures[name].samples.keys(), name
+        assert any(way.startswith(OURS) for way in figures[name].samples), name
+
+
+def test_every_ratio_is_a_number_and_every_way_has_as_many_of_them(figures: dict[str, Figure]) -> None:
+    for figure in figures.values():
+        assert len({len(values) for values in figure.samples.values()}) == 1, figure.name
+        values = [value for values in (*figure.samples.values(), *figure.seconds.values()) for value in values]
+        assert all(math.isfinite(value) and value >= 0 for value in values), figure
+        assert set(figure.needed) <= figure.samples.keys(), figure.name
+
+
+def test_a_recovery_is_split_into_phases_that_add_up(figures: dict[str, Figure]) -> None:
+    seconds = figures["recover.first_step"].seconds
+    phases = [seconds[f"phase: {phase}"] for phase in PHASES]
+    for number, total in enumerate(seconds["Holdfast supervisor"]):
+        assert sum(phase[number] for phase in phases) == pytest.approx(total)
+
+
+def test_table_and_plot_show_every_figure(out: Path, figures: dict[str, Figure]) -> None:
+    page, plot = (out / "performance.md").read_text(), (out / "performance.svg").read_text()
+    ElementTree.fromstring(plot)
+    for figure in figures.values():
+        assert f"`{figure.name.partition('.')[2]}`: {figure.title}" in page
+        assert figure.name.startswith("growth.") or figure.name in plot
+
+
+def test_nothing_else_is_left(out: Path) -> None:
+    assert sorted(path.name for path in out.iterdir()) == ["performance.md", "performance.svg", "results.json"]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "save", "--parameters", "1e13", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1 and "GB free" in run.stderr and "--parameters" in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fail_on_rank_1(session: Session) -> None:
+    if session.rank == 1:
+        raise ValueError("as it is told")
+    session.barrier()
+
+
+def test_an_error_of_one_rank_ends_all_and_is_shown(options: Options) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*ValueError: as it is told"):
+        on_ranks(_fail_on_rank_1, options)
+    assert list(options.scratch.iterdir()) == []
+
+
+def _marked(mark: str) -> Iterator[int]:
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes().split(b"\0"):
+                yield int(environ.parent.name)
+        except OSError:
+            continue  # it ended meanwhile, or is another user's
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(tmp_path: Path, stop: signal.Signals) -> None:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "benchmarks", "save", "--quick", "--rounds", "10000", "--out", str(tmp_path)]
+    env = os.environ | {"HOLDFAST_BENCH_MARK": mark}
+    run = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("scratch-*/*/experiment")):  # a handler has been made: ranks are at work
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        if stop == signal.SIGINT:
+            os.killpg(run.pid, stop)  # as a terminal does
+        else:
+            run.send_signal(stop)
+        assert run.wait(60) == (130 if stop == signal.SIGINT else 143)
+        assert list(tmp_path.iterdir()) == []
+        while left := list(_marked(f"HOLDFAST_BENCH_MARK={mark}")):
+            assert time.monotonic() < deadline + 30, left
+            time.sleep(0.1)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
