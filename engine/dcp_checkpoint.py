@@ -26,6 +26,7 @@ from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
+from .dcp_staging import wait_for_staging
 from .dcp_state import PACKED, DCPState, rng_key
 
 
@@ -83,6 +84,7 @@ class DCPLoad:
             OSError: a file can no longer be read; likewise.
         """
         self._placing.check_unchanged()
+        wait_for_staging(self._state.model)
         self._state.adopt_optimizer_state(self._proposed)
         self._placing.place()
         self._state.load_state_dict(self._given)

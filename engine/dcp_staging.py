@@ -9,6 +9,7 @@ Parameters and moments change in ``optimizer.step`` and nowhere else, as a rule.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,12 +26,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Staging:
-    """The buffers of one model's training state, and the copy into them that is under way.
+    """The buffers of a training state, and the copy into them that is under way.
 
     One copy at a time: whoever still reads the last one must be done before `stage` is called again.
+
+    Args:
+        model: whose state it is; who changes its parameters outside of ``optimizer.step`` calls `wait_for_staging`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        _STAGINGS.setdefault(model, weakref.WeakSet()).add(self)
         self._buffers: dict[str, torch.Tensor] = {}
         self._copy: _Copy | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -52,7 +57,7 @@ class Staging:
         values = _companion(live, "", buffers, pairs)
         self._buffers = {name: buffer for name, (buffer, _) in pairs.items()}
         later = state.names_changed_in_step()
-        _Copy(pair for name, pair in pairs.items() if name not in later).result()
+        _Copy(pair for name, pair in pairs.items() if name not in later).finish()
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
         self._copy = _Copy((pair for name, pair in pairs.items() if name in later), overlapped=True)
@@ -61,7 +66,7 @@ class Staging:
     def finish(self) -> None:
         """Return when all of what was staged last is in its buffers; raises what went wrong with that."""
         if self._copy is not None:
-            self._copy.result()
+            self._copy.finish()
 
     def wait(self) -> None:
         """Return when the live tensors may be changed. What went wrong is for `finish`, and for who reads the copy."""
@@ -71,6 +76,8 @@ class Staging:
     def release(self) -> None:
         """Give the buffers up; nobody may read them any more."""
         self.wait()
+        if self._copy is not None:
+            self._copy.drop()
         self._copy, self._buffers = None, {}
         if self._hook is not None:
             self._hook.remove()
@@ -85,13 +92,14 @@ class Staging:
 
 
 class _Copy:
-    """Some tensors on their way to the host: CPU tensors in a thread or at once, CUDA tensors on a stream."""
+    """Some tensors on their way to the host: CPU tensors in a thread or at once, CUDA tensors on streams."""
 
     def __init__(self, pairs: Iterable[Pair], *, overlapped: bool = False) -> None:
-        self._pairs = list(pairs)  # keeps what is read alive
-        on_device = [pair for pair in self._pairs if pair[1].is_cuda]
-        on_host = [pair for pair in self._pairs if not pair[1].is_cuda]
-        self._event = _copy_on_stream(on_device) if on_device else None
+        on_host, on_device = [], defaultdict[torch.device, list[Pair]](list)
+        for buffer, live in pairs:
+            (on_device[live.device] if live.is_cuda else on_host).append((buffer, live))
+        self._on_device = dict(on_device)  # keeps what is read alive until it has been read
+        self._events = {device: _copy_on_stream(device, some) for device, some in on_device.items()}
         self._future: Future[None] | None = None
         if on_host and overlapped:
             pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
@@ -101,16 +109,25 @@ class _Copy:
             _copy_all(on_host)
 
     def release_live(self) -> None:
+        """Have what follows, here and on the devices, wait until the live tensors have been read."""
         if self._future is not None:
             self._future.exception()
-        if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self._pairs[0][1].device))
+        for device, event in self._events.items():
+            event.wait(torch.cuda.current_stream(device))
 
-    def result(self) -> None:
+    def finish(self) -> None:
+        """Return when the buffers are filled; raises what went wrong."""
+        self.drop()
         if self._future is not None:
             self._future.result()
-        if self._event is not None:
-            self._event.synchronize()
+
+    def drop(self) -> None:
+        """Return when nothing writes to the buffers any more, and let go of the live tensors."""
+        for event in self._events.values():
+            event.synchronize()
+        self._on_device.clear()
+        if self._future is not None:
+            self._future.exception()
 
 
 def _copy_all(pairs: Iterable[Pair]) -> None:
@@ -123,8 +140,7 @@ def _copy_in_thread(pairs: Iterable[Pair], threads: int) -> None:
     _copy_all(pairs)
 
 
-def _copy_on_stream(pairs: list[Pair]) -> torch.cuda.Event:
-    device = pairs[0][1].device
+def _copy_on_stream(device: torch.device, pairs: list[Pair]) -> torch.cuda.Event:
     stream, event = torch.cuda.Stream(device), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -154,9 +170,10 @@ def _companion(
     return values
 
 
-_STAGINGS: "weakref.WeakKeyDictionary[nn.Module, Staging]" = weakref.WeakKeyDictionary()
+_STAGINGS: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Staging]]" = weakref.WeakKeyDictionary()
 
 
-def staging_of(model: nn.Module) -> Staging:
-    """The one `Staging` of a model; who changes its parameters outside of ``optimizer.step`` calls its `wait` first."""
-    return _STAGINGS.setdefault(model, Staging())
+def wait_for_staging(model: nn.Module) -> None:
+    """Return when the parameters of ``model`` may be changed other than by a step: by a load, say."""
+    for staging in _STAGINGS.get(model, ()):
+        staging.wait()

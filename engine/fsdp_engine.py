@@ -31,7 +31,6 @@ from .api import (
 )
 from .config import TrainEngineConfig
 from .dcp_checkpoint import load_dcp, save_dcp
-from .dcp_staging import staging_of
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
 from .hf_import import load_hf
@@ -322,7 +321,6 @@ class FSDPEngine:
             OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
         """
         self._check_meta(meta)
-        staging_of(self.model).wait()
         match meta.weight_format:
             case "dcp":
                 self._load_from_dcp(meta)

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from .dcp_staging import wait_for_staging
 from .hf_io import WeightReader
 from .hf_keys import FileTensor, Span, element_map, stored_tensors, unsharded_class
 from .hf_layout import Place, read_layout
@@ -83,6 +84,7 @@ def load_hf(
             _check_plan(model, folder, plan, state, chosen)
             reader.open({place.file for place in found.values()})
             _compare_copies(reader, folder, plan.tensors, chosen, copies, rank, world_size)
+        wait_for_staging(model)
         with all_ranks_succeed(f"reading {folder}", group), _half_loaded(folder), torch.no_grad():
             _read_direct(reader, plan, chosen)
             _read_blocks(reader, plan, chosen, state, tied)

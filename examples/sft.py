@@ -127,7 +127,8 @@ def main(config: SFTConfig) -> None:
                 print(f"this run has finished: {export}", flush=True)
             return
         engine.initialize(None, spec)
-        train(engine, dataset, spec, config, RecoverHandler(recover_config, spec, group=engine.control_group))
+        with RecoverHandler(recover_config, spec, group=engine.control_group) as handler:
+            train(engine, dataset, spec, config, handler)
         tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
         engine.save(SaveLoadMeta(str(export), "hf", with_optim=False, tokenizer=tokenizer))
         if engine.data_parallel_rank == 0:
@@ -175,7 +176,6 @@ def train(
             )
         step = step.next()
     handler.wait()
-    handler.close()
     if logger is not None:
         logger.close()
 

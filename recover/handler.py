@@ -10,6 +10,7 @@ comparison of what is there with what was saved.
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -132,6 +133,7 @@ class RecoverHandler:
         self._require_open()
         if self.config.mode == "off":
             return None
+        self._saver.settle(must=True)  # of a load before this one
         started, ranks = time.monotonic(), self._ranks(engine)
         ranks.decide_slowly(self._take_folder)
         self._stops.install()
@@ -198,6 +200,7 @@ class RecoverHandler:
         saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
+            self._saver.settle(must=True)  # of this very step, if it was taken before
             ranks.decide_slowly(self._finish_copies)  # all wait for it: the first that exits may end them all
             self.close()
             raise Preempted(stop)
@@ -231,22 +234,19 @@ class RecoverHandler:
         if self._closed:
             return
         self._closed = True
-        self._stops.uninstall()
-        try:
-            self._saver.close(wait)
-        finally:
+        with ExitStack() as ends:  # from the last to the first, whatever any of them raises
+            ends.callback(self._lock.release)
+            ends.callback(self._close_mirror, wait)
+            ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
             if wait:
-                self._close_writers()
-            if self._mirror is not None:
-                self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
-                self._retire()  # what had to wait for its copy
-            self._lock.release()
+                ends.callback(self._close_writers)
+            self._saver.close(wait)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        if failed is not None and issubclass(failed, Exception) and not self._closed:
+        if failed is not None and not issubclass(failed, KeyboardInterrupt):
             self._saver.linger()
         self.close(wait=failed is None)
 
@@ -255,18 +255,19 @@ class RecoverHandler:
     def _asked_to_stop(self, ranks: Ranks) -> str | None:
         """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
         self._pace.step_ends()
-        n_saves = 1 if self._saver.step is None else 2  # what is being written has to be waited for
-        reasons = ranks.here(lambda: self._stops.due(n_saves * self._pace.save_s, self._pace.step_s))
+        n_saves = 2 if self.config.async_save else 1  # a last one may have to wait for one that is begun now
+        reasons = ranks.here(lambda: self._stops.due(self._pace.save_s, self._pace.step_s, n_saves))
         stop = next((reason for reason in reasons if reason is not None), None)
         if stop is not None:
             self._stops.grant()
         return stop
 
     def _is_due(self, step_info: StepInfo, must: bool) -> bool:
-        if step_info.global_step == self._saver.step or not (must or self.schedule.due(step_info)):
+        if not (must or self.schedule.due(step_info)):
             return False
         with as_write_error(self.store.root):
             newest = max((generation.step for generation in self.store.generations()), default=-1)
+        newest = max(newest, -1 if self._saver.step is None else self._saver.step)
         if newest > step_info.global_step or newest == step_info.global_step != self._at:
             raise ConfigError(
                 f"step {step_info.global_step} is to be snapshotted, but {self.store.root} holds step {newest}: the "
@@ -286,6 +287,8 @@ class RecoverHandler:
     ) -> bool:
         started, step = time.monotonic(), step_info.global_step
         self._saver.look(ranks)
+        if must and self._saver.step == step:
+            self._saver.insist()
         due, saved = None, False
         with self._saver.tolerating(step, must):
             due = ranks.decide(lambda: self._is_due(step_info, must))
@@ -314,6 +317,11 @@ class RecoverHandler:
     def _finish_copies(self) -> None:
         if self._mirror is not None:
             self._mirror.wait(self.config.mirror_timeout_s)
+
+    def _close_mirror(self, wait: bool) -> None:
+        if self._mirror is not None:
+            self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
+            self._retire()  # what had to wait for its copy
 
     def _close_writers(self) -> None:
         match self._opened:

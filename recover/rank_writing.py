@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ..engine.dcp_fingerprint import sample_state
 from ..engine.dcp_saver import DCPSaver
-from ..engine.dcp_staging import Staging, staging_of
-from ..engine.dcp_state import flatten
+from ..engine.dcp_staging import Staging
+from ..engine.dcp_state import DCPState, flatten
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import ConfigError
 from ..utils.manifest import FileEntry
@@ -49,6 +50,7 @@ class _Capture:
     """A rank's state at one step boundary; ``values`` are nested tensors, as `DCPState.state_dict` has them."""
 
     target: RankTarget
+    rank: int
     values: dict[str, dict[str, Any]]
     counts: dict[str, EngineSample]
     versions: dict[str, int]
@@ -69,7 +71,7 @@ class RankWriter:
     def __init__(self, aside: dist.ProcessGroup | None) -> None:
         self.aside = aside
         self._savers: dict[str, DCPSaver] = {}
-        self._stagings: dict[str, Staging] = {}
+        self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
         self._capture: _Capture | None = None
 
     def capture(self, target: RankTarget, staged: bool) -> None:
@@ -80,11 +82,10 @@ class RankWriter:
         versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
         process, rng = capture_process(target.stateful)
         if staged:
-            self._stagings = {name: staging_of(state.model) for name, state in states.items()}
-            values = {name: self._stagings[name].stage(state) for name, state in states.items()}
+            values = {name: self._staging_of(name, state).stage(state) for name, state in states.items()}
         else:
             values = {name: state.state_dict() for name, state in states.items()}
-        self._capture = _Capture(target, values, counts, versions, process, rng)
+        self._capture = _Capture(target, get_rank(), values, counts, versions, process, rng)
 
     def write(self, folder: Path, in_background: bool) -> RankPart:
         """Write what was captured; all ranks call it."""
@@ -95,20 +96,33 @@ class RankWriter:
         with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
             for name in capture.values:
                 (folder / name).mkdir(exist_ok=True)
-            entries = [write_process(folder, rank_state_name(get_rank()), capture.process)]
-            for staging in self._stagings.values():
-                staging.finish()
-        samples = {}
+            entries = [write_process(folder, rank_state_name(capture.rank), capture.process)]
+            if in_background:
+                for name in capture.values:
+                    self._stagings[name][1].finish()
+            samples = {
+                name: replace(capture.counts[name], sample=sample_state(dict(flatten(values))))
+                for name, values in capture.values.items()
+            }
         for name, values in capture.values.items():
-            samples[name] = replace(capture.counts[name], sample=sample_state(dict(flatten(values))))
             saver = self._savers.setdefault(name, DCPSaver())
             for entry in saver.write(folder / name, values, self.aside if in_background else target.group_of(name)):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
         return RankPart(entries, capture.versions, samples, capture.rng)
 
+    def _staging_of(self, name: str, state: DCPState) -> Staging:
+        """Of this engine's name and no other: two may share a model, and have optimizers of their own."""
+        model, staging = self._stagings.get(name, (None, None))
+        if staging is None or model is not state.model:
+            if staging is not None:
+                staging.release()
+            staging = Staging(state.model)
+            self._stagings[name] = state.model, staging
+        return staging
+
     def close(self) -> None:
         """Give up the buffers and the group."""
-        for staging in self._stagings.values():
+        for _, staging in self._stagings.values():
             staging.release()
         if self.aside is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # it went with the default group that it was made in
@@ -126,6 +140,7 @@ def open_writer(holder: Any, key: str, timeout_s: float | None) -> None:
         key: unique to the handler.
         timeout_s: how long ranks wait for each other in the background; None when nothing is written there.
     """
+    close_writer(holder, key)
     _WRITERS[key] = RankWriter(None if timeout_s is None else _group_aside(rank_target(holder).group, timeout_s))
 
 

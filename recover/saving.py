@@ -5,13 +5,13 @@ Ray, its own threads in the workers): every step of it is agreed among the ranks
 to is looked at by the next `dump`, `wait` or `close`, where rank 0 says for all whether it is done.
 """
 
-import threading
+import atexit
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from threading import Lock, Thread
 
 from ..engine.api import Stateful, StepInfo
 from ..utils.distributed import is_write_failure
@@ -55,11 +55,15 @@ class SaveStats:
     save_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _InFlight:
+    """A snapshot that is being written, or was, and nobody has looked since."""
+
     step: int
     must: bool
     outcome: Future[float]
+    began_s: float
+    was_in_the_way: bool = False
 
 
 class SnapshotSaver:
@@ -89,8 +93,7 @@ class SnapshotSaver:
         self._config, self._key, self._writer, self._pace = config, key, writer, pace
         self._after_commit = after_commit
         self._in_flight: _InFlight | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._commit_lock, self._abandoned = threading.Lock(), False
+        self._commit_lock, self._abandoned = Lock(), False
 
     @property
     def step(self) -> int | None:
@@ -136,10 +139,17 @@ class SnapshotSaver:
         Raises:
             Exception: what the background raised; see `tolerating`.
         """
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            with self.tolerating(in_flight.step, in_flight.must or must):
-                self._count(in_flight.outcome.result())
+        if (in_flight := self._in_flight) is None:
+            return
+        wait([in_flight.outcome])  # who interrupts this finds it as it was
+        self._in_flight = None
+        with self.tolerating(in_flight.step, in_flight.must or must):
+            self._count(in_flight.outcome.result())
+
+    def insist(self) -> None:
+        """The snapshot that is being written must not fail, after all."""
+        if self._in_flight is not None:
+            self._in_flight.must = True
 
     def make_way(self, must: bool) -> bool:
         """Whether a snapshot that is due can be taken now: wait for the one that is being written, or skip this one.
@@ -147,12 +157,16 @@ class SnapshotSaver:
         Raises:
             see `settle`.
         """
-        if self._in_flight is None:
+        if (in_flight := self._in_flight) is None:
             return True
-        step, started = self._in_flight.step, time.monotonic()
+        step, started = in_flight.step, time.monotonic()
         if self._config.on_busy == "skip" and not must:
             self.stats.skipped += 1
-            logger.info("a snapshot is due, but that of step %d is still being written: skipped", step)
+            if not in_flight.was_in_the_way:
+                logger.info("a snapshot is due, but that of step %d is still being written: skipped", step)
+            elif started - in_flight.began_s > self._config.save_timeout_s:
+                logger.warning("step %d is being written since %.0f s; skipped", step, started - in_flight.began_s)
+            in_flight.was_in_the_way = True
             return False
         self.settle()
         waited_s = time.monotonic() - started
@@ -191,11 +205,12 @@ class SnapshotSaver:
         if not in_background:
             self._count(self._write(ranks, capture))
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         aside = ranks.aside(None if ranks.is_driver else writer_group(self._key))
-        outcome = self._pool.submit(self._write, aside, capture)
-        self._in_flight = _InFlight(step_info.global_step, must, outcome)
+        outcome: Future[float] = Future()
+        # A daemon: a rank that hangs must not keep this process from its exit.
+        Thread(target=self._fulfil, args=(outcome, aside, capture), name="snapshot", daemon=True).start()
+        self._in_flight = _InFlight(step_info.global_step, must, outcome, capture.began_s)
+        atexit.register(self.linger)
 
     def linger(self) -> None:
         """Give what is being written the time it takes as a rule: the run ends with an error, nothing follows it."""
@@ -206,7 +221,8 @@ class SnapshotSaver:
         """End the background.
 
         Args:
-            settle: wait for what is being written; else nothing is committed any more once this has returned.
+            settle: wait for what is being written; else, and when that is interrupted, nothing is committed any more
+                once this has returned.
 
         Raises:
             see `settle`; nothing without ``settle``.
@@ -214,11 +230,9 @@ class SnapshotSaver:
         try:
             if settle:
                 self.settle(must=True)
-            else:
-                self._abandon()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=settle, cancel_futures=True)
+            self._abandon()
+            atexit.unregister(self.linger)
 
     def _abandon(self) -> None:
         with self._commit_lock:
@@ -238,12 +252,24 @@ class SnapshotSaver:
                 raise CheckpointWriteError("the run ended with an error while the snapshot was being written")
             yield
 
+    def _fulfil(self, outcome: Future[float], ranks: Ranks, capture: Capture) -> None:
+        """In the background: whatever this comes to is for who settles it."""
+        try:
+            outcome.set_result(self._write(ranks, capture))
+        except BaseException as error:
+            outcome.set_exception(error)
+
     def _write(self, ranks: Ranks, capture: Capture) -> float:
         """In whichever thread; the seconds since the snapshot was begun."""
         generation, n_bytes = self._writer.write(ranks, capture, self._committing)
         seconds, step = time.monotonic() - capture.began_s, capture.step_info.global_step
         logger.info("step %d: committed %s, %d bytes in %.3f s", step, generation.path, n_bytes, seconds)
-        ranks.decide(partial(self._after_commit, generation))
+
+        def follow() -> None:
+            with self._committing():
+                self._after_commit(generation)
+
+        ranks.decide(follow)
         return seconds
 
     def _count(self, seconds: float) -> None:

@@ -130,7 +130,7 @@ class StopRequests:
         self._granted = True
         self._unanswered = None
 
-    def due(self, save_s: float, step_s: float) -> str | None:
+    def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
         """Why the run must snapshot and stop now, before another step; None when it may go on.
 
         A signal, a request or a notice stops it at once; the deadline when a save that begins one more step from now
@@ -139,13 +139,14 @@ class StopRequests:
         Args:
             save_s: seconds of the longest recent save; 0 when none was measured, which counts as `UNMEASURED_SAVE_S`.
             step_s: seconds of the longest recent step.
+            n_saves: how many saves may have to end before the deadline, one after the other.
         """
         self._ask_notices()
         if self._requested is not None:
             return str(self._requested)
         if self.deadline is None:
             return None
-        save_s = save_s or UNMEASURED_SAVE_S
+        save_s = n_saves * (save_s or UNMEASURED_SAVE_S)
         if self._clock() + step_s + save_s * SAVE_MARGIN + SLACK_S < self.deadline:
             return None
         return (

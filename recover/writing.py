@@ -32,7 +32,7 @@ class Capture:
 
     Attributes:
         step_info: the step that was just trained.
-        metrics: remembered; what is not finite is left out.
+        metrics: a copy of what is remembered, without what is not finite.
         resumed_from: ``resume_path`` of the run and the digest that goes with it, in the process that decides.
         data: the dataloaders' state.
         driver: state of the driver's process and the digest of its generators; None when the ranks call the handler.
@@ -41,7 +41,7 @@ class Capture:
     """
 
     step_info: StepInfo
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     resumed_from: tuple[str | None, str | None]
     data: bytes | None
     driver: tuple[bytes, str] | None
@@ -103,7 +103,7 @@ class GenerationWriter:
         data = capture_data(ranks, dataloader)  # first: asking torchdata's loader may draw a number
         ranks.run_all(capture_rank, self._key, staged)
         driver = capture_process(self._stateful) if ranks.is_driver else None
-        return Capture(step_info, metrics, resumed_from, data, driver, staged, began_s)
+        return Capture(step_info, _finite(metrics), resumed_from, data, driver, staged, began_s)
 
     def write(
         self, ranks: Ranks, capture: Capture, committing: Callable[[], AbstractContextManager[None]]
@@ -113,7 +113,8 @@ class GenerationWriter:
         Args:
             ranks: who writes.
             capture: what `capture` returned.
-            committing: entered for the commit by who decides; if that raises, nothing is committed.
+            committing: entered by who decides for whatever changes the generations that are there, the commit above
+                all; if it raises, that is not done.
 
         Returns:
             the generation, and the bytes of its files.
@@ -121,11 +122,12 @@ class GenerationWriter:
         Raises:
             CheckpointWriteError, StaleSnapshotError, PeerError: nothing became visible; see `GenerationStore.commit`.
         """
-        staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
+        staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step, committing))
         with ExitStack() as undo:
             if ranks.is_decider:
                 undo.callback(self._store.discard, staging)
             parts = ranks.run_all(write_rank, self._key, str(staging), capture.staged)
+            assert len(parts) == ranks.world_size, "a generation without a rank's shards would be no generation"
             facts = combine_ranks([part.samples for part in parts])
 
             def commit() -> tuple[Generation, int]:
@@ -137,7 +139,7 @@ class GenerationWriter:
                     parts[0].versions,
                     *capture.resumed_from,
                     save_s=time.monotonic() - capture.began_s,
-                    metrics=_finite(capture.metrics),
+                    metrics=capture.metrics,
                     engines=facts,
                     rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
                 )
@@ -149,8 +151,9 @@ class GenerationWriter:
         self.last_facts = facts
         return committed
 
-    def _open_staging(self, step: int) -> Path:
-        self._make_room()
+    def _open_staging(self, step: int, committing: Callable[[], AbstractContextManager[None]]) -> Path:
+        with committing():
+            self._make_room()
         with as_write_error(self._store.root):
             require_free_space(self._store.root, self._store.newest_bytes())
         return self._store.open_staging(step)

@@ -18,13 +18,17 @@ T = TypeVar("T")
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``; 0 without torch.distributed."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    """This process's rank in ``group``; 0 without torch.distributed.
+
+    Raises:
+        ValueError: ``group`` is gone: a rank that took itself for the only one would go on without the others.
+    """
+    return dist.get_rank(group) if group is not None or dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in ``group``; 1 without torch.distributed."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """Number of ranks in ``group``; 1 without torch.distributed. Raises as `get_rank` does."""
+    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

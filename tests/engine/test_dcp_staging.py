@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.engine import dcp_staging
-from holdfast.engine.dcp_staging import Staging, staging_of
+from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp_staging import Staging
 from holdfast.engine.dcp_state import DCPState, flatten
 from tests.helpers import run_ranks
 
@@ -64,7 +66,7 @@ def test_a_step_waits_for_the_copy_of_what_it_changes_and_the_forward_and_backwa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state, gate = trained(), Gate(monkeypatch)
-    before, staging = values_of(state.state_dict()), staging_of(state.model)
+    before, staging = values_of(state.state_dict()), Staging(state.model)
     staged = staging.stage(state)
     backward(state)
     assert not torch.equal(dict(flatten(state.state_dict()))["model.1.running_mean"], before["model.1.running_mean"])
@@ -83,7 +85,7 @@ def test_without_a_promise_all_of_it_is_copied_at_once(monkeypatch: pytest.Monke
     state = trained(changes_only_in_step=False)
     state = state if trains else DCPState(state.model, changes_only_in_step=True)
     before = values_of(state.state_dict())
-    staged = staging_of(state.model).stage(state)
+    staged = Staging(state.model).stage(state)
     with torch.no_grad():
         for tensor in state.live_tensors().values():
             tensor.zero_()
@@ -91,7 +93,8 @@ def test_without_a_promise_all_of_it_is_copied_at_once(monkeypatch: pytest.Monke
 
 
 def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
-    state, staging = trained(), Staging()
+    state = trained()
+    staging = Staging(state.model)
 
     def addresses() -> dict[str, int]:
         staged = staging.stage(state)
@@ -113,7 +116,8 @@ def test_a_copy_that_fails_is_told_to_who_reads_it_and_not_to_the_step(monkeypat
         raise MemoryError("no room")
 
     monkeypatch.setattr(dcp_staging, "_copy_in_thread", fail)
-    state, staging = trained(), Staging()
+    state = trained()
+    staging = Staging(state.model)
     staging.stage(state)
     assert state.optimizer is not None
     state.optimizer.step()
@@ -124,6 +128,19 @@ def test_a_copy_that_fails_is_told_to_who_reads_it_and_not_to_the_step(monkeypat
     staging.finish()
 
 
+def test_a_load_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = trained()
+    save_dcp(tmp_path / "older", state)
+    assert state.optimizer is not None
+    state.optimizer.step()
+    before, staging, gate = values_of(state.state_dict()), Staging(state.model), Gate(monkeypatch)
+    staged = staging.stage(state)
+    gate.open_in(0.2)
+    load_dcp(tmp_path / "older", state)
+    staging.finish()
+    assert_same(staged, before)
+
+
 def _stage_shards(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))  # of the last one a rank holds nothing
@@ -131,7 +148,8 @@ def _stage_shards(rank: int, world_size: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state = DCPState(model, optimizer, changes_only_in_step=True)
     live = dict(flatten(state.state_dict()))
-    staged, staging = staging_of(model).stage(state), staging_of(model)
+    staging = Staging(model)
+    staged = staging.stage(state)
     staging.finish()
     for name, tensor in flatten(staged):
         original = live[name]

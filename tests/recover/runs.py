@@ -20,8 +20,8 @@ from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 
-IN_BACKGROUND = bool(os.environ.get("HOLDFAST_TEST_ASYNC"))
-"""Whether handlers write in the background, and are waited for: every test here must pass either way."""
+IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"
+"""Whether handlers write in the background, and are waited for: every test, and every fault, must pass either way."""
 SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=24, train_batch_size=4)
 FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.steps_per_epoch)
 
@@ -48,7 +48,7 @@ class SettledHandler(RecoverHandler):
 def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: Any) -> RecoverHandler:
     options = {"async_save": IN_BACKGROUND} | options
     config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
-    return (SettledHandler if IN_BACKGROUND else RecoverHandler)(config, SPEC, notices=notices)
+    return (SettledHandler if config.async_save else RecoverHandler)(config, SPEC, notices=notices)
 
 
 def draw() -> tuple[float, ...]:

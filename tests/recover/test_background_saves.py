@@ -1,6 +1,7 @@
 """Snapshots that are written while training goes on: what they hold, when they are told of, what is left of them."""
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from holdfast.engine import dcp_staging
-from holdfast.recover import RecoverConfig, RecoverHandler, rank_writing, writing
+from holdfast.engine.dcp_state import DCPState
+from holdfast.recover import RecoverConfig, RecoverHandler, rank_writing, saving, writing
 from holdfast.utils.errors import CheckpointWriteError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def make(root: Path | str, **options: Any) -> RecoverHandler:
-    return RecoverHandler(RecoverConfig("e", "t", str(root), freq_steps=1, **options), SPEC)
+    options = {"trial_name": "t", "freq_steps": 1} | options
+    return RecoverHandler(RecoverConfig("e", fileroot=str(root), **options), SPEC)
 
 
 class Gate:
@@ -173,8 +176,9 @@ def test_a_run_that_is_interrupted_gives_the_snapshot_up(tmp_path: Path, gate: G
         assert gate.reached.wait(20)
         raise KeyboardInterrupt
     gate.open()
-    assert handler._saver._pool is not None
-    handler._saver._pool.shutdown(wait=True)
+    for thread in threading.enumerate():
+        if thread.name == "snapshot":
+            thread.join(20)
     assert names(tmp_path) == [] and hidden(tmp_path) == []
 
 
@@ -221,7 +225,6 @@ def test_nothing_is_left_of_the_background_after_close(tmp_path: Path) -> None:
     assert (process.num_fds(), set(os.listdir("/dev/shm"))) == before
     assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
     assert not tiny.optimizer._optimizer_step_pre_hooks
-    assert dcp_staging.staging_of(tiny.model)._buffers == {}
 
 
 def _refuse(*_: Any) -> Any:
@@ -257,3 +260,124 @@ def test_a_rank_that_cannot_write_is_told_of_on_all_ranks_at_the_same_step(tmp_p
     assert saved == also == [True, True] and step == own_step == 2
     assert (error, own_error) == ("PeerError", "CheckpointWriteError")
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def _group_goes_away(rank: int, world_size: int, root: str) -> None:
+    tiny, gate = Tiny(), threading.Event()
+    handler = make(root, max_ckpt_to_keep=1)
+    handler.load(tiny.state)
+    tiny.step()
+    handler.dump(tiny.state, step_info(0))
+    handler.wait()
+    write = writing.write_rank
+    writing.write_rank = lambda *args: write(*args) if gate.wait(20) else None  # type: ignore[assignment]
+    tiny.step()
+    handler.dump(tiny.state, step_info(1))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    gate.set()
+    with pytest.raises(ValueError, match="process group"):
+        handler.wait()
+    handler.close()
+
+
+def test_a_rank_whose_group_is_gone_does_not_take_itself_for_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_group_goes_away, 2, str(tmp_path))
+    assert names(tmp_path) == ["global_step_0"]
+
+
+def test_a_wait_that_is_interrupted_forgets_nothing(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, handler, states = Tiny(), make(tmp_path, max_ckpt_to_keep=None), []
+    handler.load(tiny.state)
+    states.append(tiny.step())
+    handler.dump(tiny.state, step_info(0))
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saving, "wait", interrupt)
+        handler.wait()
+    states.append(tiny.step())
+    gate.open_in(0.2)
+    handler.dump(tiny.state, step_info(1))
+    handler.close()
+    assert handler.save_stats.committed == 2 and names(tmp_path) == ["global_step_0", "global_step_1"]
+    for step, state in enumerate(states):
+        again = Tiny()
+        with make(tmp_path, resume_path=str(tmp_path / f"e/t/recover/global_step_{step}"), trial_name="u") as other:
+            other.load(again.state)
+        assert again.digest() == state
+
+
+def test_two_handlers_may_snapshot_one_model_at_a_time(tmp_path: Path, gate: Gate) -> None:
+    tiny = Tiny()
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    for handler in (first, second):
+        handler.load(tiny.state)
+    at_first = tiny.step()
+    first.dump(tiny.state, step_info(0))
+    at_second = tiny.step()
+    second.dump(tiny.state, step_info(1))
+    tiny.step()
+    gate.open()
+    for handler in (first, second):
+        handler.close()
+    assert (restored(tmp_path / "a"), restored(tmp_path / "b")) == (at_first, at_second)
+
+
+def test_two_optimizers_of_one_model_are_two_states(tmp_path: Path) -> None:
+    def engines() -> dict[str, DCPState]:
+        tiny = Tiny()
+        other = torch.optim.AdamW(tiny.model.parameters(), lr=0.7)
+        return {"a": tiny.state, "b": DCPState(tiny.model, other)}
+
+    with make(tmp_path) as handler:
+        saved = engines()
+        handler.load(saved)
+        handler.dump(saved, step_info(0))
+    with make(tmp_path) as handler:
+        assert handler.load(engines()) is not None
+
+
+def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(tmp_path: Path, gate: Gate) -> None:
+    passed_on: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: passed_on.append(number))
+    try:
+        tiny, handler = Tiny(), make(tmp_path)
+        handler.load(tiny.state)
+        tiny.step()
+        handler.dump(tiny.state, step_info(0))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        gate.open_in(0.2)
+        handler.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert names(tmp_path) == ["global_step_0"] and passed_on == [signal.SIGUSR1]
+
+
+def test_metrics_are_those_of_the_step(tmp_path: Path, gate: Gate) -> None:
+    tiny, handler, metrics = Tiny(), make(tmp_path), {"reward": 0.5}
+    handler.load(tiny.state)
+    handler.dump(tiny.state, step_info(0), metrics=metrics)
+    metrics["reward"] = 99.0
+    gate.open()
+    handler.close()
+    info = json.loads((tmp_path / "e/t/recover/global_step_0/recover_info.json").read_text())
+    assert info["metrics"] == {"reward": 0.5}
+
+
+def test_a_second_load_waits_for_what_is_being_written(tmp_path: Path, gate: Gate) -> None:
+    tiny, handler = Tiny(), make(tmp_path)
+    handler.load(tiny.state)
+    staged = tiny.step()
+    handler.dump(tiny.state, step_info(0))
+    tiny.step()
+    gate.open_in(0.2)
+    assert handler.load(tiny.state) is not None and tiny.digest() == staged
+    tiny.step()
+    handler.dump(tiny.state, step_info(1))
+    handler.close()
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]

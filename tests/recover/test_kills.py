@@ -39,8 +39,10 @@ class _Sharded:
         return {value for tensor in tensors for value in (getattr(tensor, "_local_tensor", tensor)).unique().tolist()}
 
 
-def _dump_until_killed(rank: int, world_size: int, root: str, victims: tuple[int, ...], delay_s: float) -> int:
-    sharded, handler = _Sharded(), make_handler(root, freq_steps=1)
+def _dump_until_killed(
+    rank: int, world_size: int, root: str, async_save: bool, victims: tuple[int, ...], delay_s: float
+) -> int:
+    sharded, handler = _Sharded(), make_handler(root, freq_steps=1, async_save=async_save)
     info = handler.load(sharded.state)
     step = info.last_step_info.global_step if info else -1
     assert info is None or sharded.values() == {step}
@@ -55,18 +57,19 @@ def _dump_until_killed(rank: int, world_size: int, root: str, victims: tuple[int
     return step
 
 
-def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [True, False])
+def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(tmp_path: Path, async_save: bool) -> None:
     draw = random.Random(4)
     store, last = GenerationStore(tmp_path / "e" / "t" / "recover"), -1
     for victims in [(0,), (1,), (0, 1)]:
         with pytest.raises(AssertionError, match="died without a word"):
-            run_ranks(_dump_until_killed, 2, str(tmp_path), victims, draw.uniform(0.01, 0.4), timeout_s=20)
+            run_ranks(_dump_until_killed, 2, str(tmp_path), async_save, victims, draw.uniform(0.01, 0.4), timeout_s=20)
         generations = store.generations()
         for generation in generations:
             assert store.verify(generation.path).last_step_info.global_step == generation.step
         assert generations[0].step > last
         last = generations[0].step
-    assert run_ranks(_dump_until_killed, 2, str(tmp_path), (), 0.0) == [last, last]
+    assert run_ranks(_dump_until_killed, 2, str(tmp_path), async_save, (), 0.0) == [last, last]
     assert store.rejected() == []
 
 
