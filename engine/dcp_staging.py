@@ -41,6 +41,7 @@ class Staging:
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
 
+    @torch.no_grad()  # else each `to_local` of hundreds makes an autograd node
     def stage(self, state: DCPState) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 
@@ -53,9 +54,8 @@ class Staging:
         self.wait()
         live = state.state_dict()
         pairs: dict[str, Pair] = {}
-        buffers, self._buffers = self._buffers, {}
-        values = _companion(live, "", buffers, pairs)
-        self._buffers = {name: buffer for name, (buffer, _) in pairs.items()}
+        kept, self._buffers = self._buffers, {}
+        values = _companion(live, "", kept, pairs, self._buffers)
         later = state.names_changed_in_step()
         _Copy(pair for name, pair in pairs.items() if name not in later).finish()
         if later and state.optimizer is not None:
@@ -151,23 +151,35 @@ def _copy_on_stream(device: torch.device, pairs: list[Pair]) -> torch.cuda.Event
 
 
 def _companion(
-    live: Mapping[str, Any], prefix: str, kept: Mapping[str, torch.Tensor], pairs: dict[str, Pair]
+    live: Mapping[str, Any],
+    prefix: str,
+    kept: Mapping[str, torch.Tensor],
+    pairs: dict[str, Pair],
+    buffers: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """``live`` with a buffer for each tensor, one of ``kept`` where it fits; ``pairs`` is filled by dotted name."""
+    """``live`` with a buffer for each tensor, one of ``kept`` where it fits; the last two are filled by dotted name."""
     values: dict[str, Any] = {}
     for key, value in live.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            values[key] = _companion(value, f"{name}.", kept, pairs)
+            values[key] = _companion(value, f"{name}.", kept, pairs, buffers)
             continue
-        local = local_tensor(value).detach()
-        buffer = kept.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+        local, buffer = local_tensor(value), kept.get(name)
+        if buffer is None or not _fits(buffer, value):
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-        pairs[name] = buffer, local
-        # `DTensor.from_local` would move the buffer to the mesh's device.
-        values[key] = DTensor(buffer, value._spec, requires_grad=False) if isinstance(value, DTensor) else buffer
+            if isinstance(value, DTensor):  # (`DTensor.from_local` would move it to the mesh's device)
+                buffer = DTensor(buffer, value._spec, requires_grad=False)
+        values[key] = buffers[name] = buffer
+        pairs[name] = local_tensor(buffer), local
     return values
+
+
+def _fits(buffer: torch.Tensor, live: torch.Tensor) -> bool:
+    if isinstance(buffer, DTensor) and isinstance(live, DTensor):
+        return buffer._spec == live._spec  # shape and dtype are in there
+    if isinstance(buffer, DTensor) or isinstance(live, DTensor):
+        return False
+    return buffer.shape == live.shape and buffer.dtype == live.dtype
 
 
 _STAGINGS: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Staging]]" = weakref.WeakKeyDictionary()
