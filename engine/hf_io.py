@@ -12,7 +12,6 @@ done (an old kernel, a file system without maps), and to learn what is wrong wit
 instead. Nothing stays mapped.
 """
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..utils.errors import CheckpointCorruptError
+from ..utils.files import start_writeback
 from ..utils.heartbeat import beat
 from .hf_layout import Place, WeightFile
 
@@ -32,10 +32,6 @@ READ_BYTES = 16 << 20
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
-_SYNC_FILE_RANGE_WRITE = 2
-
-_libc = ctypes.CDLL(None)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class WeightWriter:
@@ -98,8 +94,8 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while rest:
         written = os.pwrite(fd, rest, offset)
         rest, offset = rest[written:], offset + written
-    if offset - start >= WRITE_BYTES // 4:  # a hint, like the size: whether anything went wrong is for fsync to say
-        _libc.sync_file_range(fd, start, offset - start, _SYNC_FILE_RANGE_WRITE)
+    if offset - start >= WRITE_BYTES // 4:
+        start_writeback(fd, start, offset - start)
     beat()
 
 

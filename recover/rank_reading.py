@@ -65,8 +65,8 @@ def check_rank(holder: Any, generation: str) -> None:
 def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> RankState:
     """Read this rank's part of a generation into its engines, user objects and generators; all ranks call it.
 
-    Nothing is changed before every rank has read everything, for all engines. Costs as much host memory as the shards
-    of all engines.
+    Nothing is changed before every rank has found everything sound and in its place, for all engines; then values are
+    read straight into the live tensors.
 
     Args:
         holder: see `rank_target`.

@@ -14,7 +14,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import xxhash
 
@@ -30,8 +30,19 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
 _WRITEBACK_BYTES = 64 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 
-_libc = ctypes.CDLL(None)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def start_writeback(fd: int, start: int, n_bytes: int) -> None:
+    """Have the disk begin with ``n_bytes`` of a file from ``start`` on, so that fsync has less to wait for.
+
+    Only a hint: nothing is waited for, and whether anything went wrong is for fsync to say. Does nothing where the
+    system has no ``sync_file_range`` (it is Linux's).
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
@@ -110,8 +121,8 @@ class DurableFile:
         self._file.write(view)
         self._digest.update(view)
         self.bytes += len(view)
-        if (fresh := self.bytes - self._begun_bytes) >= _WRITEBACK_BYTES:  # a hint: what goes wrong is for fsync to say
-            _libc.sync_file_range(self._file.fileno(), self._begun_bytes, fresh, _SYNC_FILE_RANGE_WRITE)
+        if (fresh := self.bytes - self._begun_bytes) >= _WRITEBACK_BYTES:
+            start_writeback(self._file.fileno(), self._begun_bytes, fresh)
             self._begun_bytes = self.bytes
         beat()
         return len(view)
