@@ -70,6 +70,13 @@ class DCPLoad:
     _given: dict[str, torch.Tensor]
     _placing: Placing
 
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
+
+        For all ranks, and all states that are loaded together, before any of them is changed.
+        """
+        self._placing.check_unchanged()
+
     def apply(self) -> None:
         """Copy it into the state; the folder must still be there.
 
@@ -83,7 +90,7 @@ class DCPLoad:
                 not to be trusted: load again, or stop.
             OSError: a file can no longer be read; likewise.
         """
-        self._placing.check_unchanged()
+        self.check_unchanged()
         wait_for_staging(self._state.model)
         self._state.adopt_optimizer_state(self._proposed)
         self._placing.place()
@@ -125,7 +132,8 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
     """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
 
-    Nothing in ``state`` changes unless every rank has found the folder sound, of this model, and has read all of it.
+    Nothing in ``state`` changes unless every rank has found the folder sound and of this model. Should a file break
+    after that, while it is read, the error says that the state is half loaded.
     A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
     schedule, counters or generators: those stay as they are, with a warning.
 
@@ -133,6 +141,8 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         see `read_dcp`.
     """
     load = read_dcp(path, state, group)
+    with all_ranks_succeed(f"looking at {path} once more", group):
+        load.check_unchanged()
     with all_ranks_succeed(f"loading {path}", group):
         load.apply()
 
@@ -187,7 +197,7 @@ def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metada
         entry = tensor_entry(metadata, name)
         if entry is None:
             raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
-        parts[name] = _part_of(torch.empty(entry.size, dtype=entry.properties.dtype))
+        parts[name] = _part_of(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
     return parts
 
 

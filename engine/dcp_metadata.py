@@ -42,10 +42,7 @@ _ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
-    "torch": {
-        "Size", "bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-        "int16", "int32", "int64", "int8", "uint8", "complex64",
-    },
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
@@ -187,7 +184,7 @@ def _check_files(folder: Path, stored: dict[MetadataIndex, _StorageInfo]) -> Non
         name = info.relative_path
         if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
             raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
-        if info.offset < 0 or info.length < 0:
+        if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
             raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
         if info.transform_descriptors:
             raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")

@@ -27,6 +27,7 @@ from ..utils.errors import CheckpointCorruptError
 from ..utils.heartbeat import beat
 from .dcp_archive import archive_of
 from .dcp_metadata import tensor_entry
+from .dcp_state import bytes_of
 
 BLOCK_BYTES = 8 << 20
 """What is read at once; also the size of the buffer."""
@@ -46,7 +47,7 @@ class Part:
 
     def like(self) -> "Part":
         """The same box, into fresh host memory."""
-        return Part(self.chunk, torch.empty(self.chunk.sizes, dtype=self.tensor.dtype))
+        return Part(self.chunk, torch.empty(self.chunk.sizes, dtype=self.tensor.dtype, device="cpu"))
 
     def split_rows(self) -> Iterator["Part"]:
         """Boxes of whole rows of it, each of about `BLOCK_BYTES`."""
@@ -87,13 +88,14 @@ class _Piece:
     def copy(self, file: IO[bytes], buffer: "_Buffer") -> None:
         """Read the values."""
         before = _elements_before(self.stored, self.box)
-        if before is not None and self.target.is_contiguous():
+        lazy = self.target.is_conj() or self.target.is_neg()  # its bytes are not its values
+        if before is not None and self.target.is_contiguous() and not lazy:
             self._copy_run(file, self.at + before * self.target.itemsize, buffer)
         else:
             self._copy_rows(file, buffer)
 
     def _copy_run(self, file: IO[bytes], begin: int, buffer: "_Buffer") -> None:
-        for at, values in _split(self.target.view(-1).view(torch.uint8)):
+        for at, values in _split(bytes_of(self.target)):
             if values.is_cpu:
                 _read(file, begin + at, values)
             else:
@@ -101,6 +103,9 @@ class _Piece:
 
     def _copy_rows(self, file: IO[bytes], buffer: "_Buffer") -> None:
         """Read whole rows as they are stored, at least one at a time, and take the part that is wanted."""
+        if not self.box:
+            self.target.copy_(buffer.read(file, self.at, self.target.itemsize).view(self.target.dtype).view(()))
+            return
         first, n_rows = self.box[0]
         row_bytes = math.prod(self.stored[1:]) * self.target.itemsize
         step = max(1, BLOCK_BYTES // row_bytes)
@@ -175,15 +180,21 @@ class Placing:
 
         Raises:
             CheckpointCorruptError: one has. The tensors hold what is not to be trusted.
-            OSError: a file cannot be read; the tensors are partly filled.
+            OSError: a file cannot be read; likewise, and it says so.
         """
         on_device = any(piece.target.is_cuda for pieces in self._pieces.values() for piece in pieces)
         buffer = _Buffer(pinned=on_device)
         with torch.no_grad():
             for name, pieces in self._pieces.items():
-                with open(self._folder / name, "rb", buffering=0) as file:
-                    for piece in pieces:
-                        piece.copy(file, buffer)
+                try:
+                    with open(self._folder / name, "rb", buffering=0) as file:
+                        for piece in pieces:
+                            piece.copy(file, buffer)
+                except (OSError, CheckpointCorruptError) as error:
+                    problem = f"{self._folder} could not be read to its end; what is loaded is half of it: load again"
+                    if isinstance(error, CheckpointCorruptError):
+                        raise CheckpointCorruptError(f"{problem}. {error}") from error
+                    raise OSError(error.errno, f"{problem}. {error.strerror}", str(self._folder / name)) from error
                 self._check_identity(name)
 
     def _check_identity(self, name: str) -> None:
@@ -223,12 +234,13 @@ class _Buffer:
     """Host memory that is used again and again."""
 
     def __init__(self, pinned: bool) -> None:
-        self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8)
+        self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, file: IO[bytes], begin: int, length: int) -> torch.Tensor:
         """``[length]`` uint8, good until the next read."""
         if length > len(self._memory):
-            self._memory = torch.empty(max(length, BLOCK_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
+            n_bytes = max(length, BLOCK_BYTES)
+            self._memory = torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         return _read(file, begin, self._memory[:length])
 
 

@@ -32,11 +32,13 @@ class SavePlanOfRank:
     Attributes:
         file: name of its data file.
         names: of the tensors in it, in order.
+        n_bytes: how long the file is, as ``.metadata`` has it.
         metadata: on rank 0, the bytes of ``.metadata``; empty elsewhere.
     """
 
     file: str
     names: tuple[str, ...]
+    n_bytes: int
     metadata: bytes
 
 
@@ -92,7 +94,7 @@ def spread(plans: list[SavePlan]) -> list[SavePlan]:
 
 def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[SavePlanOfRank]:
     stored: dict[MetadataIndex, _StorageInfo] = {}
-    files, names = [], []
+    files, names, lengths = [], [], []
     for rank, plan in enumerate(plans):
         at = 0
         files.append(f"__{rank}_0.distcp")
@@ -102,11 +104,12 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[SavePlanOfRank]:
             n_bytes = archive_of(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype).bytes
             stored[item.index] = _StorageInfo(files[-1], at, n_bytes)
             at += n_bytes
+        lengths.append(at)
     metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored
     data = pickle.dumps(metadata)
     return [
-        SavePlanOfRank(file, own, data if rank == 0 else b"")
-        for rank, (file, own) in enumerate(zip(files, names, strict=True))
+        SavePlanOfRank(file, own, n_bytes, data if rank == 0 else b"")
+        for rank, (file, own, n_bytes) in enumerate(zip(files, names, lengths, strict=True))
     ]
 
 

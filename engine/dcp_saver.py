@@ -26,7 +26,7 @@ from ..utils.manifest import FileEntry, write_sealed
 from ..utils.staging import as_write_error
 from .dcp_archive import archive_of
 from .dcp_plan import SavePlanOfRank, make_plan, structure_of
-from .dcp_state import flatten, local_tensor
+from .dcp_state import bytes_of, flatten, local_tensor
 
 ROOT = "dcp"
 """The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
@@ -69,7 +69,7 @@ class DCPSaver:
             structure = structure_of(tensors, group)
         plan = self._plan_for(structure, values, group)
         with _write_together(folder, group):
-            entries = [_write_data(Path(folder) / plan.file, [local_tensor(tensors[name]) for name in plan.names])]
+            entries = [_write_data(Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names])]
         with _write_together(folder, group):
             if get_rank(group) == 0:
                 entries.append(write_sealed(folder, ".metadata", plan.metadata))
@@ -87,20 +87,22 @@ class DCPSaver:
         return self._plan
 
 
-def _write_data(path: Path, tensors: list[torch.Tensor]) -> FileEntry:
-    with DurableFile(path) as file:
+def _write_data(folder: Path, plan: SavePlanOfRank, tensors: list[torch.Tensor]) -> FileEntry:
+    with DurableFile(folder / plan.file) as file:
         for tensor in tensors:
             archive = archive_of(tuple(tensor.shape), tensor.dtype)
             file.write(archive.prefix)
             for block in _blocks(tensor):
                 file.write(block)
             file.write(archive.suffix)
-    return FileEntry(path.name, file.bytes, file.digest)
+        if file.bytes != plan.n_bytes:  # what .metadata says of it would be wrong
+            raise CheckpointWriteError(f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it")
+    return FileEntry(plan.file, file.bytes, file.digest)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor as torch stores them, from any device."""
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    values = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     for at in range(0, len(values), BLOCK_BYTES):
         yield memoryview(cast(Any, values[at : at + BLOCK_BYTES].cpu().numpy()))
 

@@ -166,7 +166,7 @@ def _companion(
             continue
         local, buffer = local_tensor(value), kept.get(name)
         if buffer is None or not _fits(buffer, value):
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             if isinstance(value, DTensor):  # (`DTensor.from_local` would move it to the mesh's device)
                 buffer = DTensor(buffer, value._spec, requires_grad=False)
         values[key] = buffers[name] = buffer

@@ -48,6 +48,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as ``[n]`` uint8; of one element that may be a view with any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class DCPState(TorchStateful):
     """A `torch.distributed.checkpoint` Stateful over any (FSDP2) module, with or without its training state.
 

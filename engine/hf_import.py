@@ -251,7 +251,7 @@ def _read_blocks(
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
         for first, last in row_blocks(tensor, [span for _, span in spans]) if spans else ():
-            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype)
+            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
             block = whole_part(values, first)
             for file_tensor, span in spans:
                 if held := overlap(span, block):
@@ -270,9 +270,9 @@ def _read_opaque(
     sources = _sources(tensors)
     elements = element_map(model, {source: state[source].shape for source in sources}, tensors)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
-    flat = torch.empty(sum(state[source].numel() for source in sources), dtype=dtype)
+    flat = torch.empty(sum(state[source].numel() for source in sources), dtype=dtype, device="cpu")
     for tensor in tensors:
-        values = torch.empty(tensor.numel, dtype=dtype)
+        values = torch.empty(tensor.numel, dtype=dtype, device="cpu")
         reader.read(chosen[tensor.key], 0, values)
         flat[elements.pop(tensor.key)] = values
     for source, values in zip(sources, flat.split([state[source].numel() for source in sources]), strict=True):

@@ -46,7 +46,7 @@ class WeightWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fds: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> "WeightWriter":
         return self
@@ -85,7 +85,7 @@ class WeightWriter:
         if chunk.dtype == dtype and chunk.device.type == "cpu" and chunk.is_contiguous():
             return chunk
         if not len(self._buffer):
-            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, pin_memory=chunk.is_cuda)
+            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=chunk.is_cuda)
         return self._buffer.view(dtype)[: chunk.numel()].view(chunk.shape).copy_(chunk)
 
 
@@ -110,7 +110,7 @@ class WeightReader:
         self._folder = folder
         self._fds: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap | None] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> "WeightReader":
         return self
@@ -138,7 +138,7 @@ class WeightReader:
                 self._fill(piece, place, at)
             elif not self._copy_mapped(piece, place, at):
                 if not len(self._buffer):
-                    self._buffer = torch.empty(READ_BYTES, dtype=torch.uint8)
+                    self._buffer = torch.empty(READ_BYTES, dtype=torch.uint8, device="cpu")
                 values = self._buffer.view(place.dtype)[: piece.numel()]
                 self._fill(values, place, at)
                 _copy(values, piece)
@@ -149,7 +149,7 @@ class WeightReader:
         """Whether two tensors are equal, bit for bit as ``dtype``, in their elements ``[first, last)``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
-            ours, theirs = torch.empty(2, min(most, last - at), dtype=dtype)
+            ours, theirs = torch.empty(2, min(most, last - at), dtype=dtype, device="cpu")
             self.read(one, at, ours)
             self.read(other, at, theirs)
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):

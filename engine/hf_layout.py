@@ -228,7 +228,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Place]:
             str(key): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
             for key, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointCorruptError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
     return _check_header(path, 8 + length, size, described)
 

@@ -81,6 +81,8 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
     loads = {name: read_dcp(path / name, states[name], target.group_of(name)) for name in states}
     with all_ranks_succeed(f"reading {path}", target.group_of()):
         process = ProcessState.read(path, rank_state_name(get_rank()))
+        for load in loads.values():
+            load.check_unchanged()
     for name, engine in target.engines.items():
         loads[name].apply()
         if name in versions and hasattr(engine, "set_version"):

@@ -210,7 +210,8 @@ def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
         with window:
             yield window
             at += len(window)
-    file.seek(at)
+    if at:  # (a pipe can be read, too)
+        file.seek(at)
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
         yield buffer[:count]
