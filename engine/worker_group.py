@@ -342,7 +342,8 @@ class WorkerGroup:
         hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline)
         with self._lock:
             self._n_calls -= 1
-        self._check_usable()  # another thread may have killed the group
+        if self._loss is not None:  # another thread has killed the group, or is at it
+            raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
         lost = {*answers.lost, *self._dead_ranks()}
@@ -364,12 +365,16 @@ class WorkerGroup:
         raise_cause(error)
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
-        """Kill the group; the loss to raise from now on."""
-        self._loss = WorkerLost(self.name, sorted(ranks), cause)
+        """Kill the group; the loss to raise from now on. Of two threads that see one the first has the say: the other
+        may take those that were killed for it for lost."""
+        with self._lock:
+            first, loss = self._loss is None, self._loss or WorkerLost(self.name, sorted(ranks), cause)
+            self._loss = loss
         start = time.monotonic()
         self.kill()
-        logger.warning("%s; every process was gone %.3f s later", self._loss, time.monotonic() - start)
-        return WorkerLost(*self._loss.args)
+        if first:
+            logger.warning("%s; every process was gone %.3f s later", loss, time.monotonic() - start)
+        return WorkerLost(*loss.args)
 
     def _dead_ranks(self) -> list[int]:
         here = [(rank, place.process) for rank, place in enumerate(self._places) if place.node_id == self._node_id]
