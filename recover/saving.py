@@ -210,6 +210,7 @@ class SnapshotSaver:
         # A daemon: a rank that hangs must not keep this process from its exit.
         Thread(target=self._fulfil, args=(outcome, aside, capture), name="snapshot", daemon=True).start()
         self._in_flight = _InFlight(step_info.global_step, must, outcome, capture.began_s)
+        atexit.unregister(self.linger)  # once is enough, however many snapshots there are
         atexit.register(self.linger)
 
     def linger(self) -> None:
