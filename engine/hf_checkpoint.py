@@ -10,10 +10,8 @@ alone is gathered: shards that are not rows in blocks of rows, transposes and co
 (and what it is converted with) at a time.
 """
 
-import copy
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
-from ..utils.errors import CheckpointNotFoundError
 from ..utils.files import fsync_file, walk_files, write_durably
 from ..utils.logging import get_logger
-from ..utils.manifest import MANIFEST_NAME
 from ..utils.staging import as_write_error, staged_folder
+from .hf_companions import write_companions
 from .hf_io import WeightWriter
-from .hf_keys import FileTensor, Span, element_map, file_dtype, stored_tensors, unsharded_view
-from .hf_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Place, TensorSpec, encode_index, plan_layout
+from .hf_keys import Span, element_map, stored_tensors
+from .hf_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Place, encode_index
 from .hf_shards import (
     LocalPart,
     Plan,
@@ -44,8 +40,6 @@ from .hf_shards import (
 )
 
 logger = get_logger(__name__)
-
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
 def save_hf(
@@ -121,14 +115,14 @@ def write_hf(
         with all_ranks_succeed(f"preparing {folder}", group), as_write_error(folder):
             stored, _ = stored_tensors(model)
             plan = plan_tensors(model, stored, rank, world_size, dtype)
-            layout = plan_layout(_specs(plan.tensors), max_shard_size_bytes, model.num_parameters())
+            layout = plan.layout(max_shard_size_bytes, model.num_parameters())
             for file in layout.files if rank == 0 else ():
                 files.create(file)
         places, weights = layout.places, [file.name for file in layout.files]
         small_files: list[str] = []
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
-                _write_small_files(unsharded_view(model), folder, dtype, tokenizer, processor, base_model_path)
+                write_companions(model, folder, dtype, tokenizer, processor, base_model_path)
                 small_files = [name for name in walk_files(folder) if name not in weights]
                 for name in small_files:
                     fsync_file(folder / name)
@@ -162,46 +156,6 @@ def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None =
         if get_rank(group) == 0:
             gathered[key] = gathered[twin] if whole is None else whole
     return gathered
-
-
-def _specs(tensors: Sequence[FileTensor]) -> list[TensorSpec]:
-    return [TensorSpec(t.key, t.shape, t.dtype, t.block, t.block_bytes) for t in tensors]
-
-
-def _write_small_files(
-    model: PreTrainedModel,
-    folder: Path,
-    dtype: torch.dtype | None,
-    tokenizer: Any,
-    processor: Any,
-    base_model_path: str | os.PathLike[str] | None,
-) -> None:
-    """Write everything but the weights and their index, as ``save_pretrained`` does."""
-    config = copy.deepcopy(model.config)
-    config.dtype = str(file_dtype(model.dtype, dtype)).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
-    for part in (config, config.get_text_config(decoder=True)):
-        if hasattr(part, "use_cache"):
-            part.use_cache = True  # training turns it off; servers want it
-    if model.is_remote_code():
-        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    for part in (tokenizer, processor):
-        if part is not None:
-            part.save_pretrained(folder)
-    if base_model_path is not None:
-        _copy_base_files(Path(base_model_path), folder)
-
-
-def _copy_base_files(base: Path, folder: Path) -> None:
-    if not base.is_dir():
-        raise CheckpointNotFoundError(f"base_model_path {base} is not a folder; expected a local model folder")
-    for source in sorted(base.iterdir()):
-        skipped = source.name.startswith(".") or source.name == MANIFEST_NAME or source.name.endswith(_WEIGHT_SUFFIXES)
-        if source.is_file() and not skipped and not (folder / source.name).exists():
-            shutil.copyfile(source, folder / source.name)
 
 
 def _write_share(files: WeightWriter, place: Place, span: Span, part: LocalPart) -> None:

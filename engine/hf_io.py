@@ -34,6 +34,26 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
 
 
+class Encoder:
+    """Values as the bytes of a file, a chunk at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def chunks(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of ``values`` (any strides, dtype and device) as ``dtype``, each chunk valid until the next."""
+        for chunk in _chunks(values, WRITE_BYTES // dtype.itemsize):
+            yield _bytes_of(self._ready(chunk, dtype))
+
+    def _ready(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of ``chunk``, contiguous, on the CPU, and of ``dtype``; valid until the next call."""
+        if chunk.dtype == dtype and chunk.device.type == "cpu" and chunk.is_contiguous():
+            return chunk
+        if not len(self._buffer):
+            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=chunk.is_cuda)
+        return self._buffer.view(dtype)[: chunk.numel()].view(chunk.shape).copy_(chunk)
+
+
 class WeightWriter:
     """Weight files of a folder, open for writing.
 
@@ -46,7 +66,7 @@ class WeightWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fds: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._encoder = Encoder()
 
     def __enter__(self) -> "WeightWriter":
         return self
@@ -70,8 +90,7 @@ class WeightWriter:
         if place.file not in self._fds:
             self._fds[place.file] = os.open(self._folder / place.file, os.O_WRONLY)
         offset = place.offset + at * place.dtype.itemsize
-        for chunk in _chunks(values, WRITE_BYTES // place.dtype.itemsize):
-            data = _bytes_of(self._ready(chunk, place.dtype))
+        for data in self._encoder.chunks(values, place.dtype):
             _write_all(self._fds[place.file], data, offset)
             offset += len(data)
 
@@ -79,14 +98,6 @@ class WeightWriter:
         """Bring everything that was written to stable storage."""
         for fd in self._fds.values():
             os.fsync(fd)
-
-    def _ready(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of ``chunk``, contiguous, on the CPU, and of ``dtype``; valid until the next call."""
-        if chunk.dtype == dtype and chunk.device.type == "cpu" and chunk.is_contiguous():
-            return chunk
-        if not len(self._buffer):
-            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=chunk.is_cuda)
-        return self._buffer.view(dtype)[: chunk.numel()].view(chunk.shape).copy_(chunk)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import PreTrainedModel
 
 from .hf_keys import FileTensor, Span, file_tensors
+from .hf_layout import Layout, TensorSpec, plan_layout
 
 BLOCK_BYTES = 64 << 20
 """About how much of a tensor that no rank can address alone is gathered, or read, at a time."""
@@ -121,6 +122,11 @@ class Plan:
     direct: Sequence[tuple[FileTensor, Span]]
     gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
     opaque: Sequence[Sequence[FileTensor]]
+
+    def layout(self, max_shard_size_bytes: int, total_parameters: int) -> Layout:
+        """Where the file tensors lie; see `plan_layout`."""
+        specs = [TensorSpec(t.key, t.shape, t.dtype, t.block, t.block_bytes) for t in self.tensors]
+        return plan_layout(specs, max_shard_size_bytes, total_parameters)
 
 
 @torch.no_grad()

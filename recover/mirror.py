@@ -29,8 +29,8 @@ from ..utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
 from ..utils.files import DurableFile, write_durably
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME, read_manifest
+from ..utils.remote import RemoteFolder
 from ..utils.staging import as_write_error
-from .remote import RemoteFolder
 from .store import Generation, GenerationStore
 
 logger = get_logger(__name__)
@@ -66,7 +66,14 @@ class Mirror:
     ) -> None:
         self.last_error: Exception | None = None
         self._keep = keep
-        self._remote = RemoteFolder(url, chunk_bytes=chunk_bytes, attempts=attempts, first_wait_s=first_wait_s)
+        self._remote = RemoteFolder(
+            url,
+            setting="config key 'recover.mirror_url'",
+            error=MirrorError,
+            chunk_bytes=chunk_bytes,
+            attempts=attempts,
+            first_wait_s=first_wait_s,
+        )
         self._changed = threading.Condition()
         self._copying: Generation | None = None
         self._waiting: Generation | None = None

@@ -9,6 +9,7 @@ own way; `RemoteFolder.whole_files` says whether a cut one can be told from a wh
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 from tenacity import (
     RetryCallState,
     RetryError,
@@ -28,9 +30,10 @@ from tenacity import (
     wait_exponential,
 )
 
-from ..utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, MirrorError
-from ..utils.files import DurableFile, file_digest, fsync_dir, fsync_tree, make_durably, write_durably
-from ..utils.logging import get_logger
+from .errors import CheckpointCorruptError, CheckpointError, ConfigError
+from .files import DurableFile, file_digest, fsync_dir, fsync_tree, make_durably, write_durably
+from .heartbeat import beat
+from .logging import get_logger
 
 logger = get_logger(__name__)
 
@@ -46,6 +49,8 @@ class RemoteFolder:
 
     Args:
         url: with its protocol.
+        setting: where the URL was given, for the error that it cannot be used: ``"config key 'recover.mirror_url'"``.
+        error: what every method raises when the operation failed for good.
         chunk_bytes: what is read at once; `chunks` holds eight of them.
         attempts: how often each operation is tried.
         first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
@@ -58,11 +63,20 @@ class RemoteFolder:
 
     Raises:
         ConfigError: the URL cannot be used, or a package for it is not installed.
-        MirrorError: from every method, when the operation failed for good.
     """
 
-    def __init__(self, url: str, *, chunk_bytes: int, attempts: int, first_wait_s: float) -> None:
-        self._fs, self._root = _open_filesystem(url)
+    def __init__(
+        self,
+        url: str,
+        *,
+        setting: str,
+        error: type[CheckpointError],
+        chunk_bytes: int = 8 << 20,
+        attempts: int = 5,
+        first_wait_s: float = 1.0,
+    ) -> None:
+        self._fs, self._root = _open_filesystem(url, setting)
+        self._error = error
         self._chunk_bytes = chunk_bytes
         self.url: str = self._fs.unstrip_protocol(self._root)
         self._local = isinstance(self._fs, LocalFileSystem)
@@ -93,8 +107,11 @@ class RemoteFolder:
         return [PurePosixPath(path).name for path in paths]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below ``folder``, by its path relative to that; what cannot be listed may be left out."""
-        prefix = f"{self._root}/{folder}/"
+        """Bytes of every file below ``folder``, by its path relative to that; what cannot be listed may be left out.
+
+        The empty string stands for all that is at the URL.
+        """
+        prefix = f"{self._root}/{folder}".rstrip("/") + "/"
         listing = self._call(self._fs.find, folder, detail=True)
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
 
@@ -138,6 +155,10 @@ class RemoteFolder:
         """Make ``path`` hold ``data``, at once."""
         self._call(self._write_durably if self._local else self._pipe, path, data)
 
+    def create(self, path: str, part_bytes: int) -> "RemoteStream":
+        """A new file to be written from start to end; the backend keeps about ``part_bytes`` of it in memory."""
+        return RemoteStream(f"{self.url}/{path}", self._call(self._open, path, part_bytes), self._error)
+
     def flush(self, folder: str) -> None:
         """See that the names below a folder are on stable storage, which files have been put there."""
         if self._local and (Path(self._root) / folder).is_dir():
@@ -180,9 +201,16 @@ class RemoteFolder:
         fsync_dir(path.parent)
 
     def _pipe(self, target: str, data: bytes) -> None:
+        self._make_parent(target)
+        self._fs.pipe_file(target, data)
+
+    def _open(self, target: str, part_bytes: int) -> Any:
+        self._make_parent(target)
+        return self._fs.open(target, "wb", block_size=part_bytes)
+
+    def _make_parent(self, target: str) -> None:
         if not self.whole_files:  # it may have real folders; making one in a bucket would make the bucket
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-        self._fs.pipe_file(target, data)
 
     def _read_ranges(self, path: str, starts: range, size: int) -> list[bytes]:
         ends = [min(start + self._chunk_bytes, size) for start in starts]
@@ -197,19 +225,97 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: an answer.
-            MirrorError: it failed for good.
         """
         if self._closed.is_set():
-            raise MirrorError(f"{self.url} is closed")
+            raise self._error(f"{self.url} is closed")
         try:
             return self._retrying(function, f"{self._root}/{path}".rstrip("/"), *args, **options)
         except RetryError as error:
             attempt = error.last_attempt
             cause = attempt.exception()
-            raise MirrorError(
+            raise self._error(
                 f"{self.url}/{path} failed {attempt.attempt_number} times, the last time with "
                 f"{type(cause).__name__}: {cause}"
             ) from cause
+
+
+class RemoteStream:
+    """A file that is being written; it counts as written once `close` has returned.
+
+    Parts that the backend sends on the way are tried again by the backend, or not at all: nobody else still has them.
+
+    Args:
+        url: of the file, for messages.
+        file: as the backend opened it.
+        error: what the methods raise when the backend refuses.
+
+    Attributes:
+        bytes: how many were written.
+    """
+
+    def __init__(self, url: str, file: Any, error: type[CheckpointError]) -> None:
+        self.bytes = 0
+        self._url, self._file, self._error = url, file, error
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``, all of it."""
+        with self._named():
+            self._file.write(data)
+        self.bytes += len(data)
+        beat()
+
+    def close(self) -> None:
+        """Give the file its name."""
+        with self._named():
+            self._file.close()
+
+    def discard(self) -> None:
+        """Write no more, and let go of what has been sent, as far as the backend can; instead of `close`.
+
+        Where files have their names from the start, a cut one stays.
+        """
+        try:
+            if not isinstance(self._file, AbstractBufferedFile):
+                self._file.close()
+            elif not self._file.closed:
+                self._file.discard()
+        except Exception as error:
+            logger.warning("%s could not be discarded: %s: %s", self._url, type(error).__name__, error)
+        finally:
+            with contextlib.suppress(AttributeError):  # where only the backend may say so
+                self._file.closed = True  # or its end would send what is left
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise self._error(f"{self._url} cannot be written: {type(error).__name__}: {error}") from error
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path | None:
+    """The folder of this machine that a path, or a ``file://`` URL, names; None for any other URL."""
+    if "://" not in (text := os.fspath(path)):
+        return Path(path)
+    if text.partition("://")[0] in LocalFileSystem.protocol:
+        return Path(LocalFileSystem._strip_protocol(text))
+    return None
+
+
+def require_local(path: str | os.PathLike[str], what: str, advice: str) -> Path:
+    """`local_folder` for what can do nothing with a URL.
+
+    Raises:
+        ConfigError: ``path`` is one; ``what`` needs a folder, and ``advice`` says what to do.
+    """
+    if (folder := local_folder(path)) is None:
+        raise ConfigError(f"path is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}")
+    return folder
+
+
+def without_secrets(text: str) -> str:
+    """``text`` without the users and passwords of the URLs in it."""
+    return re.sub(r"://[^/\s]*@", "://", text)
 
 
 def _part(path: Path) -> Path:
@@ -217,7 +323,7 @@ def _part(path: Path) -> Path:
     return path.with_name(f".part-{path.name}")
 
 
-def _open_filesystem(url: str) -> tuple[Any, str]:
+def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
     """The backend of a URL, and the path in it.
 
     It is an instance of our own (fsspec hands out shared ones, with the options of whoever came first), which remembers
@@ -228,9 +334,10 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
             raise ValueError("it has no protocol")
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except (ImportError, ValueError, OSError) as error:
+        problem = f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
         raise ConfigError(
-            f"config key 'recover.mirror_url' ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
-            "s3://bucket/folder, with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
+            without_secrets(problem)
+            + "s3://bucket/folder, with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
         ) from error
     return fs, root.rstrip("/")
 
