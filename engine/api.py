@@ -8,7 +8,6 @@ import torch
 
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
-from .hf_layout import MAX_SHARD_SIZE_BYTES
 
 Batch = dict[str, torch.Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
@@ -30,7 +29,8 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: folder; a save creates it and never writes over one.
+        path: folder; a save creates it and never writes over one. A save with ``"hf"`` also takes an fsspec URL, as
+            ``s3://bucket/run/step_9``.
         weight_format: ``"dcp"`` (sharded, resumable) or ``"hf"`` (Hugging Face safetensors).
         with_optim: with ``"dcp"``, also optimizer, schedule, RNG and counters.
         tokenizer: with ``"hf"``, saved beside the weights (chat template included).
@@ -39,7 +39,7 @@ class SaveLoadMeta:
         dtype: with ``"hf"``, what floating-point weights are stored as: ``"float32"``, ``"bfloat16"`` or ``"float16"``;
             None keeps each as it is.
         max_shard_size_bytes: with ``"hf"``, weights above this are split over several files; None is where
-            ``save_pretrained`` starts a second one.
+            ``save_pretrained`` starts a second one, or less at a URL (see `save_hf`).
     """
 
     path: str
@@ -66,7 +66,7 @@ class SaveLoadMeta:
             "tokenizer": self.tokenizer,
             "processor": self.processor,
             "base_model_path": self.base_model_path,
-            "max_shard_size_bytes": self.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES,
+            "max_shard_size_bytes": self.max_shard_size_bytes,
         }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size
 from ..utils.errors import CheckpointError, CheckpointMismatchError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
+from ..utils.remote import FETCH_FIRST, require_local
 from ..utils.staging import staged_folder
 from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
@@ -52,10 +53,12 @@ def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
     """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
 
     Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``).
         CheckpointExistsError: ``path`` exists.
         CheckpointWriteError: any rank could not write; nothing is left behind.
     """
-    with staged_folder(path, group) as staging:
+    advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
+    with staged_folder(require_local(path, "a DCP checkpoint", advice), group) as staging:
         entries = gather_objects(write_dcp(staging, state, group), group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
@@ -138,8 +141,10 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
     schedule, counters or generators: those stay as they are, with a warning.
 
     Raises:
-        see `read_dcp`.
+        ConfigError: ``path`` is a URL (other than ``file://``).
+        Otherwise see `read_dcp`.
     """
+    path = require_local(path, "loading", FETCH_FIRST)
     load = read_dcp(path, state, group)
     with all_ranks_succeed(f"looking at {path} once more", group):
         load.check_unchanged()

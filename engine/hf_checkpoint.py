@@ -23,11 +23,13 @@ from transformers import PreTrainedModel
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.files import fsync_file, walk_files, write_durably
 from ..utils.logging import get_logger
+from ..utils.remote import local_folder
 from ..utils.staging import as_write_error, staged_folder
 from .hf_companions import write_companions
 from .hf_io import WeightWriter
 from .hf_keys import Span, element_map, stored_tensors
 from .hf_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Place, encode_index
+from .hf_remote import export_to_url
 from .hf_shards import (
     LocalPart,
     Plan,
@@ -51,40 +53,46 @@ def save_hf(
     tokenizer: Any = None,
     processor: Any = None,
     base_model_path: str | os.PathLike[str] | None = None,
-    max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
+    max_shard_size_bytes: int | None = None,
 ) -> None:
     """Write a folder that ``from_pretrained`` loads; it becomes visible complete and durable, or not at all.
+
+    At a URL (``s3://bucket/run/step_9``, any fsspec backend) the same files are streamed, each by one rank; the last of
+    them is ``config.json``, without which nothing loads the others (see `hf_remote`). A ``file://`` URL is a folder.
 
     Every rank of ``group`` calls this.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not.
-        path: the folder to create.
+        path: the folder to create, or a URL.
         group: control group of CPU tensors (gloo); None takes the default group.
         dtype: what floating-point weights are stored as; None keeps each as it is.
         tokenizer: saved beside the weights, chat template included.
         processor: likewise.
         base_model_path: local folder whose files that are neither weights nor written already are copied.
-        max_shard_size_bytes: weights above this are split over several files.
+        max_shard_size_bytes: weights above this are split over several files. None is where ``save_pretrained`` starts
+            a second one; at a URL it is less, because a file has one writer (`export_to_url`).
 
     Raises:
-        CheckpointExistsError: ``path`` exists.
+        ConfigError: the URL cannot be used, or a package for it is not installed.
+        CheckpointExistsError: ``path`` exists, or there is a model at the URL.
         CheckpointMismatchError: the weights cannot be expressed in the architecture's file format.
         CheckpointNotFoundError: ``base_model_path`` is not a folder.
         CheckpointWriteError: this rank could not write.
         PeerError: another rank failed.
     """
-    with staged_folder(path, group) as staging:
-        write_hf(
-            model,
-            staging,
-            group=group,
-            dtype=dtype,
-            tokenizer=tokenizer,
-            processor=processor,
-            base_model_path=base_model_path,
-            max_shard_size_bytes=max_shard_size_bytes,
-        )
+    options: dict[str, Any] = {
+        "group": group,
+        "dtype": dtype,
+        "tokenizer": tokenizer,
+        "processor": processor,
+        "base_model_path": base_model_path,
+    }
+    if (folder := local_folder(path)) is None:
+        export_to_url(model, os.fspath(path), max_shard_size_bytes=max_shard_size_bytes, **options)
+        return
+    with staged_folder(folder, group) as staging:
+        write_hf(model, staging, max_shard_size_bytes=max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, **options)
 
 
 def write_hf(

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from ..utils.remote import FETCH_FIRST, require_local
 from .dcp_staging import wait_for_staging
 from .hf_io import WeightReader
 from .hf_keys import FileTensor, Span, element_map, stored_tensors, unsharded_class
@@ -62,6 +63,7 @@ def load_hf(
         ``state_dict`` keys that were missing, with permission: their values are as they were.
 
     Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``).
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
         CheckpointCorruptError: a file is missing, truncated or not safetensors.
         CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
@@ -72,7 +74,8 @@ def load_hf(
         Nothing has changed, unless the message says that the model is now half loaded: then a file broke (OSError) or
         became shorter (CheckpointCorruptError) while it was read, and the model must be loaded again before it is used.
     """
-    folder, rank, world_size = Path(path), get_rank(group), get_world_size(group)
+    folder = require_local(path, "loading", FETCH_FIRST)
+    rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
             places = read_layout(folder)

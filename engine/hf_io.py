@@ -42,7 +42,7 @@ class Encoder:
 
     def chunks(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         """The bytes of ``values`` (any strides, dtype and device) as ``dtype``, each chunk valid until the next."""
-        for chunk in _chunks(values, WRITE_BYTES // dtype.itemsize):
+        for chunk in chunks_of(values, WRITE_BYTES // dtype.itemsize):
             yield _bytes_of(self._ready(chunk, dtype))
 
     def _ready(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -144,7 +144,7 @@ class WeightReader:
             CheckpointCorruptError: the file has become shorter.
             OSError: it cannot be read.
         """
-        for piece in _chunks(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
+        for piece in chunks_of(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
             if piece.dtype == place.dtype and piece.device.type == "cpu" and piece.is_contiguous():
                 self._fill(piece, place, at)
             elif not self._copy_mapped(piece, place, at):
@@ -212,7 +212,7 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return values.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _chunks(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
     if values.numel() <= most:
         yield values
@@ -220,4 +220,4 @@ def _chunks(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from values.view(-1).split(most)
     else:
         for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
-            yield from _chunks(row[0] if row.shape[0] == 1 else row, most)
+            yield from chunks_of(row[0] if row.shape[0] == 1 else row, most)

@@ -6,12 +6,6 @@
 A generation counts as soon as its manifest is there, and is verified byte by byte against it when it is fetched. What
 a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other.
 
-Credentials and endpoints are the backend's business and are given as it documents them. S3: ``AWS_ENDPOINT_URL``,
-``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, an instance's role. Google:
-``GOOGLE_APPLICATION_CREDENTIALS``. Anything else a backend can be told goes through fsspec's own configuration:
-``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Buckets are never made. Let a
-lifecycle rule of the bucket abort incomplete multipart uploads: a kill can leave one.
-
 Cost: one background thread in the process that decides. It reads every file twice, for the digest and for the upload
 (the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
 ``max_concurrency`` parts of 50 MB). A URL has one writer at a time: the lock of the run's folder sees to that, as long

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec.core
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.recover.ranks import RankTarget
@@ -164,6 +166,20 @@ def test_every_file_of_a_trial_is_in_a_table_and_every_file_in_a_table_exists(tr
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
     marks = {".copying-global_step_<step>", ".part-<file>"}  # there while a file is copied only
     assert_same(rows("The mirror"), copied, not_made_here=marks)
+
+
+def test_every_file_of_an_export_to_a_url_is_in_the_table(tmp_path: Path) -> None:
+    model, found = write_model_folder(tmp_path / "model", tiny_qwen3()), []
+    for name, options in {"one": {}, "several": {"max_shard_size_bytes": 8000}}.items():
+        save_hf(model, url := f"memory://{tmp_path.name}/{name}", **options)
+        fs, root = fsspec.core.url_to_fs(url)
+        found += [path.removeprefix(f"{root}/") for path in fs.find(root)]
+    title = "Hugging Face exports at a URL"
+    assert_same(
+        [name for name in rows(title) if name not in ("max_shard_size_bytes", '{"files": [...]}')],
+        found,
+        not_made_here=[".exporting"],
+    )
 
 
 def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, generation: Path) -> None:

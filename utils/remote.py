@@ -5,6 +5,12 @@ bounded number of times, and ends in one kind of error. Paths are relative to th
 
 A local (or NFS) folder is written as everything else here is: fsync, rename, fsync. Other backends write files their
 own way; `RemoteFolder.whole_files` says whether a cut one can be told from a whole one afterwards.
+
+Credentials and endpoints are the backend's business and are given as it documents them. S3: ``AWS_ENDPOINT_URL``,
+``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, an instance's role. Google:
+``GOOGLE_APPLICATION_CREDENTIALS``. Anything else a backend can be told goes through fsspec's own configuration:
+``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Buckets are never made. Let a
+lifecycle rule of the bucket abort incomplete multipart uploads: a kill can leave one.
 """
 
 import contextlib
@@ -42,6 +48,8 @@ T = TypeVar("T")
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"}
 """Protocols under which an object appears whole or not at all."""
 _CHUNKS_AT_ONCE = 8
+FETCH_FIRST = "fetch it there first (`aws s3 cp --recursive`, or `get` of fsspec)"
+"""What to do with a URL where something is read."""
 
 
 class RemoteFolder:
@@ -275,10 +283,10 @@ class RemoteStream:
         Where files have their names from the start, a cut one stays.
         """
         try:
-            if not isinstance(self._file, AbstractBufferedFile):
-                self._file.close()
-            elif not self._file.closed:
+            if isinstance(self._file, AbstractBufferedFile):
                 self._file.discard()
+            else:
+                self._file.close()
         except Exception as error:
             logger.warning("%s could not be discarded: %s: %s", self._url, type(error).__name__, error)
         finally:
@@ -309,7 +317,9 @@ def require_local(path: str | os.PathLike[str], what: str, advice: str) -> Path:
         ConfigError: ``path`` is one; ``what`` needs a folder, and ``advice`` says what to do.
     """
     if (folder := local_folder(path)) is None:
-        raise ConfigError(f"path is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}")
+        raise ConfigError(
+            f"path is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}"
+        )
     return folder
 
 

@@ -28,6 +28,7 @@ from holdfast.engine.config import FSDPWrapPolicy
 from holdfast.engine.rl.logprobs import token_logprobs
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 
 SPEC = FinetuneSpec(total_train_epochs=2, dataset_size=20, train_batch_size=2)
@@ -243,6 +244,13 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     engine.set_version(7)
     engine.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
     engine.save(SaveLoadMeta(f"{out}/hf", "hf", with_optim=False, base_model_path=folder))
+    engine.save(SaveLoadMeta(f"{shelf_url(Path(out))}/hf_at_url", "hf", with_optim=False, base_model_path=folder))
+    for path in Path(f"{out}/hf").iterdir():
+        assert Path(f"{out}/hf_at_url/{path.name}").read_bytes() == path.read_bytes()
+    with pytest.raises(ConfigError, match=r"needs a folder of this machine: save to one, and set recover\.mirror_url"):
+        engine.save(SaveLoadMeta("s3://bucket/step_9", "dcp", with_optim=True))
+    with pytest.raises(ConfigError, match="path is s3://bucket/step_9; loading needs a folder of this machine: fetch"):
+        engine.load(SaveLoadMeta("s3://bucket/step_9", "hf", with_optim=False))
     saved = whole(engine)
     engine.train_batch(batch, nll, loss_tokens)
     after = whole(engine)

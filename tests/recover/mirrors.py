@@ -34,6 +34,7 @@ class S3Server:
         self.requests: list[str] = []
         self._hold_at: int | None = None
         self._failures = 0
+        self._refused: str | None = None
         self._lock = threading.Lock()
         self.held, self._released = threading.Event(), threading.Event()
 
@@ -78,21 +79,32 @@ class S3Server:
         self.clear()
         self._failures = count
 
+    def refuse(self, text: str) -> None:
+        """Answer every PUT of a key with ``text`` in it with 500, until `clear`."""
+        self.clear()
+        self._refused = text
+
     def clear(self) -> None:
         """Serve again, and forget what was recorded; requests that are held are refused."""
         self._released.set()
-        self._hold_at, self._failures, self.requests = None, 0, []
+        self._hold_at, self._failures, self._refused, self.requests = None, 0, None, []
         self.held, self._released = threading.Event(), threading.Event()
 
     def puts(self) -> list[str]:
         """Keys that were put, in order, without the mirror's root."""
-        return [request.split("/", 4)[-1] for request in self.requests if request.startswith("PUT ")]
+        return [key.split("/", 2)[-1] for key in self.keys_put()]
+
+    def keys_put(self) -> list[str]:
+        """Keys that were put, in order."""
+        return [request.split("/", 2)[-1] for request in self.requests if request.startswith("PUT ")]
 
     def _gate(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
             number, released = len(self.requests), self._released
             self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
-            failing, self._failures = self._failures > 0, max(0, self._failures - 1)
+            refused = self._refused is not None and environ["REQUEST_METHOD"] == "PUT"
+            refused = refused and str(self._refused) in environ["PATH_INFO"]
+            failing, self._failures = self._failures > 0 or refused, max(0, self._failures - 1)
             holding = self._hold_at is not None and number >= self._hold_at
             if holding:
                 self.held.set()
