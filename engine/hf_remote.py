@@ -112,7 +112,7 @@ class _Export:
     """
 
     def __init__(self, remote: RemoteFolder, layout: Layout, small: Mapping[str, bytes]) -> None:
-        self._remote, self._small = remote, small
+        self._remote, self._small, self._committed = remote, small, False
         self._sizes = {file.name: file.total_bytes for file in layout.files}
         self._sizes |= {name: len(data) for name, data in small.items()}
 
@@ -160,13 +160,19 @@ class _Export:
                     f"({len(lost)} such files); nothing became visible"
                 )
             self._remote.put_bytes(_COMMIT_NAME, self._small[_COMMIT_NAME])
+        self._committed = True
         try:
             self._remote.remove_file(MARKER_NAME)
         except CheckpointError as error:
             logger.warning("%s is complete, but its %s stays: %s", self._remote.url, MARKER_NAME, error)
 
     def undo(self, agreed: bool) -> None:
-        """Remove what was put, as far as the store lets us; the marker stays unless ``agreed`` that nobody goes on."""
+        """Remove what was put, as far as the store lets us; the marker stays unless ``agreed`` that nobody goes on.
+
+        What counts already stays: somebody may be reading it.
+        """
+        if self._committed:
+            return
         try:
             self._remove(self._sizes)
             if agreed:

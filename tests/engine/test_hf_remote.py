@@ -21,6 +21,7 @@ from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_import import load_hf
 from holdfast.engine.hf_keys import stored_tensors
 from holdfast.engine.hf_layout import WeightFile
+from holdfast.engine.hf_shards import plan_tensors
 from holdfast.engine.hf_steps import deal_files
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError
 from holdfast.utils.remote import RemoteStream
@@ -159,6 +160,17 @@ def test_files_are_dealt_by_their_bytes_to_ranks_that_are_far_apart() -> None:
     assert owners == [0, 4, 8, 12, 16]
 
 
+def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    plan = plan_tensors(model, stored_tensors(model)[0], 0, 1)
+    total_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert hf_remote._share_bytes(plan, 4) == 500_000_000
+    monkeypatch.setattr(hf_remote, "_LEAST_FILE_BYTES", 1000)
+    assert hf_remote._share_bytes(plan, 4) == -(-total_bytes // 4)
+    monkeypatch.setattr(hf_remote, "_MOST_FILE_BYTES", 2000)
+    assert hf_remote._share_bytes(plan, 4) == 2000
+
+
 def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -> None:
     save_hf(tiny_model("llama"), s3_url)
     before = stored(s3_url)
@@ -222,9 +234,12 @@ def test_a_killed_export_does_not_count_and_the_next_removes_what_it_left(
 def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str], s3_url: str) -> dict[str, str]:
     os.environ.update(environment)
     model, url, messages = sharded(tiny_model("llama")), shelf_url(root / "shelf"), {}
-    for failing in range(world_size):
-        limit = 3000 if rank == failing else resource.RLIM_INFINITY
-        messages[f"rank {failing}"] = file_size_limited(lambda: save_hf(model, f"{url}/out", **SPLIT), limit)
+    for kind, export in (("rows", model), ("columns", SHARDINGS["columns"][1](tiny_model("llama")))):
+        for failing in range(world_size):
+            limit = 3000 if rank == failing else resource.RLIM_INFINITY
+            messages[f"{kind} {failing}"] = file_size_limited(
+                lambda export=export: save_hf(export, f"{url}/out", **SPLIT), limit
+            )
     messages["bucket"] = raised(lambda: save_hf(model, "s3://nosuchbucket/out", **SPLIT))
     messages["url"] = raised(lambda: save_hf(model, "nosuch://me:secret@there/out"))
     messages["base"] = raised(lambda: save_hf(model, f"{url}/out", base_model_path=root / "nowhere"))
@@ -241,10 +256,10 @@ def test_a_store_that_refuses_fails_the_export_on_every_rank_and_nothing_is_left
     reports = run_ranks(_refused, 2, tmp_path, server.environment, s3_url)
     for rank, report in enumerate(reports):
         for failing in range(2):
-            message = report[f"rank {failing}"]
-            kind = "CheckpointWriteError: " if rank == failing else "PeerError: "
-            assert message.startswith(kind) and f"shelf://{tmp_path}/shelf/out/model-0000" in message
-            assert "OSError: [Errno 27] File too large" in message
+            for message in (report[f"rows {failing}"], report[f"columns {failing}"]):
+                kind = "CheckpointWriteError: " if rank == failing else "PeerError: "
+                assert message.startswith(kind) and f"shelf://{tmp_path}/shelf/out/model-0000" in message
+                assert "OSError: [Errno 27] File too large" in message
         assert (
             "cannot write s3://nosuchbucket/out: " in report["bucket"] and "bucket does not exist" in report["bucket"]
         )
@@ -273,6 +288,21 @@ def test_what_the_store_lost_or_cut_is_found_before_the_export_counts(
     with pytest.raises(CheckpointWriteError, match=r"model\.safetensors was put with \d+ bytes, the store says 5"):
         save_hf(tiny_model("llama"), url)
     assert listing(url) == []
+
+
+def test_an_export_that_counts_is_not_removed_by_what_goes_wrong_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}/out"
+
+    def interrupted(export: Any, commit: Callable[[Any], None] = hf_remote._Export.commit) -> None:
+        commit(export)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_remote._Export, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_hf(tiny_model("llama"), url)
+    assert listing(url) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 def test_an_error_of_the_store_that_passes_is_tried_again(
