@@ -86,7 +86,7 @@ class RemoteFolder:
         self._fs, self._root = _open_filesystem(url, setting)
         self._error = error
         self._chunk_bytes = chunk_bytes
-        self.url: str = self._fs.unstrip_protocol(self._root)
+        self.url = without_secrets(self._fs.unstrip_protocol(self._root))
         self._local = isinstance(self._fs, LocalFileSystem)
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self.whole_files = self._local or bool(protocols & _OBJECT_STORES)

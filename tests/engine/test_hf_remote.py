@@ -40,6 +40,7 @@ from tests.recover.mirrors import BUCKET, S3Server, listing, storage
 
 SPLIT: dict[str, Any] = {"max_shard_size_bytes": 8000}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "split": SPLIT, "bf16": {"dtype": torch.bfloat16}}
+KINDS = SHARDINGS | {"transposed on every rank": ("llama", lambda model: model)}
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +100,9 @@ def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
     hf_stream.BLOCK_BYTES, hf_stream.TURN_BYTES, hf_shards.BLOCK_BYTES = 5000, 2000, 1000
     hf_stream._PIECE_BYTES = 200
     url = shelf_url(root / "shelf")
-    for case, (name, shard) in SHARDINGS.items():
-        if case in CONVERSIONS:
-            register_checkpoint_conversion_mapping("llama", [CONVERSIONS[case]], overwrite=True)
+    for case, (name, shard) in KINDS.items():
+        if (conversion := case.partition(" ")[0]) in CONVERSIONS:
+            register_checkpoint_conversion_mapping("llama", [CONVERSIONS[conversion]], overwrite=True)
         model = shard(tiny_model(name))
         for variant in ("plain", "split"):
             save_hf(model, root / "local" / case / variant, **VARIANTS[variant])
@@ -137,7 +138,7 @@ def _from_staged_values(root: Path, url: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_of_every_kind_and_what_must_be_gathered_come_out_the_same(tmp_path: Path, world_size: int) -> None:
     run_ranks(_of_every_kind, world_size, tmp_path)
-    cases = [f"{case}/{variant}" for case in SHARDINGS for variant in ("plain", "split")]
+    cases = [f"{case}/{variant}" for case in KINDS for variant in ("plain", "split")]
     for case in [*cases, "one_row", "staged"]:
         assert contents(tmp_path / "shelf" / case) == contents(tmp_path / "local" / case), case
 
