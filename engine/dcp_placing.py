@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -246,9 +247,12 @@ def _shares(pieces: list[_Piece], n: int) -> list[list[_Piece]]:
 
 @torch.no_grad()  # which every thread has to say for itself
 def _copy_pieces(file: IO[bytes], pieces: list[_Piece]) -> None:
-    buffer = _Buffer(pinned=any(piece.target.is_cuda for piece in pieces))
-    for piece in pieces:
-        piece.copy(file, buffer)
+    device = next((piece.target.device for piece in pieces if piece.target.is_cuda), None)
+    buffer = _Buffer(pinned=device is not None)
+    # A new thread is on device 0, where pinning memory would make every rank a context.
+    with nullcontext() if device is None else torch.cuda.device(device):
+        for piece in pieces:
+            piece.copy(file, buffer)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
