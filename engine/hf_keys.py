@@ -74,8 +74,11 @@ class Span:
 
 
 def leave_no_gap(spans: Sequence[Span], numel: int) -> bool:
-    """Whether blocks of one model tensor of ``numel`` elements hold each of them at least once."""
-    if all(span.contiguous for span in spans):
+    """Whether blocks of one model tensor of ``numel`` elements hold each of them at least once.
+
+    Blocks without holes (runs, transposes) are looked at as ranges; with others it takes a byte an element.
+    """
+    if all(span.numel in (0, span.last - span.offset + 1) for span in spans):
         end = 0
         for span in sorted(spans, key=lambda span: span.offset):
             if span.offset > end:
