@@ -2,7 +2,7 @@
 
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import rmtree
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.engine import FSDPEngine, WeightUpdateMeta
+from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.publish import version_path
 from holdfast.utils.processes import die_with_parent
 
@@ -20,42 +20,58 @@ from .harness import Figure, Options, Times, interleave, over
 from .limits import WarmBuffer
 from .model import build_engine, bytes_of, weight_tensors
 from .ranks import Session, on_ranks
-from .rivals import ArealHF, TorchHF
+from .rivals import ArealHF, Saver, TorchHF
 
-RAW_WRITE, CACHED = "raw pwrite+fsync", "plain cached read"
+RAW_WRITE, CACHED, CAST = "raw pwrite+fsync", "plain cached read", "torch's cast alone, from memory"
 RAW_PUBLISH = "raw pwrite+fsync, then one plain cached read"
 HF_SAVE, HF_LOAD, PUBLISH = "Holdfast engine.save", "Holdfast engine.load", "Holdfast update_weights"
 
 
 def hf_save(options: Options) -> list[Figure]:
     """An export from the call until the folder is complete."""
-    seconds = on_ranks(_measure_save, options)["seconds"]
+    times = on_ranks(_measure_save, options)
     return [
         Figure(
             "hf_save.throughput",
             "bytes a second / raw parallel pwrite+fsync of as many bytes into one file",
             "higher",
-            over(RAW_WRITE, seconds, inverse=True),
+            over(RAW_WRITE, times["throughput"], inverse=True),
             {HF_SAVE: 0.85},
-            seconds,
+            times["throughput"],
             note="the rivals' files are not fsynced",
-        )
+        ),
+        Figure(
+            "hf_save.bfloat16",
+            "the same of files in bfloat16, of weights in float32",
+            "higher",
+            over(RAW_WRITE, times["bfloat16"], inverse=True),
+            seconds=times["bfloat16"],
+            note="rank 0 casts what AReaL's way gathers",
+        ),
     ]
 
 
 def hf_load(options: Options) -> list[Figure]:
     """An import of files that are in the page cache."""
-    seconds = on_ranks(_measure_load, options)["seconds"]
+    times = on_ranks(_measure_load, options)
     return [
         Figure(
             "hf_load.throughput",
             "bytes a second / plain cached read of as many bytes, every rank its share",
             "higher",
-            over(CACHED, seconds, inverse=True),
+            over(CACHED, times["throughput"], inverse=True),
             {HF_LOAD: 0.6},
-            seconds,
+            times["throughput"],
             note="ours checks before anything changes that the files hold every tensor in its shape",
-        )
+        ),
+        Figure(
+            "hf_load.bfloat16",
+            "the same of files in bfloat16, into weights in float32",
+            "higher",
+            over(CACHED, times["bfloat16"], inverse=True),
+            seconds=times["bfloat16"],
+            note="twice the bytes of the file are written to memory, so that the cast alone takes longer than the read",
+        ),
     ]
 
 
@@ -75,10 +91,9 @@ def publish(options: Options) -> list[Figure]:
 
 
 class _SharedFile:
-    """One file of all ranks, each rank's part of its own; the weights' bytes, whatever they mean."""
+    """One file of all ranks, each rank's part of its own; the bytes of its tensors, whatever they mean."""
 
-    def __init__(self, session: Session, engine: FSDPEngine, folder: Path) -> None:
-        tensors = weight_tensors(engine)
+    def __init__(self, session: Session, tensors: list[torch.Tensor], folder: Path) -> None:
         sizes = session.all(bytes_of(tensors))
         self.path, self.total_bytes = folder / "raw", sum(sizes)
         self._buffer, self._offset = WarmBuffer(tensors), sum(sizes[: session.rank])
@@ -110,39 +125,62 @@ def _remove(session: Session, path: Path) -> None:
 
 def _measure_save(session: Session) -> Times:
     engine, folder = build_engine(session), _new_folder(session, "hf_save")
-    raw, path = _SharedFile(session, engine, folder), folder / "export"
+    path, weights = folder / "export", weight_tensors(engine)
 
-    def once(call: Callable[[], object], written: Path) -> dict[str, float]:
-        seconds = session.seconds(call)
-        _remove(session, written)
-        return {"seconds": seconds}
+    def measure(what: str, tensors: list[torch.Tensor], savers: Mapping[str, Saver]) -> Times:
+        raw = _SharedFile(session, tensors, folder)
 
-    savers = {
+        def once(call: Callable[[], object], written: Path) -> dict[str, float]:
+            seconds = session.seconds(call)
+            _remove(session, written)
+            return {what: seconds}
+
+        ways = {RAW_WRITE: lambda: once(raw.write, raw.path)}
+        ways |= {name: lambda saver=saver: once(lambda: saver.save(path), path) for name, saver in savers.items()}
+        return interleave(ways, session.options.rounds)
+
+    areal = "AReaL gather+save_pretrained"
+    as_they_are: dict[str, Saver] = {
         HF_SAVE: ours.EngineSave(engine, "hf"),
-        "AReaL gather+save_pretrained": ArealHF(session, engine),
+        areal: ArealHF(session, engine),
         "torch HF writer+consolidation": TorchHF(session, engine),
     }
-    ways = {RAW_WRITE: lambda: once(raw.write, raw.path)}
-    ways |= {name: lambda saver=saver: once(lambda: saver.save(path), path) for name, saver in savers.items()}
-    times = interleave(ways, session.options.rounds)
+    cast: dict[str, Saver] = {
+        HF_SAVE: ours.EngineSave(engine, "hf", "bfloat16"),
+        areal: ArealHF(session, engine, torch.bfloat16),
+    }
+    times = measure("throughput", weights, as_they_are)
+    times |= measure("bfloat16", [tensor.bfloat16() for tensor in weights], cast)
     engine.destroy()
     return times
 
 
 def _measure_load(session: Session) -> Times:
     engine, folder = build_engine(session), _new_folder(session, "hf_load")
-    raw, path = _SharedFile(session, engine, folder), folder / "export"
-    raw.write()
-    loaders = {
-        HF_LOAD: ours.EngineSave(engine, "hf"),
-        "AReaL rank 0+broadcast": ArealHF(session, engine),
-        "torch HF reader": TorchHF(session, engine),
-    }
-    loaders[HF_LOAD].save(path)
-    ways = {CACHED: lambda: {"seconds": session.seconds(raw.read)}}
-    for name, loader in loaders.items():
-        ways[name] = lambda loader=loader: {"seconds": session.seconds(lambda: loader.load(path))}
-    times = interleave(ways, session.options.rounds)
+    weights = weight_tensors(engine)
+    halves = [tensor.bfloat16() for tensor in weights]
+    holdfast, areal = ours.EngineSave(engine, "hf"), ArealHF(session, engine)
+
+    def measure(what: str, tensors: list[torch.Tensor], ways: dict[str, Callable[[], object]]) -> Times:
+        raw = _SharedFile(session, tensors, folder)
+        raw.write()
+        ways = {CACHED: raw.read, **ways}
+        timed = {name: lambda way=way: {what: session.seconds(way)} for name, way in ways.items()}
+        return interleave(timed, session.options.rounds)
+
+    def load_ways(path: Path) -> dict[str, Callable[[], object]]:
+        return {HF_LOAD: lambda: holdfast.load(path), "AReaL rank 0+broadcast": lambda: areal.load(path)}
+
+    def cast() -> None:
+        for weight, half in zip(weights, halves, strict=True):
+            weight.copy_(half)
+
+    path, half_path = folder / "float32", folder / "bfloat16"
+    holdfast.save(path)
+    ours.EngineSave(engine, "hf", "bfloat16").save(half_path)
+    torch_reader = TorchHF(session, engine)
+    times = measure("throughput", weights, load_ways(path) | {"torch HF reader": lambda: torch_reader.load(path)})
+    times |= measure("bfloat16", halves, load_ways(half_path) | {CAST: cast})
     engine.destroy()
     return times
 
@@ -194,7 +232,7 @@ def _serve(pipe: Connection, config_folder: str, device: str) -> None:
 
 def _measure_publish(session: Session) -> Times:
     engine, folder = build_engine(session), _new_folder(session, "publish")
-    raw, areal = _SharedFile(session, engine, folder), ArealHF(session, engine)
+    raw, areal = _SharedFile(session, weight_tensors(engine), folder), ArealHF(session, engine)
     server = _Server(engine.config.path, str(session.device)) if session.rank == 0 else None
     everything = WarmBuffer([torch.empty(raw.total_bytes, dtype=torch.uint8)]) if session.rank == 0 else None
     engine.connect_engine([server] if server else [], WeightUpdateMeta("disk", str(folder / "weights"), keep=1))

@@ -62,10 +62,10 @@ class Dump:
 
 
 class EngineSave:
-    """`FSDPEngine.save` and `load`, of either format."""
+    """`FSDPEngine.save` and `load`, of either format; ``dtype`` is that of `SaveLoadMeta`."""
 
-    def __init__(self, engine: FSDPEngine, weight_format: str) -> None:
-        self._engine, self._format = engine, weight_format
+    def __init__(self, engine: FSDPEngine, weight_format: str, dtype: str | None = None) -> None:
+        self._engine, self._format, self._dtype = engine, weight_format, dtype
 
     def save(self, path: Path) -> None:
         """Write, fsync, make visible."""
@@ -79,7 +79,7 @@ class EngineSave:
         self._engine.load(self._meta(path))
 
     def _meta(self, path: Path) -> SaveLoadMeta:
-        return SaveLoadMeta(str(path), self._format, with_optim=self._format == "dcp")
+        return SaveLoadMeta(str(path), self._format, with_optim=self._format == "dcp", dtype=self._dtype)
 
 
 class _NoDigest:

@@ -150,15 +150,18 @@ class VerlShards:
 
 
 class ArealHF:
-    """AReaL: gather everything to rank 0, which alone writes, or reads and broadcasts."""
+    """AReaL: gather everything to rank 0, which alone writes (cast to ``dtype``), or reads and broadcasts."""
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
-        self._rank, self._model = session.rank, engine.model
+    def __init__(self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None) -> None:
+        self._rank, self._model, self._dtype = session.rank, engine.model, dtype
 
     def save(self, path: Path) -> None:
         """Blocks until rank 0 has handed everything to the operating system; nothing is fsynced."""
-        full = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full: dict[str, Any] = get_model_state_dict(self._model, options=options)
         if self._rank == 0:
+            if self._dtype is not None:
+                full = {name: tensor.to(self._dtype) for name, tensor in full.items()}
             self._model.save_pretrained(path, state_dict=full)
         dist.barrier()
 

@@ -7,9 +7,10 @@ few megabytes.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,10 @@ class DCPLoad:
 
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
-    _given: dict[str, torch.Tensor]
     _placing: Placing
+    _copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    _loose: Mapping[str, torch.Tensor]
+    _values: Mapping[str, Any]
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
@@ -97,7 +100,10 @@ class DCPLoad:
         wait_for_staging(self._state.model)
         self._state.adopt_optimizer_state(self._proposed)
         self._placing.place()
-        self._state.load_state_dict(self._given)
+        with torch.no_grad():
+            for live, values in self._copies:
+                live.copy_(values)
+        self._state.put_values(self._loose, self._values)
 
 
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
@@ -124,12 +130,14 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         loose = _loose_parts(path, state, metadata)
     with all_ranks_succeed(f"reading {path}", group):
         placing = Placing(path, metadata, live)
-        elsewhere = {name: part.like() for name, part in live.items() if name not in placing.names} | loose
-        _fill(path, metadata, elsewhere)
-        given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in (live | elsewhere).items()}
+        copies = {name: part.like() for name, part in live.items() if name not in placing.names}
+        _read(path, metadata, copies | loose)
         _check_tied(path, state, metadata, live)
-        _check_values(path, state, given)
-    return DCPLoad(state, proposed, given, placing)
+        given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in loose.items()}
+        values = _check_values(path, state, given)
+        placing.check_unchanged()
+    pairs = [(live[name].tensor, part.tensor) for name, part in copies.items()]
+    return DCPLoad(state, proposed, placing, pairs, given, values)
 
 
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -146,8 +154,6 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
     """
     path = require_local(path, "loading", FETCH_FIRST)
     load = read_dcp(path, state, group)
-    with all_ranks_succeed(f"looking at {path} once more", group):
-        load.check_unchanged()
     with all_ranks_succeed(f"loading {path}", group):
         load.apply()
 
@@ -184,14 +190,22 @@ def _live_parts(
     for name, tensor in (live | aliases).items():
         if name in saved:
             _check_same_tensor(path, name, tensor, metadata)
+    chunks: dict[Any, ChunkStorageMetadata] = {}  # hundreds of tensors are cut in a few ways
     with torch.no_grad():
-        return {name: _part_of(tensor) for name, tensor in live.items()}
+        return {name: _part_of(tensor, chunks) for name, tensor in live.items()}
 
 
-def _part_of(tensor: torch.Tensor) -> Part:
-    if isinstance(tensor, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Part(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local())
+def _part_of(tensor: torch.Tensor, chunks: dict[Any, ChunkStorageMetadata]) -> Part:
+    if not isinstance(tensor, DTensor):
+        return _whole(tensor)
+    cut = tensor.shape, tensor.device_mesh, tensor.placements
+    if cut not in chunks:
+        sizes, offsets = compute_local_shape_and_global_offset(*cut)
+        chunks[cut] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return Part(chunks[cut], tensor.to_local())
+
+
+def _whole(tensor: torch.Tensor) -> Part:
     return Part(ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape), tensor)
 
 
@@ -202,7 +216,7 @@ def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metada
         entry = tensor_entry(metadata, name)
         if entry is None:
             raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
-        parts[name] = _part_of(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
+        parts[name] = _whole(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
     return parts
 
 
@@ -249,11 +263,13 @@ def _check_same_tensor(path: str | os.PathLike[str], name: str, live: torch.Tens
         )
 
 
-def _fill(path: str | os.PathLike[str], metadata: Metadata, parts: Mapping[str, Part]) -> None:
-    """Read parts as torch reads them, each stored tensor as a whole."""
+def _read(path: str | os.PathLike[str], metadata: Metadata, parts: Mapping[str, Part]) -> None:
+    """Read parts at once, into memory that nothing else uses yet."""
+    placing = Placing(path, metadata, parts)
+    placing.place()
     items: list[ReadItem] = []
-    for name, part in parts.items():
-        items += part.read_items(name, metadata)
+    for name in parts.keys() - placing.names:  # not stored as torch here stores it: each tensor as a whole
+        items += parts[name].read_items(name, metadata)
     for item, values in CheckedReader(path, metadata).read_items(items):
         assert isinstance(values, torch.Tensor), f"{item} was planned as a tensor"
         target = parts[item.dest_index.fqn].tensor
@@ -278,18 +294,15 @@ def _same_values(path: str | os.PathLike[str], metadata: Metadata, names: tuple[
     direct = Placing(path, metadata, dict.fromkeys(names, part)).names.issuperset(names)
     for rows in part.split_rows() if direct else (part,):
         copies = {name: rows.like() for name in names}
-        if direct:
-            Placing(path, metadata, copies).place()
-        else:
-            _fill(path, metadata, copies)
+        _read(path, metadata, copies)
         one, other = (copy.tensor for copy in copies.values())
         if not torch.equal(one, other):
             return False
     return True
 
 
-def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     try:
-        state.check(given)
+        return state.check_values(given)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error

@@ -117,11 +117,12 @@ def _check_stored(name: str, entry: Any, stored: dict[MetadataIndex, _StorageInf
     else:
         raise CheckpointCorruptError(f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes")
     for place, needed in places.items():
-        if place not in stored:
+        info = stored.get(place)
+        if info is None:
             raise CheckpointCorruptError(f"no file holds {name!r} at {list(place.offset or ())}")
-        if stored[place].length < needed:
+        if info.length < needed:
             raise CheckpointCorruptError(
-                f"{name!r} at {list(place.offset or ())} has {stored[place].length} bytes in a file; it needs {needed}"
+                f"{name!r} at {list(place.offset or ())} has {info.length} bytes in a file; it needs {needed}"
             )
 
 
@@ -133,7 +134,7 @@ def check_coverage(name: str, entry: TensorStorageMetadata) -> None:
     Raises:
         CheckpointCorruptError: naming what is wrong.
     """
-    if not all(isinstance(part, torch.Size) for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)):
+    if not all(isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks):
         raise CheckpointCorruptError(f"{name!r} has a chunk whose place is not given as torch.Size")
     shape, n_dims = tuple(entry.size), len(entry.size)
     if _stacked(shape, entry.chunks):

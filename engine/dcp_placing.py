@@ -4,15 +4,18 @@ Planning finds out where in a file the values lie: if what is before them is, by
 before a tensor of that shape and dtype (see `dcp_archive`), they begin right behind it, and no archive is parsed.
 Anything else (another version of torch, a strided tensor) is left to `CheckedReader`.
 
-Files are read in the order of their bytes, with read(2) into the tensors themselves: nothing is faster from the page
-cache, and a disk that fails is an `OSError`, where a memory map would end the process. What goes to a device, or not
-side by side, goes through a buffer of a few megabytes.
+Files are read in the order of their bytes, by as many threads as torch may use, with read(2) into the tensors
+themselves: nothing is faster from the page cache, and a disk that fails is an `OSError`, where a memory map would end
+the process. What goes to a device, or not side by side, goes through a buffer of a few megabytes a thread.
 """
 
 import math
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +23,8 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint import Metadata, ReadItem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..utils.errors import CheckpointCorruptError
@@ -64,7 +68,15 @@ class Part:
         """What of the stored tensor ``name`` has to be read."""
         entry = tensor_entry(metadata, name)
         assert entry is not None, f"{name} was checked to be a tensor"
-        return create_read_items_for_chunk_list(name, entry, [self.chunk]) if self.tensor.numel() else []
+        if not self.tensor.numel():
+            return []
+        offsets, sizes = self.chunk.offsets, self.chunk.sizes
+        for number, chunk in enumerate(entry.chunks):
+            if chunk.offsets == offsets and chunk.sizes == sizes:  # as it is at the same world size: no search
+                start = torch.Size([0] * len(sizes))
+                at = MetadataIndex(name, offsets, number)
+                return [ReadItem(LoadItemType.TENSOR, at, start, at, start, sizes)]
+        return create_read_items_for_chunk_list(name, entry, [self.chunk])
 
 
 @dataclass(frozen=True)
@@ -182,14 +194,11 @@ class Placing:
             CheckpointCorruptError: one has. The tensors hold what is not to be trusted.
             OSError: a file cannot be read; likewise, and it says so.
         """
-        on_device = any(piece.target.is_cuda for pieces in self._pieces.values() for piece in pieces)
-        buffer = _Buffer(pinned=on_device)
-        with torch.no_grad():
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="placing") as pool:
             for name, pieces in self._pieces.items():
                 try:
                     with open(self._folder / name, "rb", buffering=0) as file:
-                        for piece in pieces:
-                            piece.copy(file, buffer)
+                        list(pool.map(partial(_copy_pieces, file), _shares(pieces, torch.get_num_threads())))
                 except (OSError, CheckpointCorruptError) as error:
                     problem = f"{self._folder} could not be read to its end; what is loaded is half of it: load again"
                     if isinstance(error, CheckpointCorruptError):
@@ -219,10 +228,31 @@ def _find(
     archive = archive_of(tuple(stored), entry.properties.dtype)
     if info.length != archive.bytes or os.pread(file.fileno(), len(archive.prefix), info.offset) != archive.prefix:
         return None
-    for dim, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-        target = target.narrow(dim, begin, length)
+    if item.lengths != target.shape:
+        for dim, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, begin, length)
     box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
     return _Piece(item.storage_index.fqn, info.offset + len(archive.prefix), stored, box, target)
+
+
+def _shares(pieces: list[_Piece], n: int) -> list[list[_Piece]]:
+    """At most ``n`` runs of pieces, with about as many bytes each."""
+    shares: list[list[_Piece]] = [[] for _ in range(n)]
+    total, before = sum(piece.target.nbytes for piece in pieces), 0
+    for piece in pieces:
+        shares[min(before * n // max(1, total), n - 1)].append(piece)
+        before += piece.target.nbytes
+    return [share for share in shares if share]
+
+
+@torch.no_grad()  # which every thread has to say for itself
+def _copy_pieces(file: IO[bytes], pieces: list[_Piece]) -> None:
+    device = next((piece.target.device for piece in pieces if piece.target.is_cuda), None)
+    buffer = _Buffer(pinned=device is not None)
+    # A new thread is on device 0, where pinning memory would make every rank a context.
+    with nullcontext() if device is None else torch.cuda.device(device):
+        for piece in pieces:
+            piece.copy(file, buffer)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

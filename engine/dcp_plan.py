@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ..utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
 from .dcp_archive import archive_of
 
 _SPREAD_BYTES = 64 << 10
@@ -44,7 +44,7 @@ class SavePlanOfRank:
 
 def structure_of(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> list[Any]:
     """What a plan depends on, of this rank: compares equal when the plan may be used again."""
-    parts: list[Any] = [get_rank(group), get_world_size(group)]
+    parts: list[Any] = [get_rank(group), get_group_ranks(group)]  # others have made other plans with each other
     for name, tensor in tensors.items():
         layout = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
         parts.append((name, tensor.shape, tensor.dtype, *layout))

@@ -90,7 +90,7 @@ class DCPState(TorchStateful):
         Raises:
             ConfigError: something here cannot be saved so that it comes back as it is.
         """
-        state: dict[str, Any] = {"model": self._model_tensors()}
+        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in self._model_tensors().items()}}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
@@ -110,34 +110,37 @@ class DCPState(TorchStateful):
         """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
 
         Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before. One that is the
-        live tensor itself has its values already.
+        live tensor itself, as torch's ``dcp.load`` has read into it, has its values already.
 
         Raises:
-            CheckpointError: see `check`; nothing was changed.
+            CheckpointMismatchError: a tensor is missing; nothing was changed.
+            CheckpointError: see `check_values`; likewise.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
-        values = self.check(given)
+        live = self.live_tensors()
+        if missing := sorted(live.keys() - given.keys()):
+            raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
+        values = self.check_values(given)
         with torch.no_grad():
-            for name, target in self.live_tensors().items():
+            for name, target in live.items():
                 local = local_tensor(target)
                 if local.data_ptr() != given[name].data_ptr():
                     local.copy_(given[name])
-        if self.optimizer is not None:
-            self._load_training_state(self.optimizer, values)
-            restore_rank_rng(given)
+        self.put_values(given, values)
 
-    def check(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Raise what `load_state_dict` would raise of these tensors by dotted name; changes nothing.
+    def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Raise what `load_state_dict` would raise of everything but the live tensors; changes nothing.
+
+        Args:
+            given: dotted name -> tensor, of a whole state.
 
         Returns:
             name in `PACKED` -> value, of those that are there.
 
         Raises:
-            CheckpointMismatchError: a tensor, counter or scheduler entry is missing, or it is another optimizer's.
+            CheckpointMismatchError: a counter or scheduler entry is missing, or it is another optimizer's.
             CheckpointCorruptError: what should be JSON is not.
         """
-        if missing := sorted(self.live_tensors().keys() - given.keys()):
-            raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
         if self.optimizer is None:
             return {}
         values = {name: unpack_json(given[name], name) for name in PACKED if name in given}
@@ -148,6 +151,17 @@ class DCPState(TorchStateful):
                 _check_keys(name, values[name], target.state_dict())
         check_rank_rng(given)
         return values
+
+    def put_values(self, given: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """Put back everything but the live tensors, when they have their values: the last part of a load.
+
+        Args:
+            given: as for `check_values`.
+            values: what that returned.
+        """
+        if self.optimizer is not None:
+            self._load_training_state(self.optimizer, values)
+            restore_rank_rng(given)
 
     def _check_owners(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(param) for _, param in self._parameters()}
@@ -179,7 +193,8 @@ class DCPState(TorchStateful):
                 logger.warning("the checkpoint has no %s; it starts anew", name)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Dotted name -> live (sharded) tensor of everything that is loaded in place: model and optimizer state."""
+        """Dotted name -> live (sharded) tensor of everything that is loaded in place: model (its parameters themselves)
+        and optimizer state."""
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
@@ -237,10 +252,14 @@ class DCPState(TorchStateful):
         return [(_clean(name), param) for name, param in self.model.named_parameters()]
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
-        persistent = {_clean(name) for name in self.model.state_dict()}
-        buffers = {_clean(name): buffer for name, buffer in self.model.named_buffers()}
-        tensors = {name: param.detach() for name, param in self._parameters()}
-        return tensors | {name: buffer for name, buffer in buffers.items() if name in persistent}
+        """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
+        passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        buffers = {_clean(name): buffer for name, buffer in self.model.named_buffers() if name not in passing}
+        return dict(self._parameters()) | buffers
 
     def _optimizer_entries(self, optimizer: torch.optim.Optimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
         """Parameter name -> those entries of its state that are tensors, or those that are not."""

@@ -30,8 +30,8 @@ from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ..utils.remote import FETCH_FIRST, require_local
 from .dcp_staging import wait_for_staging
 from .hf_io import WeightReader
-from .hf_keys import FileTensor, Span, element_map, stored_tensors, unsharded_class
-from .hf_layout import Place, read_layout
+from .hf_keys import FileTensor, Span, element_map, leave_no_gap, stored_tensors, unsharded_class
+from .hf_layout import Place
 from .hf_shards import Plan, fill_block, local_of_whole, overlap, plan_tensors, row_blocks, whole_part
 
 # Buffers that old releases of transformers saved and that every model computes for itself.
@@ -78,14 +78,13 @@ def load_hf(
     rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
-            places = read_layout(folder)
+            places = reader.layout()
             stored, tied = stored_tensors(model)
             state = stored | {alias: stored[key] for alias, key in tied.items()}
             plan = plan_tensors(model, state, rank, world_size)
             found = _match(model, folder, plan.tensors, places, allow_unexpected)
             chosen, copies, missing = _choose(folder, plan.tensors, found, tied, allow_missing)
-            _check_plan(model, folder, plan, state, chosen)
-            reader.open({place.file for place in found.values()})
+            _check_plan(model, folder, plan, state, chosen, tied)
             _compare_copies(reader, folder, plan.tensors, chosen, copies, rank, world_size)
         wait_for_staging(model)
         with all_ranks_succeed(f"reading {folder}", group), _half_loaded(folder), torch.no_grad():
@@ -195,8 +194,19 @@ def _check_plan(
     plan: Plan,
     state: Mapping[str, torch.Tensor],
     chosen: Mapping[str, Place],
+    tied: Mapping[str, str],
 ) -> None:
-    """Refuse what could only be found out while parameters change."""
+    """Refuse what could only be found out while parameters change, or not even then."""
+    filled: dict[str, list[Span]] = {}
+    for tensor in plan.tensors:
+        for span in (tensor.spans or ()) if tensor.key in chosen else ():
+            filled.setdefault(tied.get(span.source, span.source), []).append(span)
+    for source, spans in filled.items():
+        if not leave_no_gap(spans, state[source].numel()):
+            raise CheckpointMismatchError(
+                f"{folder}: files of {unsharded_class(model).__name__} do not hold all elements of {source}; "
+                "it cannot be loaded from them"
+            )
     for tensor, span in plan.direct:
         if tensor.key in chosen and not plan.parts[span.source].data.is_contiguous():
             raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
@@ -254,7 +264,7 @@ def _read_blocks(
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
         for first, last in row_blocks(tensor, [span for _, span in spans]) if spans else ():
-            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")  # spans fill it
             block = whole_part(values, first)
             for file_tensor, span in spans:
                 if held := overlap(span, block):

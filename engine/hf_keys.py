@@ -73,6 +73,24 @@ class Span:
         return self.contiguous or self.offset // row_elements == self.last // row_elements
 
 
+def leave_no_gap(spans: Sequence[Span], numel: int) -> bool:
+    """Whether blocks of one model tensor of ``numel`` elements hold each of them at least once.
+
+    Blocks without holes (runs, transposes) are looked at as ranges; with others it takes a byte an element.
+    """
+    if all(span.numel in (0, span.last - span.offset + 1) for span in spans):
+        end = 0
+        for span in sorted(spans, key=lambda span: span.offset):
+            if span.offset > end:
+                return False
+            end = max(end, span.offset + span.numel)
+        return end >= numel
+    seen = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    for span in spans:
+        seen.as_strided(span.shape, span.stride, span.offset).fill_(True)
+    return bool(seen.all())
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """One tensor of a Hugging Face file.

@@ -12,8 +12,9 @@ file at the same time. The result is what ``save_pretrained`` writes, to the byt
 import json
 import math
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,14 @@ def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_
         tensors: in the order in which ``save_pretrained`` meets them.
         max_shard_size_bytes: a file larger than this holds a single tensor (or block).
         total_parameters: ``model.num_parameters()``, for the index.
+
+    Raises:
+        CheckpointMismatchError: a tensor has a dtype that safetensors does not know.
     """
+    if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
+        raise CheckpointMismatchError(
+            f"{strange.key} has dtype {strange.dtype}; safetensors files hold {', '.join(map(str, DTYPE_CODES))}"
+        )
     split = split_state_dict_into_shards_factory(
         {tensor.key: tensor for tensor in tensors},
         get_storage_size=lambda tensor: tensor.block_bytes,
@@ -162,8 +170,12 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
     return WeightFile(name, header, len(header) + end, places)
 
 
-def read_layout(folder: str | os.PathLike[str]) -> dict[str, Place]:
+def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, Place]:
     """Where every tensor of an existing folder lies. Reads headers and the index only, and checks sizes.
+
+    Args:
+        folder: the folder.
+        open_file: opens one of its files, by name. Who keeps it open reads the very file that was looked at here.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
@@ -174,7 +186,7 @@ def read_layout(folder: str | os.PathLike[str]) -> dict[str, Place]:
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} is not a folder; expected a Hugging Face model folder")
     if (root / WEIGHTS_NAME).is_file():
-        return read_header(root / WEIGHTS_NAME)
+        return read_header(open_file(WEIGHTS_NAME))
     if not (root / INDEX_NAME).is_file():
         found = sorted(path.name for path in root.iterdir())[:10]
         raise CheckpointNotFoundError(
@@ -186,7 +198,7 @@ def read_layout(folder: str | os.PathLike[str]) -> dict[str, Place]:
     for name in sorted(set(weight_map.values())):
         if not (root / name).is_file():
             raise CheckpointCorruptError(f"{root / INDEX_NAME} names {name}, which is missing")
-        for key, place in read_header(root / name).items():
+        for key, place in read_header(open_file(name)).items():
             if key in places:
                 raise CheckpointCorruptError(f"{root}: tensor {key} is in both {places[key].file} and {name}")
             places[key] = place
@@ -207,20 +219,18 @@ def _read_index(path: Path) -> dict[str, str]:
     return names
 
 
-def read_header(path: str | os.PathLike[str]) -> dict[str, Place]:
-    """Where every tensor of one safetensors file lies.
+def read_header(file: BufferedReader) -> dict[str, Place]:
+    """Where every tensor of one safetensors file, open at its start, lies.
 
     Raises:
         CheckpointCorruptError: the file is truncated, too long, or not safetensors.
         CheckpointMismatchError: a tensor has a dtype that torch does not know.
     """
-    path = Path(path)
-    size = path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointCorruptError(f"{path} ({size} bytes) is truncated or not a safetensors file")
-        text = file.read(length)
+    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointCorruptError(f"{path} ({size} bytes) is truncated or not a safetensors file")
+    text = file.read(length)
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)

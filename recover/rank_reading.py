@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.dcp_checkpoint import check_dcp, read_dcp
+from ..engine.dcp_metadata import read_metadata
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from ..utils.manifest import verify_file
@@ -25,6 +26,7 @@ class RankState:
 def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Compare the bytes of this rank's share of a generation's files with their digests; what is wrong, or None.
 
+    What its ``.metadata`` says of an engine's tensors must make a whole, too: a writer's fault has the right digest.
     A share each keeps the wait of any rank for the others short: the whole of a large checkpoint takes minutes.
 
     Args:
@@ -38,6 +40,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     for name, entry in list(files.items())[get_rank() :: get_world_size()]:
         try:
             verify_file(generation, name, entry)
+            if Path(name).name == ".metadata":
+                read_metadata(Path(generation, name).parent)
         except CheckpointCorruptError as error:
             return str(error)
         except FileNotFoundError as error:

@@ -31,6 +31,11 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
+def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The ranks of ``group`` in the default group, in order; ``[0]`` without torch.distributed."""
+    return dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's ``value``, in rank order, on every rank."""
     if get_world_size(group) == 1:

@@ -29,6 +29,8 @@ WAYS = {
     "load.throughput": ["AReaL dcp.load", "verl torch.load"],
     "hf_save.throughput": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
     "hf_load.throughput": ["AReaL rank 0+broadcast", "torch HF reader"],
+    "hf_save.bfloat16": ["AReaL gather+save_pretrained"],
+    "hf_load.bfloat16": ["AReaL rank 0+broadcast", "torch's cast alone, from memory"],
     "publish.time": ["AReaL save_pretrained, disk"],
     "memory.dcp_save": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
     "memory.dcp_load": ["AReaL dcp.load", "verl torch.load"],

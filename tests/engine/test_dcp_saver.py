@@ -215,6 +215,25 @@ def test_a_plan_is_made_anew_for_another_shape_dtype_or_name(
     assert torch.equal(into["dcp"]["model"][name], tensor)
 
 
+def _save_with_others(rank: int, world_size: int, folder: str) -> list[str]:
+    """Ranks 0 and 1 save, 2 and 3 save, and then 0 and 3 do; the names in what those two wrote."""
+    saver, model = DCPSaver(), nn.Linear(3, 3)
+    if rank == 1:
+        model.register_buffer("own", torch.ones(3))
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 3))]
+    for number, group in enumerate(groups):
+        if dist.get_rank(group) >= 0:
+            os.makedirs(f"{folder}/{number}", exist_ok=True)
+            dist.barrier(group)
+            saver.write(f"{folder}/{number}", DCPState(model).state_dict(), group)
+    dist.barrier()
+    return sorted(dcp.FileSystemReader(f"{folder}/2").read_metadata().state_dict_metadata)
+
+
+def test_a_plan_that_was_made_with_other_ranks_is_not_used_again(tmp_path: Path) -> None:
+    assert run_ranks(_save_with_others, 4, str(tmp_path))[0] == ["dcp.model.bias", "dcp.model.weight"]
+
+
 def _write_replicated(rank: int, world_size: int, folder: str) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(9)))

@@ -11,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from holdfast.engine import hf_import, hf_io
 from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_import import load_hf
+from holdfast.engine.hf_layout import Place
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
 from tests.engine.test_hf_keys import CONVERSIONS
 from tests.helpers import run_ranks
@@ -48,6 +51,20 @@ def _rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tenso
     change(tensors)
     target.mkdir()
     save_file({key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors")
+
+
+class Trimmed(ConversionOps):
+    """Files that keep the first rows alone, as they would be of a model that pads its vocabulary."""
+
+    def convert(
+        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
+    ) -> dict:
+        value = next(iter(input_dict.values()))
+        return {target_patterns[0]: (value[0] if isinstance(value, list) else value)[:-1]}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
 
 
 def _write_folders(root: Path) -> None:
@@ -201,6 +218,27 @@ def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str
     return outcomes
 
 
+def _columns(model: PreTrainedModel) -> PreTrainedModel:
+    ranks = dist.get_world_size()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % ranks == 0 else None)
+    return model
+
+
+def _gaps(rank: int, world_size: int, root: Path) -> list[str]:
+    """Weights of which the files do not hold every element, in shards of rows and of columns."""
+    trimmed = WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Trimmed()])
+    register_checkpoint_conversion_mapping("llama", [trimmed], overwrite=True)
+    outcomes = []
+    for shard in (sharded, _columns):
+        folder = root / shard.__name__
+        save_hf(shard(tiny_model("llama")), folder)
+        model = shard(tiny_model("llama", seed=1))
+        before = _values(model)
+        outcomes.append(_outcome(lambda: load_hf(model, folder)))  # noqa: B023
+        assert _same(model, before)
+    return outcomes
+
+
 def _copies_of_a_tied_weight(rank: int, world_size: int, root: Path) -> str:
     """The last rank alone finds that the copies differ, in the last element."""
     model = sharded(tiny_model("qwen3_tied", seed=1))
@@ -262,3 +300,27 @@ def test_copies_of_a_tied_weight_that_differ_anywhere_are_refused_on_every_rank(
     assert last.startswith("CheckpointMismatchError") and "the model ties model.embed_tokens.weight, but" in last
     for other in others:
         assert other.startswith("PeerError: checking") and "the model ties" in other
+
+
+def test_weights_of_which_the_files_do_not_hold_every_element_are_refused(tmp_path: Path) -> None:
+    for outcomes in run_ranks(_gaps, 2, tmp_path):
+        for outcome in outcomes:
+            assert outcome.startswith("CheckpointMismatchError")
+            assert "do not hold all elements of model.layers.0.self_attn.o_proj.weight" in outcome
+
+
+def test_a_file_that_is_replaced_after_its_header_was_read_is_not_the_one_whose_values_are_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match, folder = hf_import._match, tmp_path / "folder"
+    shutil.copytree(root / "good", folder)
+
+    def replaced(*args: Any) -> dict[str, Place]:
+        shutil.copy(root / "half" / "model.safetensors", folder / "new")
+        os.replace(folder / "new", folder / "model.safetensors")
+        return match(*args)
+
+    monkeypatch.setattr(hf_import, "_match", replaced)
+    model = tiny_model("qwen3_tied", seed=1)
+    load_hf(model, folder)
+    assert _same(model, _values(tiny_model("qwen3_tied")))

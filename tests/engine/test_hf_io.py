@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.engine import hf_io
 from holdfast.engine.hf_io import WeightReader, WeightWriter
-from holdfast.engine.hf_layout import WEIGHTS_NAME, Place, TensorSpec, plan_layout, read_header
+from holdfast.engine.hf_layout import WEIGHTS_NAME, TensorSpec, plan_layout
 from holdfast.utils.errors import CheckpointCorruptError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -86,9 +87,8 @@ def test_what_is_read_is_what_torch_casts_to_in_any_stride(
 ) -> None:
     values = _values(stored)
     save_file({"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)}, tmp_path / WEIGHTS_NAME)
-    places = read_header(tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        reader.open([WEIGHTS_NAME])
+        places = reader.layout()
         for key, target in _views(torch.zeros(36, dtype=wanted)).items():
             reader.read(places["w"], 0, target)
             assert torch.equal(_bits(target), _bits(values.to(wanted))), key
@@ -103,22 +103,26 @@ def test_what_is_read_is_what_torch_casts_to_in_any_stride(
 
 def test_a_header_of_odd_length_leaves_values_askew_and_they_are_read_all_the_same(tmp_path: Path, maps: str) -> None:
     values = _values(torch.float32)
-    (tmp_path / "askew").write_bytes(b"x" * 5003 + values.numpy().tobytes())
-    target = torch.zeros(36, dtype=torch.bfloat16)
-    with WeightReader(tmp_path) as reader:
-        reader.open(["askew"])
-        reader.read(Place("askew", 5003, (36,), torch.float32), 0, target)
-    assert torch.equal(_bits(target), _bits(values.bfloat16()))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [36], "data_offsets": [0, 144]}}).encode()
+    header += b" " * (5003 - 8 - len(header))
+    (tmp_path / WEIGHTS_NAME).write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].nan_to_num(), values.nan_to_num())
+    for wanted in FLOATS:
+        target = torch.zeros(36, dtype=wanted)
+        with WeightReader(tmp_path) as reader:
+            place = reader.layout()["w"]
+            assert place.offset == 5003
+            reader.read(place, 0, target)
+        assert torch.equal(_bits(target), _bits(values.to(wanted)))
 
 
 def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_io, "READ_BYTES", 5000)
     values = torch.randn(20_000)
     save_file({"w": values}, tmp_path / WEIGHTS_NAME)
-    place, target = read_header(tmp_path / WEIGHTS_NAME)["w"], torch.zeros(19_998, dtype=torch.float64)
+    target = torch.zeros(19_998, dtype=torch.float64)
     with WeightReader(tmp_path) as reader:
-        reader.open([WEIGHTS_NAME])
-        reader.read(place, 1, target)
+        reader.read(reader.layout()["w"], 1, target)
     assert torch.equal(target, values[1:-1].double())
 
 
@@ -128,13 +132,31 @@ def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp
     changed[30] += 1
     stored = {"a": values, "b": values.double(), "c": changed, "d": values.clone()}
     save_file(stored, tmp_path / WEIGHTS_NAME)
-    places = read_header(tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        reader.open([WEIGHTS_NAME])
+        places = reader.layout()
         assert reader.same(places["a"], places["b"], 0, 36, torch.float32)
         assert not reader.same(places["a"], places["c"], 0, 36, torch.float32)
         assert reader.same(places["a"], places["c"], 0, 30, torch.float32)
         assert reader.same(places["a"], places["d"], 5, 5, torch.float32)
+
+
+def test_a_view_of_one_element_has_any_stride_and_is_written_and_read_as_others(tmp_path: Path) -> None:
+    _write(tmp_path, {"w": torch.arange(10.0).as_strided((1, 1), (7, 5), 3)}, torch.float32)
+    target = torch.zeros(10)
+    with WeightReader(tmp_path) as reader:
+        reader.read(reader.layout()["w"], 0, target.as_strided((1, 1), (7, 5), 3))
+    assert target.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, values = os.preadv, torch.randn(100)
+    save_file({"w": values}, tmp_path / WEIGHTS_NAME)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    for wanted in (torch.float32, torch.bfloat16):
+        target = torch.zeros(100, dtype=wanted)
+        with WeightReader(tmp_path) as reader:
+            reader.read(reader.layout()["w"], 0, target)
+        assert torch.equal(target, values.to(wanted))
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
@@ -144,9 +166,8 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
 ) -> None:
     path = tmp_path / WEIGHTS_NAME
     save_file({"w": torch.randn(10_000)}, path)
-    place = read_header(path)["w"]
     with WeightReader(tmp_path) as reader:
-        reader.open([WEIGHTS_NAME])
+        place = reader.layout()["w"]
         reader.read(place, 0, torch.zeros(10, dtype=wanted))  # so that the file is mapped at its full size
         os.truncate(path, keep)
         with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"):
@@ -156,9 +177,9 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
 def test_a_file_that_is_gone_is_read_once_it_is_open_and_nothing_stays_mapped(tmp_path: Path) -> None:
     path, values = tmp_path / WEIGHTS_NAME, torch.randn(10_000)
     save_file({"w": values}, path)
-    place, target = read_header(path)["w"], torch.zeros(10_000, dtype=torch.float64)
+    target = torch.zeros(10_000, dtype=torch.float64)
     with WeightReader(tmp_path) as reader:
-        reader.open([WEIGHTS_NAME])
+        place = reader.layout()["w"]
         path.unlink()
         reader.read(place, 0, target)
         assert str(path) in Path("/proc/self/maps").read_text()

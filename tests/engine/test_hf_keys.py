@@ -15,7 +15,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from holdfast.engine.hf_keys import FileTensor, element_map, file_tensors, stored_tensors
+from holdfast.engine.hf_keys import FileTensor, Span, element_map, file_tensors, leave_no_gap, stored_tensors
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config, tiny_model
 
@@ -101,6 +101,24 @@ def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str,
         flat = torch.cat([stored[source].flatten() for source in shapes])
         elements = element_map(model, shapes, [tensor])[tensor.key]
         assert torch.equal(flat[elements].view(tensor.shape), expected[tensor.key])
+
+
+def test_a_gap_between_blocks_is_seen_whatever_their_strides() -> None:
+    def run(offset: int, numel: int) -> Span:
+        return Span("w", offset, (numel,), (1,), 0)
+
+    columns = [Span("w", column, (4, 2), (6, 1), 0) for column in (0, 2, 4)]
+    for spans in ([run(0, 24)], [run(10, 14), run(0, 12)], [Span("w", 0, (6, 4), (1, 6), 0)], columns):
+        assert leave_no_gap(spans, 24)
+    for spans in (
+        [run(0, 23)],
+        [run(1, 23)],
+        [run(0, 10), run(11, 13), run(0, 3)],
+        columns[:2],
+        [run(0, 9), *columns[1:]],
+    ):
+        assert not leave_no_gap(spans, 24)
+    assert leave_no_gap([], 0) and leave_no_gap([run(0, 0)], 0)
 
 
 def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_as_tied() -> None:

@@ -6,13 +6,17 @@ That every kind of damage is found is shown in tests/faults/test_rotten.py.
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from holdfast.engine.dcp_metadata import read_metadata
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from holdfast.utils.manifest import MANIFEST_NAME, encode_manifest
+from tests.faults.generations import reseal
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,3 +89,18 @@ def test_a_renamed_generation_and_a_stray_file_are_not_resumed_from(tmp_path: Pa
     (newest(tmp_path).parent / "global_step_9").write_text("not a folder")
     with pytest.raises(CheckpointCorruptError, match="was-renamed-it-holds-step-0"):
         make_handler(tmp_path).load(Tiny().state)
+
+
+def test_a_generation_whose_tensors_are_not_whole_is_set_aside_although_its_digests_are_right(tmp_path: Path) -> None:
+    """As a fault of a writer would leave it."""
+    digests = run_until(tmp_path, 2)
+    folder = newest(tmp_path)
+    metadata = read_metadata(folder / "default")
+    name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if len(getattr(e, "size", ())) == 2)
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.pop()
+    (folder / "default" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(folder)
+    assert run_until(tmp_path, 2, first=1) == digests[1:], name
+    (rejected,) = hidden(tmp_path)
+    assert "do-not-cover-it" in rejected
