@@ -220,7 +220,7 @@ def _save_with_others(rank: int, world_size: int, folder: str) -> list[str]:
     saver, model = DCPSaver(), nn.Linear(3, 3)
     if rank == 1:
         model.register_buffer("own", torch.ones(3))
-    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 3))]
+    groups: list[Any] = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 3))]
     for number, group in enumerate(groups):
         if dist.get_rank(group) >= 0:
             os.makedirs(f"{folder}/{number}", exist_ok=True)
