@@ -6,9 +6,7 @@ background. What lasts from one snapshot to the next (buffers, plans, the group 
 `RankWriter`, in the process of the rank, under the key of the handler that opened it.
 """
 
-import contextlib
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from ..engine.dcp_fingerprint import sample_state
 from ..engine.dcp_saver import DCPSaver
 from ..engine.dcp_staging import Staging
 from ..engine.dcp_state import DCPState, flatten
-from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ..utils.distributed import all_ranks_succeed, drop_group, get_rank, new_group_aside
 from ..utils.errors import ConfigError
 from ..utils.manifest import FileEntry
 from ..utils.staging import as_write_error
@@ -124,9 +122,7 @@ class RankWriter:
         """Give up the buffers and the group."""
         for _, staging in self._stagings.values():
             staging.release()
-        if self.aside is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with the default group that it was made in
-                dist.destroy_process_group(self.aside)
+        drop_group(self.aside)
 
 
 _WRITERS: dict[str, RankWriter] = {}
@@ -141,7 +137,7 @@ def open_writer(holder: Any, key: str, timeout_s: float | None) -> None:
         timeout_s: how long ranks wait for each other in the background; None when nothing is written there.
     """
     close_writer(holder, key)
-    _WRITERS[key] = RankWriter(None if timeout_s is None else _group_aside(rank_target(holder).group, timeout_s))
+    _WRITERS[key] = RankWriter(None if timeout_s is None else new_group_aside(rank_target(holder).group, timeout_s))
 
 
 def capture_rank(holder: Any, key: str, staged: bool) -> None:
@@ -180,17 +176,3 @@ def close_writer(holder: Any, key: str) -> None:
 def writer_group(key: str) -> dist.ProcessGroup | None:
     """The group for the background of a handler in this process."""
     return _WRITERS[key].aside
-
-
-def _group_aside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks: a collective in the background must not meet one of the training in its group."""
-    if not dist.is_initialized():
-        return None
-    timeout = timedelta(seconds=timeout_s)
-    if get_world_size(group) == dist.get_world_size():
-        aside = dist.new_group(backend="gloo", timeout=timeout)
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        aside = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-    assert isinstance(aside, dist.ProcessGroup)
-    return aside
