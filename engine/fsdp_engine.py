@@ -300,8 +300,7 @@ class FSDPEngine:
         self._check_meta(meta)
         self.wait_for_save()
         if not blocking:
-            if self._background is None:
-                self._background = BackgroundSave(self.model, self.control_group, self.config.timeout_s)
+            self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
             self._background.begin(meta, self.dcp_state(self.optimizer is not None))
             return
         match meta.weight_format:
@@ -311,7 +310,10 @@ class FSDPEngine:
                 self._save_to_hf(meta)
 
     def wait_for_save(self) -> None:
-        """Return when what ``save(blocking=False)`` began is committed; raises what it failed with, on every rank."""
+        """Return when what ``save(blocking=False)`` began is committed; raises what it failed with, on every rank.
+
+        In a `WorkerGroup` call it before ``shutdown``, which does not give `destroy` the time that a save may take.
+        """
         if self._background is not None:
             self._background.wait()
 

@@ -53,7 +53,7 @@ class RecoverHandler:
         group: gloo group of the ranks, under torchrun; None is the default group.
         notices: asked after every step whether the run has to stop, as signals and ``must_save_by`` may make it:
             `holdfast.recover.supervisor.Attempt.draining`, or a cloud's preemption notice.
-        tokenizer: saved beside the weights of every Hugging Face export (``hf_freq_steps``), as it is at `load`.
+        tokenizer: saved beside the weights of Hugging Face exports (``hf_freq_steps``); may not change after `load`.
         processor: likewise.
     """
 

@@ -62,7 +62,8 @@ class Export:
     """A rank's weights at one step boundary, ready to be written."""
 
     model: PreTrainedModel
-    options: Mapping[str, Any]
+    request: ExportRequest
+    base_model_path: str | None
 
     @classmethod
     def of(
@@ -72,14 +73,15 @@ class Export:
         engine, model = target.engines[name], target.state(name).model
         assert isinstance(model, PreTrainedModel), "`check_export` has looked"
         base = engine.config.path if isinstance(engine, FSDPEngine) and Path(engine.config.path).is_dir() else None
-        meta = SaveLoadMeta("", "hf", False, request.tokenizer, request.processor, base, request.dtype)
-        return cls(model if weights is None else staged_model(model, weights), meta.hf_options())
+        return cls(model if weights is None else staged_model(model, weights), request, base)
 
     def write(
         self, folder: Path, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None
     ) -> None:
         """See `write_hf`."""
-        write_hf(self.model, folder, group=group, gather_group=gather_group, **self.options)
+        own, base = self.request, self.base_model_path
+        meta = SaveLoadMeta(str(folder), "hf", False, own.tokenizer, own.processor, base, own.dtype)
+        write_hf(self.model, folder, group=group, gather_group=gather_group, **meta.hf_options())
 
 
 def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:

@@ -183,6 +183,24 @@ def test_a_run_that_goes_back_renames_the_exports_it_gives_up_and_makes_the_one_
     assert exports(tmp_path) == [] and len(exports(tmp_path, hidden=True)) == 6
 
 
+def test_a_run_that_starts_from_a_generation_of_elsewhere_has_no_export_of_that_step_from_its_own_past(
+    tmp_path: Path,
+) -> None:
+    trainer = Trainer(tmp_path)
+    with make(tmp_path, freq_steps=1) as handler:
+        handler.load(trainer.state)
+        for step in range(2):
+            trainer.step(step)
+            handler.dump(trainer.state, step_info(step))
+    os.rename(tmp_path / "e/t/recover", tmp_path / "elsewhere")
+    (tmp_path / "e/t/hf/global_step_1/config.json").write_text("of the past")
+    with make(tmp_path, resume_path=str(tmp_path / "elsewhere/global_step_1")) as handler:
+        assert handler.load(Trainer(tmp_path).state) is not None
+    trainer.assert_exported(tmp_path, [0, 1])
+    (aside,) = exports(tmp_path, hidden=True)
+    assert aside.startswith(".rejected-global_step_1-")
+
+
 def test_only_one_engine_that_is_named_and_of_transformers_can_be_exported(tmp_path: Path) -> None:
     trainer, tiny = Trainer(tmp_path), Tiny()
     engines = {"actor": trainer.state, "other": tiny.state}
