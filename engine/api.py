@@ -21,7 +21,8 @@ actor, or ``[tokens]`` values of a critic; every per-token tensor of ``micro_bat
 LossWeightFn = Callable[[Batch], torch.Tensor]
 """``loss_weight_fn(micro_batch)`` -> scalar: how much the mean of this micro-batch counts, usually its loss tokens."""
 
-_EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What a Hugging Face export may be stored as."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class SaveLoadMeta:
     max_shard_size_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, (None, *_EXPORT_DTYPES))
+        require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
         require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
         if self.weight_format == "dcp" and not (self.dtype is None and self.max_shard_size_bytes is None):
             raise ConfigError(
@@ -62,7 +63,7 @@ class SaveLoadMeta:
     def hf_options(self) -> dict[str, Any]:
         """What `save_hf` is told beside the model, the path and the group."""
         return {
-            "dtype": None if self.dtype is None else _EXPORT_DTYPES[self.dtype],
+            "dtype": None if self.dtype is None else EXPORT_DTYPES[self.dtype],
             "tokenizer": self.tokenizer,
             "processor": self.processor,
             "base_model_path": self.base_model_path,

@@ -28,12 +28,12 @@ from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
-from .dcp_staging import wait_for_staging
+from .dcp_staging import StagedState, wait_for_staging
 from .dcp_state import PACKED, DCPState, rng_key
 
 
 def write_dcp(
-    folder: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None
+    folder: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
     """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
 
@@ -50,7 +50,9 @@ def write_dcp(
     return DCPSaver().write(folder, values, group)
 
 
-def save_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+def save_dcp(
+    path: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+) -> None:
     """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
 
     Raises:

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,20 +43,23 @@ class Staging:
         self._hook: RemovableHandle | None = None
 
     @torch.no_grad()  # else each `to_local` of hundreds makes an autograd node
-    def stage(self, state: DCPState) -> dict[str, Any]:
+    def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 
         All of it is copied when this returns, except for what only ``optimizer.step`` changes; `finish` waits for that.
+        With ``weights_only`` that is the model alone; buffers of the rest stay for the next time.
 
         Raises:
             ConfigError: see `DCPState.state_dict`.
             RuntimeError: torch has no memory for the buffers, or the device failed.
         """
         self.wait()
-        live = state.state_dict()
+        live = (DCPState(state.model) if weights_only else state).state_dict()
         pairs: dict[str, Pair] = {}
         kept, self._buffers = self._buffers, {}
         values = _companion(live, "", kept, pairs, self._buffers)
+        if weights_only:
+            self._buffers = kept | self._buffers
         later = state.names_changed_in_step()
         _Copy(pair for name, pair in pairs.items() if name not in later).finish()
         if later and state.optimizer is not None:
@@ -89,6 +93,19 @@ class Staging:
                 self._hook.remove()
             self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait())
             self._optimizer = weakref.ref(optimizer)
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """What `Staging.stage` returned, for `save_dcp` in the place of the state itself."""
+
+    staging: Staging
+    values: Mapping[str, Any]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The values, once they are all there; raises what went wrong with that."""
+        self.staging.finish()
+        return self.values
 
 
 class _Copy:

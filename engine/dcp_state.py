@@ -211,7 +211,7 @@ class DCPState(TorchStateful):
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
         first = {id(param): f"model.{name}" for name, param in self._parameters()}
-        every = {f"model.{_clean(n)}": first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        every = {f"model.{clean_name(n)}": first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
         return {name: canonical for name, canonical in every.items() if name != canonical}
 
     def propose_optimizer_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
@@ -249,7 +249,7 @@ class DCPState(TorchStateful):
             self.optimizer.state[params[fqn]][entry] = tensor
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(_clean(name), param) for name, param in self.model.named_parameters()]
+        return [(clean_name(name), param) for name, param in self.model.named_parameters()]
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
@@ -258,7 +258,7 @@ class DCPState(TorchStateful):
             for prefix, module in self.model.named_modules(remove_duplicate=False)
             for name in module._non_persistent_buffers_set
         }
-        buffers = {_clean(name): buffer for name, buffer in self.model.named_buffers() if name not in passing}
+        buffers = {clean_name(name): buffer for name, buffer in self.model.named_buffers() if name not in passing}
         return dict(self._parameters()) | buffers
 
     def _optimizer_entries(self, optimizer: torch.optim.Optimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
@@ -325,7 +325,8 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
         )
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
+    """A module's name for a tensor without what wrappers add to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -8,7 +8,6 @@ until a `WorkerGroup` ends them.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,9 @@ from .api import (
     SaveLoadMeta,
     WeightUpdateMeta,
 )
+from .background_save import BackgroundSave
 from .config import TrainEngineConfig
+from .counters import EngineCounters
 from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
@@ -43,32 +44,6 @@ from .publish import publish_weights
 from .rl.logprobs import token_logprobs
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class EngineCounters:
-    """What an engine counts; saved with its training state.
-
-    Attributes:
-        version: weight version, as `FSDPEngine.set_version` left it.
-        optimizer_steps: updates made.
-        skipped_steps: updates not made because the gradient was not finite.
-        steps_since_schedule: updates made since the schedule last advanced.
-    """
-
-    version: int = 0
-    optimizer_steps: int = 0
-    skipped_steps: int = 0
-    steps_since_schedule: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts by name."""
-        return asdict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put counts back."""
-        for name in asdict(self):
-            setattr(self, name, int(state_dict[name]))
 
 
 class FSDPEngine:
@@ -85,6 +60,7 @@ class FSDPEngine:
         self._model: PreTrainedModel | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._background: BackgroundSave | None = None
         self._servers: Sequence[InferenceServer] = ()
         self._update_meta: WeightUpdateMeta | None = None
 
@@ -126,12 +102,21 @@ class FSDPEngine:
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 
     def destroy(self) -> None:
-        """Free the model and leave the process groups; may be called twice, and after a peer has died."""
-        self._model = self.optimizer = self.lr_scheduler = None
-        self._servers = ()
-        if self._groups is not None:
-            groups, self._groups = self._groups, None
-            close_process_groups(groups)
+        """Free the model and leave the process groups; may be called twice, and after a peer has died.
+
+        Raises:
+            Exception: that of a save in the background, which is waited for first; all is free then.
+        """
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.close()
+        finally:
+            self._model = self.optimizer = self.lr_scheduler = None
+            self._servers = ()
+            if self._groups is not None:
+                groups, self._groups = self._groups, None
+                close_process_groups(groups)
 
     def train(self, mode: bool = True) -> "FSDPEngine":
         """Switch the model to training (or evaluation) mode."""
@@ -297,20 +282,40 @@ class FSDPEngine:
         optimizer = self._require_optimizer()
         return DCPState(self.model, optimizer, self.lr_scheduler, self.counters, changes_only_in_step=True)
 
-    def save(self, meta: SaveLoadMeta) -> None:
+    def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
         """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.
+
+        Args:
+            meta: what to write. Its tokenizer and processor may not change before it is written.
+            blocking: False returns when the state is staged in host memory, and writes it in the background: parameters
+                and optimizer state may change in ``optimizer.step`` and in loads, everything else as it will. One save
+                is written at a time; the next one of either kind waits for it, as `wait_for_save` and `destroy` do.
 
         Raises:
             ConfigError: the format is unknown, or cannot hold what is asked.
             CheckpointExistsError: the folder exists.
             CheckpointWriteError: any rank could not write.
+            Exception: the save before failed in the background; this one is not made. Each failure is told once.
         """
         self._check_meta(meta)
+        self.wait_for_save()
+        if not blocking:
+            self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
+            self._background.begin(meta, self.dcp_state(self.optimizer is not None))
+            return
         match meta.weight_format:
             case "dcp":
                 self._save_to_dcp(meta)
             case "hf":
                 self._save_to_hf(meta)
+
+    def wait_for_save(self) -> None:
+        """Return when what ``save(blocking=False)`` began is committed; raises what it failed with, on every rank.
+
+        In a `WorkerGroup` call it before ``shutdown``, which does not give `destroy` the time that a save may take.
+        """
+        if self._background is not None:
+            self._background.wait()
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Load a checkpoint; nothing changes unless all of it is sound and fits on every rank.

@@ -49,6 +49,7 @@ def save_hf(
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -66,6 +67,7 @@ def save_hf(
         model: any transformers model, sharded by `fully_shard` or not.
         path: the folder to create, or a URL.
         group: control group of CPU tensors (gloo); None takes the default group.
+        gather_group: for a `staged_model`, over which to gather what no rank can address alone; None: its mesh.
         dtype: what floating-point weights are stored as; None keeps each as it is.
         tokenizer: saved beside the weights, chat template included.
         processor: likewise.
@@ -83,16 +85,18 @@ def save_hf(
     """
     options: dict[str, Any] = {
         "group": group,
+        "gather_group": gather_group,
         "dtype": dtype,
         "tokenizer": tokenizer,
         "processor": processor,
         "base_model_path": base_model_path,
+        "max_shard_size_bytes": max_shard_size_bytes,
     }
     if (folder := local_folder(path)) is None:
-        export_to_url(model, os.fspath(path), max_shard_size_bytes=max_shard_size_bytes, **options)
+        export_to_url(model, os.fspath(path), **options)
         return
     with staged_folder(folder, group) as staging:
-        write_hf(model, staging, max_shard_size_bytes=max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, **options)
+        write_hf(model, staging, **options)
 
 
 def write_hf(
@@ -100,11 +104,12 @@ def write_hf(
     folder: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     base_model_path: str | os.PathLike[str] | None = None,
-    max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
+    max_shard_size_bytes: int | None = None,
 ) -> list[str]:
     """What `save_hf` does between making a staging folder and committing it.
 
@@ -123,7 +128,7 @@ def write_hf(
         with all_ranks_succeed(f"preparing {folder}", group), as_write_error(folder):
             stored, _ = stored_tensors(model)
             plan = plan_tensors(model, stored, rank, world_size, dtype)
-            layout = plan.layout(max_shard_size_bytes, model.num_parameters())
+            layout = plan.layout(max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters())
             for file in layout.files if rank == 0 else ():
                 files.create(file)
         places, weights = layout.places, [file.name for file in layout.files]
@@ -142,7 +147,7 @@ def write_hf(
             if not (plan.gathered or plan.opaque):
                 files.sync()
         if plan.gathered or plan.opaque:
-            _write_gathered(files, folder, model, plan, stored, places, group)
+            _write_gathered(files, folder, model, plan, stored, places, group, gather_group)
     return weights[rank::world_size] + small_files
 
 
@@ -181,20 +186,21 @@ def _write_gathered(
     stored: Mapping[str, torch.Tensor],
     places: Mapping[str, Place],
     group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
 ) -> None:
     """Write what ranks have to see as a whole first, each an equal share of it, and sync everything."""
     for source, wanted in plan.gathered.items():
         tensor = stored[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
         for first, last in row_blocks(tensor, [span for _, span in wanted]):
-            block = gathered_block(tensor, first, last)
+            block = gathered_block(tensor, first, last, gather_group)
             with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
                 for file_tensor, span in wanted:
                     _write_share(files, places[file_tensor.key], span, block)
     rank, world_size = get_rank(group), get_world_size(group)
     for tensors in plan.opaque:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
-        flat = torch.cat([whole_tensor(stored[source]).reshape(-1) for source in sources])
+        flat = torch.cat([whole_tensor(stored[source], gather_group).reshape(-1) for source in sources])
         with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
             elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
             for tensor in tensors:

@@ -130,17 +130,11 @@ def unsharded_view(model: M) -> M:
     transformers looks conversions up by class name and module. The view is for asking questions about the model; it
     must not be called or changed.
     """
-    memo: dict[int, nn.Module] = {}
-
-    def view_of(module: nn.Module) -> nn.Module:
-        if id(module) not in memo:
-            view = memo[id(module)] = object.__new__(unsharded_class(module))
-            view.__dict__.update(module.__dict__)
-            children = {name: child and view_of(child) for name, child in module._modules.items()}
-            view.__dict__["_modules"] = children
-        return memo[id(module)]
-
-    return view_of(model)  # type: ignore[return-value]
+    views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
+    for module, view in views.items():
+        children = {name: None if child is None else views[child] for name, child in module._modules.items()}
+        view.__dict__.update(module.__dict__, _modules=children)
+    return views[model]  # type: ignore[return-value]
 
 
 def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -48,12 +48,12 @@ def export_to_url(
     url: str,
     *,
     group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     base_model_path: str | os.PathLike[str] | None = None,
     max_shard_size_bytes: int | None = None,
-    stored: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Put a Hugging Face folder at ``url``; see `save_hf`, which calls this, for what is not said here.
 
@@ -61,16 +61,14 @@ def export_to_url(
         url: of any fsspec backend.
         max_shard_size_bytes: None takes a share of a rank, though no more than 5 GB and no less than 500 MB: a file has
             one writer, so it takes files to write side by side.
-        stored: ``state_dict`` key -> tensor (with the placements of the model's), instead of the live ones.
     """
     started, rank, world_size = time.monotonic(), get_rank(group), get_world_size(group)
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group), as_write_error(without_secrets(url)):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        if stored is None:
-            stored, _ = stored_tensors(model)
+        stored, _ = stored_tensors(model)
         plan = plan_tensors(model, stored, rank, world_size, dtype)
         layout = plan.layout(max_shard_size_bytes or _share_bytes(plan, world_size), model.num_parameters())
-        streaming = WeightStreaming(layout.files, model, plan, stored, group)
+        streaming = WeightStreaming(layout.files, model, plan, stored, group, gather_group)
         small: dict[str, bytes] = {}
         if rank == 0:
             small = _small_files(layout, model, dtype, tokenizer, processor, base_model_path)

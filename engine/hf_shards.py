@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from transformers import PreTrainedModel
 
 from .hf_keys import FileTensor, Span, file_tensors
@@ -175,16 +177,16 @@ def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def gathered_block(tensor: DTensor, first: int, last: int) -> LocalPart:
-    """A block of `row_blocks`, whole, on the CPU of every rank. A collective of the tensor's mesh."""
+def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGroup | None = None) -> LocalPart:
+    """A block of `row_blocks`, whole, on the CPU of every rank. A collective; see `whole_tensor`."""
     mesh = tensor.device_mesh
     replica, replicas = _place_among(mesh, range(mesh.ndim))
     if (first, last) != (0, tensor.shape[0]):
         shape = torch.Size((last - first, *tensor.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        local = tensor.to_local()[first:last]
-        tensor = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
-    return replace(whole_part(whole_tensor(tensor), first), replica=replica, replicas=replicas)
+        spec = replace(tensor._spec, tensor_meta=TensorMeta(shape, stride, tensor.dtype))
+        tensor = DTensor(tensor.to_local()[first:last], spec, requires_grad=False)  # `from_local` may move staged ones
+    return replace(whole_part(whole_tensor(tensor, group), first), replica=replica, replicas=replicas)
 
 
 def whole_part(values: torch.Tensor, first: int) -> LocalPart:
@@ -201,13 +203,33 @@ def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> 
     rows.copy_(local_of_whole(tensor, values))
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor on the CPU, in memory of its own. A collective of the tensor's mesh."""
+def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """All of a tensor on the CPU, in memory of its own. A collective of the tensor's mesh, or of ``group``: gloo, over
+    the ranks of a mesh of one dimension, for shards on the CPU."""
+    if isinstance(tensor, DTensor) and group is not None:
+        return _gather_over(tensor, group)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     full = full.detach().cpu()
     shares_memory = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return full.clone() if shares_memory else full
+
+
+def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`DTensor.full_tensor` without its caches, which take a mesh for another one and keep its group for good."""
+    (placement,), local = tensor.placements, tensor.to_local().detach()
+    if not isinstance(placement, Shard):
+        return local.clone()
+    shape, parts = list(tensor.shape), []
+    length, n_ranks = shape[placement.dim], dist.get_world_size(group)
+    each = -(-length // n_ranks)
+    for rank in range(n_ranks):
+        shape[placement.dim] = max(min(each, length - rank * each), 0)
+        own = rank == dist.get_rank(group)
+        parts.append(local.contiguous() if own else torch.empty(shape, dtype=local.dtype, device="cpu"))
+        if parts[-1].numel():
+            dist.broadcast(parts[-1], group=group, group_src=rank)
+    return torch.cat(parts, placement.dim)
 
 
 def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

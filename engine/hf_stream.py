@@ -83,8 +83,9 @@ class WeightStreaming:
         files: of the layout of ``plan``, the same on all ranks.
         model: asked how its tensors are converted; not for their values.
         plan: of this rank; its ``parts`` have the values, live or staged.
-        stored: ``state_dict`` key -> tensor, for what must be gathered (over the groups of its mesh).
+        stored: ``state_dict`` key -> tensor, for what must be gathered.
         group: what the bytes travel over, as CPU tensors (gloo); None takes the default group.
+        gather_group: see `save_hf`.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class WeightStreaming:
         plan: Plan,
         stored: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None = None,
+        gather_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._model, self._plan, self._stored = model, plan, stored
+        self._model, self._plan, self._stored, self._gather_group = model, plan, stored, gather_group
         self._group, self._rank, self._world_size = group, get_rank(group), get_world_size(group)
         self._dealt = deal_files(files, self._world_size)
         self._steps = plan_steps(files, plan, stored)
@@ -272,20 +274,20 @@ class WeightStreaming:
             if isinstance(block, Rows):
                 whole = self._gather_rows(block)
             else:
-                whole = self._gather_group(block, convert=owner == self._rank)
+                whole = self._gather_sources(block, convert=owner == self._rank)
             kept[block] = whole if owner == self._rank else None
         kept.move_to_end(block)
 
     def _gather_rows(self, rows: Rows) -> LocalPart:
         tensor = self._stored[rows.source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
-        return gathered_block(tensor, rows.first, rows.last)
+        return gathered_block(tensor, rows.first, rows.last, self._gather_group)
 
-    def _gather_group(self, group: Group, convert: bool) -> dict[str, torch.Tensor] | None:
+    def _gather_sources(self, group: Group, convert: bool) -> dict[str, torch.Tensor] | None:
         """The flattened values of its file tensors, by key."""
         tensors = self._plan.opaque[group.number]
         sources = sorted({source for tensor in tensors for source in tensor.sources})
-        wholes = {source: whole_tensor(self._stored[source]) for source in sources}
+        wholes = {source: whole_tensor(self._stored[source], self._gather_group) for source in sources}
         with self._noting():
             if convert:
                 elements = element_map(self._model, {source: whole.shape for source, whole in wholes.items()}, tensors)

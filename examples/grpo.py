@@ -222,7 +222,8 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step)
         train_steps(config, sampler, trainer, loader, handler, stats_logger, step)
-    trainer.call_all("export", str(config.final_export))
+    if not config.final_export.exists():  # recover.hf_freq_steps may have made it
+        trainer.call_all("export", str(config.final_export))
 
 
 def train_steps(

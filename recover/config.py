@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..engine.api import EXPORT_DTYPES
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
 
@@ -47,12 +48,22 @@ class RecoverConfig:
     """Whether ``dump`` returns when the state is staged (in host memory, a shard of it) and the rest goes on in the
     background; else it returns when the snapshot is committed."""
     on_busy: str = "wait"
-    """What becomes of a snapshot that is due while the last one is still being written: ``wait`` for that, or ``skip``
-    this one."""
+    """What becomes of a snapshot or export that is due while the last one is still being written: ``wait`` for that, or
+    ``skip`` this one."""
+    hf_freq_steps: int | None = None
+    """Export the weights in Hugging Face format every so many steps, as ``hf/global_step_<N>`` beside the snapshots; in
+    the background like these, from the same staged copy where both are due. 10 means steps 9, 19, 29 ..."""
+    hf_engine: str | None = None
+    """Which of several named engines is exported."""
+    hf_dtype: str | None = None
+    """What floating-point weights are exported as: ``float32``, ``bfloat16``, ``float16``; None keeps each as it is."""
+    hf_max_to_keep: int | None = None
+    """How many of the newest exports stay; None keeps all."""
     save_timeout_s: float = 1800.0
     """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
-    """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it."""
+    """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it. As many exports
+    in a row, which are counted apart."""
     lock_timeout_s: float = 10.0
     """How long to wait for another job that uses the same folder, before this one is refused. A job that was killed
     a moment ago may need as long to be gone; on NFS, whose host died with it, up to 90 s."""
@@ -85,6 +96,9 @@ class RecoverConfig:
         require_range("recover.keep_best", self.keep_best, low=1)
         require_choice("recover.best_mode", self.best_mode, ("max", "min"))
         require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
+        require_range("recover.hf_freq_steps", self.hf_freq_steps, low=1)
+        require_choice("recover.hf_dtype", self.hf_dtype, (None, *EXPORT_DTYPES))
+        require_range("recover.hf_max_to_keep", self.hf_max_to_keep, low=1)
         require_range("recover.save_timeout_s", self.save_timeout_s, low=1.0)
         require_range("recover.save_failures_allowed", self.save_failures_allowed, low=0)
         require_range("recover.lock_timeout_s", self.lock_timeout_s, low=0.0)
@@ -107,6 +121,11 @@ class RecoverConfig:
     def recover_root(self) -> Path:
         """Where the generations are."""
         return self.trial_root / "recover"
+
+    @property
+    def hf_root(self) -> Path:
+        """Where the Hugging Face exports are."""
+        return self.trial_root / "hf"
 
     @property
     def lock_path(self) -> Path:

@@ -19,22 +19,23 @@ import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.distributed import get_rank
-from ..utils.errors import ConfigError, Preempted, WorkerLost
+from ..utils.errors import ConfigError, Preempted
 from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.staging import as_write_error
 from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
 from .data_state import restore_data
+from .exporting import HFExports
 from .facts import check_restored, combine_ranks
 from .info import RecoverInfo
 from .mirror import Mirror
 from .process_state import DRIVER_STATE, ProcessState, rank_state_name
 from .rank_reading import check_rank, read_rank
-from .rank_writing import close_writer, open_writer
+from .rank_writing import close_writers, open_writer
 from .ranks import DrivenRanks, LocalRanks, RankGroup, Ranks, RankTarget, rank_target
 from .retention import RetentionRules
-from .saving import SaveStats, SnapshotSaver
+from .saving import Due, SaveStats, SnapshotSaver
 from .schedule import Pace, SnapshotSchedule
 from .stopping import StopNotice, StopRequests
 from .store import Generation, GenerationStore
@@ -52,7 +53,8 @@ class RecoverHandler:
         group: gloo group of the ranks, under torchrun; None is the default group.
         notices: asked after every step whether the run has to stop, as signals and ``must_save_by`` may make it:
             `holdfast.recover.supervisor.Attempt.draining`, or a cloud's preemption notice.
-
+        tokenizer: saved beside the weights of Hugging Face exports (``hf_freq_steps``); may not change after `load`.
+        processor: likewise.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class RecoverHandler:
         *,
         group: dist.ProcessGroup | None = None,
         notices: Sequence[Callable[[], StopNotice | None]] = (),
+        tokenizer: Any = None,
+        processor: Any = None,
     ) -> None:
         self.config, self.ft_spec = config, ft_spec
         self.store = GenerationStore(config.recover_root)
@@ -74,7 +78,8 @@ class RecoverHandler:
         self._retention = RetentionRules.from_config(config)
         self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
         self._pace = Pace()
-        self._saver = SnapshotSaver(config, self._key, self._writer, self._pace, self._after_commit)
+        self._exports = HFExports(config, self._key, (tokenizer, processor))
+        self._saver = SnapshotSaver(config, self._key, self._writer, self._exports, self._pace, self._after_commit)
         self._opened: Ranks | None = None
         self._lock = FolderLock(config.lock_path)
         self._mirror: Mirror | None = None
@@ -93,7 +98,7 @@ class RecoverHandler:
     @property
     def failed_saves(self) -> int:
         """Snapshots that failed since the last one that did not."""
-        return self._saver.failed_in_a_row
+        return self._saver.failed_in_a_row["snapshot"]
 
     def register(self, name: str, thing: Stateful) -> None:
         """Have an object of this process saved and restored with every generation.
@@ -129,12 +134,14 @@ class RecoverHandler:
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job. Nothing was changed.
+            ConfigError: an export was asked for that cannot be made. Nothing was changed.
         """
         self._require_open()
         if self.config.mode == "off":
             return None
         self._saver.settle(must=True)  # of a load before this one
         started, ranks = time.monotonic(), self._ranks(engine)
+        self._exports.check(ranks)
         ranks.decide_slowly(self._take_folder)
         self._stops.install()
         choice = self._resume.choose(ranks, self._mirror)
@@ -142,8 +149,10 @@ class RecoverHandler:
             self._restore(ranks, *choice, dataloader)
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
-        ranks.run_all(open_writer, self._key, self.config.save_timeout_s if self.config.async_save else None)
+        aside_s = self.config.save_timeout_s if self.config.async_save else None
+        ranks.run_all(open_writer, self._key, aside_s, self._exports.request)
         self._loaded, self._opened = True, ranks
+        self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
         return None if choice is None else choice[1]
 
@@ -156,7 +165,7 @@ class RecoverHandler:
         force: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Snapshot the run after the step ``step_info``, if one is due; returns when it is staged.
+        """Snapshot the run after the step ``step_info``, and export its weights, if due; returns when both are staged.
 
         From then on everything may change but parameters and optimizer state, for which the next ``optimizer.step``
         waits; an engine of one's own that changes them elsewhere says so (see `DCPState`). The rest is done in the
@@ -174,12 +183,12 @@ class RecoverHandler:
 
         Returns:
             whether a snapshot was taken. One that fails, now or later, is logged, and training goes on; the older
-            generations are untouched, and nothing half-written is left.
+            generations are untouched, and nothing half-written is left. So are exports.
 
         Raises:
             Preempted: the run was asked to stop, and is snapshotted.
-            CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot in a row has failed than
-                ``save_failures_allowed``, or a forced one, or the last one before a stop.
+            CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot or export in a row has failed than
+                ``save_failures_allowed``, or that of a forced step, or of the last one before a stop.
             Exception: whatever else ended a snapshot in the background.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.
@@ -208,7 +217,7 @@ class RecoverHandler:
         return saved
 
     def wait(self) -> None:
-        """Return when every snapshot that `dump` has begun is committed; every rank calls it.
+        """Return when every snapshot and export that `dump` has begun is committed; every rank calls it.
 
         Raises:
             CheckpointWriteError, StaleSnapshotError, PeerError: the last one could not be.
@@ -238,8 +247,8 @@ class RecoverHandler:
             ends.callback(self._lock.release)
             ends.callback(self._close_mirror, wait)
             ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
-            if wait:
-                ends.callback(self._close_writers)
+            if wait and self._opened is not None:
+                ends.callback(close_writers, self._opened, self._key)
             self._saver.close(wait)
 
     def __enter__(self) -> Self:
@@ -287,22 +296,23 @@ class RecoverHandler:
     ) -> bool:
         started, step = time.monotonic(), step_info.global_step
         self._saver.look(ranks)
-        if must and self._saver.step == step:
-            self._saver.insist()
+        if must:
+            self._saver.insist(step)
         due, saved = None, False
         with self._saver.tolerating(step, must):
-            due = ranks.decide(lambda: self._is_due(step_info, must))
-        if due is False or not self._saver.make_way(must):
+            due = ranks.decide(lambda: Due(self._is_due(step_info, must), self._exports.due(step)))
+        if due == Due(snapshot=False, export=False) or not self._saver.make_way(must):
             return False
         wanted = self._resume.resume_path
         resumed_from = None if wanted is None else str(wanted), self._resume.origin
-        with self._saver.tolerating(step, must):
-            if due:
-                self._saver.save(
-                    ranks, step_info, dataloader, metrics, resumed_from, must=must, in_background=in_background
-                )
-                self._at, saved = step, True
-        self.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
+        if due is not None:
+            saved = self._saver.save(
+                ranks, step_info, due, dataloader, metrics, resumed_from, must=must, in_background=in_background
+            )
+        if saved:
+            self._at = step
+        if due is None or due.snapshot:
+            self.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
         self.save_stats.blocked_s = time.monotonic() - started
         return saved
 
@@ -322,16 +332,6 @@ class RecoverHandler:
         if self._mirror is not None:
             self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
             self._retire()  # what had to wait for its copy
-
-    def _close_writers(self) -> None:
-        match self._opened:
-            case LocalRanks():
-                close_writer(None, self._key)
-            case DrivenRanks():
-                try:
-                    self._opened.run_all(close_writer, self._key)
-                except WorkerLost as loss:
-                    logger.warning("%s, after the last snapshot", loss)
 
     # Load
 
@@ -369,6 +369,15 @@ class RecoverHandler:
         self._at = info.last_step_info.global_step
         self._pace.saved(info.save_s)
         self.schedule.mark(info.last_step_info)
+
+    def _go_on_exporting(self, ranks: Ranks, resumed: Choice | None) -> None:
+        """Give up exports of a life that is given up, and make the one that a crash has kept from the step resumed."""
+        here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
+        step = -1 if resumed is None else resumed[1].last_step_info.global_step
+        ranks.decide(lambda: self._exports.go_back(step if here else step - 1))
+        if resumed is not None and ranks.decide(lambda: self._exports.due(step)):
+            background = self.config.async_save
+            self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
 
     def _ranks(self, engine: Any) -> Ranks:
         if isinstance(engine, RankGroup):

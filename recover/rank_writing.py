@@ -2,16 +2,17 @@
 
 Captured are the generators, the user's objects and what the engines count, as they are, and the engines' tensors: the
 live ones, for a snapshot that is written at once, or a copy of them in staging buffers, for one that is written in the
-background. What lasts from one snapshot to the next (buffers, plans, the group for the background) is kept by a
-`RankWriter`, in the process of the rank, under the key of the handler that opened it.
+background. A Hugging Face export is written from the same tensors, or from the weights alone.
+
+What lasts from one snapshot to the next (buffers, plans, the group for the background) is kept by a `RankWriter`, in
+the process of the rank, under the key of the handler that opened it.
 """
 
-import contextlib
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,13 +20,17 @@ from ..engine.dcp_fingerprint import sample_state
 from ..engine.dcp_saver import DCPSaver
 from ..engine.dcp_staging import Staging
 from ..engine.dcp_state import DCPState, flatten
-from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
-from ..utils.errors import ConfigError
+from ..utils.distributed import all_ranks_succeed, drop_group, get_rank, new_group_aside
+from ..utils.errors import ConfigError, WorkerLost
+from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry
 from ..utils.staging import as_write_error
 from .facts import EngineSample, count_engine
 from .process_state import capture_process, rank_state_name, write_process
-from .ranks import RankTarget, rank_target
+from .rank_exporting import Export, ExportRequest
+from .ranks import Ranks, RankTarget, rank_target
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,25 +63,44 @@ class _Capture:
     rng: str
 
 
+@dataclass(frozen=True)
+class _ExportCapture:
+    """An export of the engine ``name``, the group of its ranks, and how many threads it computes with."""
+
+    export: Export
+    name: str
+    group: dist.ProcessGroup | None
+    threads: int
+
+
 class RankWriter:
     """One rank's side of the snapshots of one handler.
 
     Args:
         aside: gloo group for snapshots that are written in the background; None when there are none.
+        request: what is exported; None: nothing.
 
     Attributes:
-        aside: the same.
+        aside: see above.
     """
 
-    def __init__(self, aside: dist.ProcessGroup | None) -> None:
-        self.aside = aside
+    def __init__(self, aside: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
+        self.aside, self._request = aside, request
         self._savers: dict[str, DCPSaver] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
         self._capture: _Capture | None = None
+        self._export: _ExportCapture | None = None
 
-    def capture(self, target: RankTarget, staged: bool) -> None:
-        """Take down the state as it is; with ``staged`` it may change once this has returned (see `dcp_staging`)."""
-        self._capture = None
+    def capture(self, target: RankTarget, staged: bool, snapshot: bool, export: bool) -> None:
+        """Take down what a snapshot, an export, or both are made of, as it is; with ``staged`` it may change once this
+        has returned (see `dcp_staging`)."""
+        self._capture = self._export = None
+        if snapshot:
+            self._capture = self._capture_snapshot(target, staged)
+        if export:
+            self._export = self._capture_export(target, staged)
+
+    def _capture_snapshot(self, target: RankTarget, staged: bool) -> _Capture:
         states = {name: target.state(name) for name in target.engines}
         counts = {name: count_engine(state) for name, state in states.items()}
         versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
@@ -85,7 +109,18 @@ class RankWriter:
             values = {name: self._staging_of(name, state).stage(state) for name, state in states.items()}
         else:
             values = {name: state.state_dict() for name, state in states.items()}
-        self._capture = _Capture(target, get_rank(), values, counts, versions, process, rng)
+        return _Capture(target, get_rank(), values, counts, versions, process, rng)
+
+    def _capture_export(self, target: RankTarget, staged: bool) -> _ExportCapture:
+        assert self._request is not None, "an export is due, but none was ever to be"
+        name, weights = self._request.name(target), None
+        if staged and self._capture is not None:
+            weights = self._capture.values[name]["model"]
+        elif staged:
+            state = target.state(name)
+            weights = self._staging_of(name, state).stage(state, weights_only=True)["model"]
+        export = Export.of(self._request, target, name, weights)
+        return _ExportCapture(export, name, target.group_of(name), torch.get_num_threads())
 
     def write(self, folder: Path, in_background: bool) -> RankPart:
         """Write what was captured; all ranks call it."""
@@ -110,6 +145,18 @@ class RankWriter:
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
         return RankPart(entries, capture.versions, samples, capture.rng)
 
+    def export(self, folder: Path, in_background: bool) -> None:
+        """Write the export that was captured; all ranks call it."""
+        capture, self._export = self._export, None
+        assert capture is not None, "nothing was captured"
+        if not in_background:
+            capture.export.write(folder, capture.group)
+            return
+        torch.set_num_threads(capture.threads)  # else a new thread takes all cores
+        with all_ranks_succeed("preparing the export", self.aside):
+            self._stagings[capture.name][1].finish()
+        capture.export.write(folder, self.aside, self.aside)
+
     def _staging_of(self, name: str, state: DCPState) -> Staging:
         """Of this engine's name and no other: two may share a model, and have optimizers of their own."""
         model, staging = self._stagings.get(name, (None, None))
@@ -124,27 +171,27 @@ class RankWriter:
         """Give up the buffers and the group."""
         for _, staging in self._stagings.values():
             staging.release()
-        if self.aside is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with the default group that it was made in
-                dist.destroy_process_group(self.aside)
+        drop_group(self.aside)
 
 
 _WRITERS: dict[str, RankWriter] = {}
 
 
-def open_writer(holder: Any, key: str, timeout_s: float | None) -> None:
+def open_writer(holder: Any, key: str, timeout_s: float | None, request: ExportRequest | None = None) -> None:
     """Make this rank's `RankWriter` for the handler ``key``; all ranks call it.
 
     Args:
         holder: see `rank_target`.
         key: unique to the handler.
         timeout_s: how long ranks wait for each other in the background; None when nothing is written there.
+        request: what is exported besides; None: nothing.
     """
     close_writer(holder, key)
-    _WRITERS[key] = RankWriter(None if timeout_s is None else _group_aside(rank_target(holder).group, timeout_s))
+    aside = None if timeout_s is None else new_group_aside(rank_target(holder).group, timeout_s)
+    _WRITERS[key] = RankWriter(aside, request)
 
 
-def capture_rank(holder: Any, key: str, staged: bool) -> None:
+def capture_rank(holder: Any, key: str, staged: bool, snapshot: bool, export: bool) -> None:
     """See `RankWriter.capture`.
 
     Raises:
@@ -152,7 +199,7 @@ def capture_rank(holder: Any, key: str, staged: bool) -> None:
     """
     if key not in _WRITERS:
         raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
-    _WRITERS[key].capture(rank_target(holder), staged)
+    _WRITERS[key].capture(rank_target(holder), staged, snapshot, export)
 
 
 def write_rank(holder: Any, key: str, folder: str, in_background: bool) -> RankPart:
@@ -171,26 +218,28 @@ def write_rank(holder: Any, key: str, folder: str, in_background: bool) -> RankP
     return _WRITERS[key].write(Path(folder), in_background)
 
 
+def export_rank(holder: Any, key: str, folder: str, in_background: bool) -> None:
+    """Write this rank's part of an export, as it was captured; else as `write_rank`."""
+    _WRITERS[key].export(Path(folder), in_background)
+
+
 def close_writer(holder: Any, key: str) -> None:
     """Forget the handler ``key``; each rank for itself."""
     if (writer := _WRITERS.pop(key, None)) is not None:
         writer.close()
 
 
+def close_writers(ranks: Ranks, key: str) -> None:
+    """`close_writer` on every rank; those of a group that is lost have nothing left to forget."""
+    try:
+        if ranks.is_driver:
+            ranks.run_all(close_writer, key)
+        else:
+            close_writer(None, key)
+    except WorkerLost as loss:
+        logger.warning("%s, after the last snapshot", loss)
+
+
 def writer_group(key: str) -> dist.ProcessGroup | None:
     """The group for the background of a handler in this process."""
     return _WRITERS[key].aside
-
-
-def _group_aside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks: a collective in the background must not meet one of the training in its group."""
-    if not dist.is_initialized():
-        return None
-    timeout = timedelta(seconds=timeout_s)
-    if get_world_size(group) == dist.get_world_size():
-        aside = dist.new_group(backend="gloo", timeout=timeout)
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        aside = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-    assert isinstance(aside, dist.ProcessGroup)
-    return aside

@@ -1,16 +1,18 @@
-"""How a snapshot is taken: at once, or staged and then written in the background; and what became of it.
+"""How a step is saved: at once, or staged and then written in the background; and what became of it.
 
-In the background one snapshot at a time is written, by a thread of its own that has its own process group (or, under
-Ray, its own threads in the workers): every step of it is agreed among the ranks there, none of them here. What it came
-to is looked at by the next `dump`, `wait` or `close`, where rank 0 says for all whether it is done.
+A step is saved as a snapshot, as a Hugging Face export, or as both from one staged copy, the snapshot first. In the
+background one step at a time is written, by a thread of its own that has its own process group (or, under Ray, its own
+threads in the workers): all of it is agreed among the ranks there, nothing here. What it came to is looked at by the
+next `dump`, `wait` or `close`, where rank 0 says for all whether it is done.
 """
 
 import atexit
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, Thread
 
 from ..engine.api import Stateful, StepInfo
@@ -18,6 +20,7 @@ from ..utils.distributed import is_write_failure
 from ..utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .config import RecoverConfig
+from .exporting import HFExports
 from .rank_writing import writer_group
 from .ranks import Ranks
 from .schedule import Pace
@@ -34,51 +37,81 @@ when a rank hangs, and then for nothing."""
 
 @dataclass
 class SaveStats:
-    """What became of the snapshots of a handler, and what they have cost this process.
+    """What became of the snapshots and exports of a handler, and what they have cost this process.
 
     Attributes:
         committed: snapshots that are generations now.
         failed: that are not.
-        skipped: due ones that were not taken because one was still being written.
+        exported: Hugging Face exports that are there now, or were.
+        exports_failed: that are not.
+        skipped: steps that were due and not saved because one was still being written.
         waited: that had to wait for one that was still being written.
         waited_s: for how long in all.
         blocked_s: how long the last one kept training, the wait included.
-        save_s: how long the last one took from its beginning to its commit.
+        save_s: how long the last snapshot took from its beginning to its commit.
+        export_s: how long the last export took, the snapshot of the same step included.
     """
 
     committed: int = 0
     failed: int = 0
+    exported: int = 0
+    exports_failed: int = 0
     skipped: int = 0
     waited: int = 0
     waited_s: float = 0.0
     blocked_s: float = 0.0
     save_s: float = 0.0
+    export_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be made of a step."""
+
+    snapshot: bool
+    export: bool = False
+
+
+@dataclass
+class _Job:
+    """A snapshot or an export, and the seconds it took."""
+
+    kind: str
+    write: Callable[[Ranks], float]
+    outcome: Future[float] = field(default_factory=Future)
 
 
 @dataclass
 class _InFlight:
-    """A snapshot that is being written, or was, and nobody has looked since."""
+    """A step that is being written, or was, and nobody has looked since."""
 
     step: int
     must: bool
-    outcome: Future[float]
+    jobs: list[_Job]
     began_s: float
     was_in_the_way: bool = False
 
+    def done(self) -> bool:
+        return all(job.outcome.done() for job in self.jobs)
+
+    def wait(self, timeout: float | None = None) -> None:
+        wait([job.outcome for job in self.jobs], timeout)
+
 
 class SnapshotSaver:
-    """Takes the snapshots of one handler, one at a time.
+    """Saves the steps of one handler, one at a time.
 
     Args:
         config: ``on_busy`` and ``save_failures_allowed`` count.
         key: of the handler, which the ranks know it by.
         writer: of the run.
-        pace: told how long each snapshot took.
+        exports: of the run.
+        pace: told how long each step took to save.
         after_commit: called with each new generation, by who decides.
 
     Attributes:
         stats: see `SaveStats`.
-        failed_in_a_row: snapshots, since the last one that did not fail.
+        failed_in_a_row: ``snapshot`` or ``export`` -> how many, since the last one that did not fail.
     """
 
     def __init__(
@@ -86,11 +119,12 @@ class SnapshotSaver:
         config: RecoverConfig,
         key: str,
         writer: GenerationWriter,
+        exports: HFExports,
         pace: Pace,
         after_commit: Callable[[Generation], None],
     ) -> None:
-        self.stats, self.failed_in_a_row = SaveStats(), 0
-        self._config, self._key, self._writer, self._pace = config, key, writer, pace
+        self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
+        self._config, self._key, self._writer, self._exports, self._pace = config, key, writer, exports, pace
         self._after_commit = after_commit
         self._in_flight: _InFlight | None = None
         self._commit_lock, self._abandoned = Lock(), False
@@ -98,11 +132,12 @@ class SnapshotSaver:
     @property
     def step(self) -> int | None:
         """The step whose snapshot is being written, as far as it was looked at; the same on all ranks."""
-        return None if self._in_flight is None else self._in_flight.step
+        in_flight = self._in_flight
+        return in_flight.step if in_flight and any(job.kind == "snapshot" for job in in_flight.jobs) else None
 
     @contextmanager
-    def tolerating(self, step: int, must: bool) -> Iterator[None]:
-        """Pass over a snapshot that fails in this block, if it may.
+    def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
+        """Pass over a snapshot, or an export, that fails in this block, if it may.
 
         Raises:
             CheckpointWriteError, StaleSnapshotError: one that must not fail, or one more in a row than
@@ -112,14 +147,15 @@ class SnapshotSaver:
         try:
             yield
         except (CheckpointWriteError, StaleSnapshotError, PeerError) as error:
-            self.stats.failed += 1
+            self.stats.failed += kind == "snapshot"
+            self.stats.exports_failed += kind == "export"
             if must or not (is_write_failure(error) or isinstance(error, StaleSnapshotError)):
                 raise
-            self.failed_in_a_row += 1
-            n_failed, allowed = self.failed_in_a_row, self._config.save_failures_allowed
+            self.failed_in_a_row[kind] += 1
+            n_failed, allowed = self.failed_in_a_row[kind], self._config.save_failures_allowed
             if n_failed > allowed:
                 raise
-            logger.error("step %d: snapshot failed, %d in a row (%d allowed): %s", step, n_failed, allowed, error)
+            logger.error("step %d: %s failed, %d in a row (%d allowed): %s", step, kind, n_failed, allowed, error)
 
     def look(self, ranks: Ranks) -> None:
         """Settle what was being written if it is done by now; all that call the handler call this.
@@ -127,7 +163,7 @@ class SnapshotSaver:
         Raises:
             see `settle`.
         """
-        if (in_flight := self._in_flight) is not None and ranks.decide(in_flight.outcome.done):
+        if (in_flight := self._in_flight) is not None and ranks.decide(in_flight.done):
             self.settle()
 
     def settle(self, must: bool = False) -> None:
@@ -141,18 +177,23 @@ class SnapshotSaver:
         """
         if (in_flight := self._in_flight) is None:
             return
-        wait([in_flight.outcome])  # who interrupts this finds it as it was
+        in_flight.wait()  # who interrupts this finds it as it was
         self._in_flight = None
-        with self.tolerating(in_flight.step, in_flight.must or must):
-            self._count(in_flight.outcome.result())
+        with ExitStack() as told:  # of an export also when the snapshot has failed
+            for job in reversed(in_flight.jobs):
+                told.callback(self._tell, in_flight.step, in_flight.must or must, job)
 
-    def insist(self) -> None:
-        """The snapshot that is being written must not fail, after all."""
-        if self._in_flight is not None:
+    def _tell(self, step: int, must: bool, job: _Job) -> None:
+        with self.tolerating(step, must, job.kind):
+            self._count(job.kind, job.outcome.result())
+
+    def insist(self, step: int) -> None:
+        """What is being written of ``step`` must not fail, after all."""
+        if self._in_flight is not None and self._in_flight.step == step:
             self._in_flight.must = True
 
     def make_way(self, must: bool) -> bool:
-        """Whether a snapshot that is due can be taken now: wait for the one that is being written, or skip this one.
+        """Whether a step that is due can be saved now: wait for the one that is being written, or skip this one.
 
         Raises:
             see `settle`.
@@ -179,44 +220,64 @@ class SnapshotSaver:
         self,
         ranks: Ranks,
         step_info: StepInfo,
-        dataloader: Stateful | None,
-        metrics: Mapping[str, float],
-        resumed_from: tuple[str | None, str | None],
+        due: Due,
+        dataloader: Stateful | None = None,
+        metrics: Mapping[str, float] | None = None,
+        resumed_from: tuple[str | None, str | None] = (None, None),
         *,
-        must: bool,
+        must: bool = False,
         in_background: bool,
-    ) -> None:
-        """Take a snapshot, or only stage it and leave the rest to the background; all that call the handler call this.
+    ) -> bool:
+        """Save a step, or only stage it and leave the rest to the background; all that call the handler call this.
 
         Args:
             ranks: whose state.
             step_info: the step that was just trained.
+            due: what to make of it.
             dataloader: see `Capture`, as are the next two.
             metrics: remembered.
             resumed_from: remembered.
             must: when it fails in the background, that is never passed over.
             in_background: whether to return when the state is staged.
 
+        Returns:
+            whether a snapshot was taken: committed, or staged in the background.
+
         Raises:
-            CheckpointWriteError, StaleSnapshotError, PeerError: it failed; not before `settle` in the background.
+            CheckpointWriteError, StaleSnapshotError, PeerError: see `tolerating`; in the background by `settle`.
             ConfigError: a user object's state could not be read back.
         """
-        capture = self._writer.capture(ranks, step_info, dataloader, metrics, resumed_from, staged=in_background)
-        if not in_background:
-            self._count(self._write(ranks, capture))
-            return
-        aside = ranks.aside(None if ranks.is_driver else writer_group(self._key))
-        outcome: Future[float] = Future()
-        # A daemon: a rank that hangs must not keep this process from its exit.
-        Thread(target=self._fulfil, args=(outcome, aside, capture), name="snapshot", daemon=True).start()
-        self._in_flight = _InFlight(step_info.global_step, must, outcome, capture.began_s)
-        atexit.unregister(self.linger)  # once is enough, however many snapshots there are
-        atexit.register(self.linger)
+        step, jobs, began_s = step_info.global_step, list[_Job](), time.monotonic()
+        if due.export:
+            self._exports.begin(step)
+        with self.tolerating(step, must, "snapshot" if due.snapshot else "export"):
+            if due.snapshot:
+                capture = self._writer.capture(
+                    ranks, step_info, dataloader, metrics or {}, resumed_from, staged=in_background, export=due.export
+                )
+                jobs.append(_Job("snapshot", partial(self._write, capture=capture)))
+            else:
+                self._exports.capture(ranks, staged=in_background)
+            if due.export:
+                jobs.append(_Job("export", partial(self._export, step=step, staged=in_background, began_s=began_s)))
+        if in_background and jobs:
+            aside = ranks.aside(None if ranks.is_driver else writer_group(self._key))
+            # A daemon: a rank that hangs must not keep this process from its exit.
+            Thread(target=_fulfil, args=(jobs, aside), name="snapshot", daemon=True).start()
+            self._in_flight = _InFlight(step, must, jobs, began_s)
+            atexit.unregister(self.linger)  # once is enough, however many snapshots there are
+            atexit.register(self.linger)
+            return due.snapshot
+        committed = self.stats.committed
+        for job in jobs:
+            with self.tolerating(step, must, job.kind):
+                self._count(job.kind, job.write(ranks))
+        return self.stats.committed > committed
 
     def linger(self) -> None:
         """Give what is being written the time it takes as a rule: the run ends with an error, nothing follows it."""
         if self._in_flight is not None:
-            wait([self._in_flight.outcome], timeout=LINGER_S + LINGER_SAVES * self._pace.save_s)
+            self._in_flight.wait(LINGER_S + LINGER_SAVES * self._pace.save_s)
 
     def close(self, settle: bool) -> None:
         """End the background.
@@ -241,10 +302,11 @@ class SnapshotSaver:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return
-        if not in_flight.outcome.done():
-            logger.warning("step %d: the snapshot that was being written is given up", in_flight.step)
-        elif error := in_flight.outcome.exception():
-            logger.error("step %d: snapshot failed: %s", in_flight.step, error)
+        for job in in_flight.jobs:
+            if not job.outcome.done():
+                logger.warning("step %d: the %s that was being written is given up", in_flight.step, job.kind)
+            elif error := job.outcome.exception():
+                logger.error("step %d: %s failed: %s", in_flight.step, job.kind, error)
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
@@ -252,13 +314,6 @@ class SnapshotSaver:
             if self._abandoned:
                 raise CheckpointWriteError("the run ended with an error while the snapshot was being written")
             yield
-
-    def _fulfil(self, outcome: Future[float], ranks: Ranks, capture: Capture) -> None:
-        """In the background: whatever this comes to is for who settles it."""
-        try:
-            outcome.set_result(self._write(ranks, capture))
-        except BaseException as error:
-            outcome.set_exception(error)
 
     def _write(self, ranks: Ranks, capture: Capture) -> float:
         """In whichever thread; the seconds since the snapshot was begun."""
@@ -273,8 +328,28 @@ class SnapshotSaver:
         ranks.decide(follow)
         return seconds
 
-    def _count(self, seconds: float) -> None:
-        self.failed_in_a_row = 0
-        self.stats.committed += 1
-        self.stats.save_s = seconds
+    def _export(self, ranks: Ranks, step: int, staged: bool, began_s: float) -> float:
+        """In whichever thread; the seconds since the step was begun to be saved."""
+        final = self._exports.write(ranks, step, staged, self._committing)
+        seconds = time.monotonic() - began_s
+        logger.info("step %d: exported %s in %.3f s", step, final, seconds)
+        return seconds
+
+    def _count(self, kind: str, seconds: float) -> None:
+        self.failed_in_a_row[kind] = 0
+        if kind == "snapshot":
+            self.stats.committed += 1
+            self.stats.save_s = seconds
+        else:
+            self.stats.exported += 1
+            self.stats.export_s = seconds
         self._pace.saved(seconds)
+
+
+def _fulfil(jobs: Iterable[_Job], ranks: Ranks) -> None:
+    """In the background: whatever this comes to is for who settles it."""
+    for job in jobs:
+        try:
+            job.outcome.set_result(job.write(ranks))
+        except BaseException as error:
+            job.outcome.set_exception(error)

@@ -90,8 +90,8 @@ class GenerationStore:
         """
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
-            if self._final(step).exists():
-                raise CheckpointExistsError(f"{self._final(step)} exists already and is never written over")
+            if self.path_of(step).exists():
+                raise CheckpointExistsError(f"{self.path_of(step)} exists already and is never written over")
             make_durably(self.root)
             staging.mkdir()
         return staging
@@ -119,7 +119,7 @@ class GenerationStore:
             CheckpointWriteError: the file system refused, or a rank's file is not there. Nothing is visible, unless it
                 was the fsync after the rename: then a complete generation is, which a power cut might take away.
         """
-        with as_write_error(self._final(step)):
+        with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
             try:
                 check_listing(staging)
@@ -133,7 +133,7 @@ class GenerationStore:
         Raises:
             CheckpointWriteError: as `commit`.
         """
-        final = self._final(step)
+        final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
         try:
@@ -224,5 +224,6 @@ class GenerationStore:
         except CheckpointCorruptError:
             return {}
 
-    def _final(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """Where the generation of ``step`` is, or would be."""
         return self.root / f"global_step_{step}"

@@ -85,6 +85,7 @@ class GenerationWriter:
         resumed_from: tuple[str | None, str | None],
         *,
         staged: bool,
+        export: bool = False,
     ) -> Capture:
         """Take down the state of the run after a step, on all ranks; all that call the handler call this.
 
@@ -95,13 +96,14 @@ class GenerationWriter:
             metrics: see `Capture`, as is the next.
             resumed_from: in the process that decides.
             staged: have the ranks copy their state, so that it can be written while it changes.
+            export: have them take down what `HFExports.write` writes, too.
 
         Raises:
             ConfigError: the state of a user object or a dataloader could not be read back.
         """
         began_s = time.monotonic()
         data = capture_data(ranks, dataloader)  # first: asking torchdata's loader may draw a number
-        ranks.run_all(capture_rank, self._key, staged)
+        ranks.run_all(capture_rank, self._key, staged, True, export)
         driver = capture_process(self._stateful) if ranks.is_driver else None
         return Capture(step_info, _finite(metrics), resumed_from, data, driver, staged, began_s)
 

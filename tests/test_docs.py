@@ -160,7 +160,8 @@ def test_every_file_of_a_trial_is_in_a_table_and_every_file_in_a_table_exists(tr
     exported = [path.name for folder in ("hf", "weights") for path in (trial / folder).rglob("*") if path.is_file()]
     folders = [f"{path.relative_to(trial).as_posix()}/x" for path in trial.glob("[hw]*/*")]
     sharded = {"model-<k>-of-<n>.safetensors", "model.safetensors.index.json"}
-    left_by_a_kill = {".staging-<name>-<hex>/", ".retired-v<version>-<hex>/"}
+    left_by_a_kill = {".staging-<name>-<hex>/", ".retired-v<version>-<hex>/", "hf/.staging-<step>-<hex>/"}
+    left_by_a_kill |= {"hf/.retired-global_step_<step>-<hex>/", "hf/.rejected-global_step_<step>-<reason>/"}
     named = [n for n in rows("Hugging Face exports and published weights") if n != "save"]
     assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill)
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")

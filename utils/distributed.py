@@ -7,7 +7,8 @@ job; nothing here ever reads a file. Waits are bounded by the timeout of the gro
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -34,6 +35,28 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     """The ranks of ``group`` in the default group, in order; ``[0]`` without torch.distributed."""
     return dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
+
+
+def new_group_aside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks for another thread: a collective in the background must not meet one of the
+    training in its group. All ranks of ``group`` call it; None without torch.distributed."""
+    if not dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    if get_world_size(group) == dist.get_world_size():
+        aside = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        ranks = get_group_ranks(group)
+        aside = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    assert isinstance(aside, dist.ProcessGroup)
+    return aside
+
+
+def drop_group(group: dist.ProcessGroup | None) -> None:
+    """Leave a group that `new_group_aside` made, unless it went with the default group that it was made in."""
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -16,12 +16,14 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 
 from holdfast.engine import hf_remote, hf_shards, hf_stream
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp_staging import Staging
 from holdfast.engine.dcp_state import DCPState
 from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_import import load_hf
 from holdfast.engine.hf_keys import stored_tensors
 from holdfast.engine.hf_layout import WeightFile
 from holdfast.engine.hf_shards import plan_tensors
+from holdfast.engine.hf_staging import staged_model
 from holdfast.engine.hf_steps import deal_files
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError
 from holdfast.utils.remote import RemoteStream
@@ -119,7 +121,7 @@ def _from_staged_values(root: Path, url: str) -> None:
     model = sharded(tiny_model("qwen3_moe"))
     own: Any = dist.new_group()
     save_hf(model, root / "local" / "staged", **SPLIT)
-    staged = {key: value.clone() for key, value in stored_tensors(model)[0].items()}
+    staged = staged_model(model, Staging(model).stage(DCPState(model))["model"])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
@@ -132,7 +134,7 @@ def _from_staged_values(root: Path, url: str) -> None:
                 collective(*args, group=group, **others)
 
             patch.setattr(dist, name, call)
-        hf_remote.export_to_url(model, f"{url}/staged", group=own, stored=staged, **SPLIT)
+        save_hf(staged, f"{url}/staged", group=own, gather_group=own, **SPLIT)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
