@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 
 from .hf_keys import FileTensor, Span, file_tensors
@@ -184,7 +184,7 @@ def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGr
     if (first, last) != (0, tensor.shape[0]):
         shape = torch.Size((last - first, *tensor.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        spec = replace(tensor._spec, tensor_meta=TensorMeta(shape, stride, tensor.dtype))
+        spec = DTensorSpec(mesh, tensor.placements, tensor_meta=TensorMeta(shape, stride, tensor.dtype))
         tensor = DTensor(tensor.to_local()[first:last], spec, requires_grad=False)  # `from_local` may move staged ones
     return replace(whole_part(whole_tensor(tensor, group), first), replica=replica, replicas=replicas)
 
