@@ -35,6 +35,10 @@ def cluster() -> Iterator[Cluster]:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
     )
+    # A node that is drained is gone once it is idle, and this process with it if that is the driver's: strangers keep
+    # these two busy until the end.
+    strangers = [ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")]
+    assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [1, 1]
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -50,9 +54,6 @@ def drain(node_id: str, deadline_s: float | None) -> float:
 
 def test_the_notice_of_a_node_that_runs_a_worker_or_the_driver_is_told_and_no_others(cluster: Cluster) -> None:
     (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
-    # A node that is drained while it is idle is gone at once, so strangers keep these two busy.
-    strangers = [ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")]
-    assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [1, 1]
 
     def job(attempt: Attempt) -> None:
         on_a = WorkerResources(custom={"a": 1})
