@@ -2,6 +2,8 @@
 
 The caller waits for the copy into staging buffers, and for no more of it than `Staging` says; a thread then writes and
 commits, over a gloo group of its own. It is no daemon: a process that ends before its save is written waits for it.
+That is too late for an export to a URL whose fsspec backend needs a thread from Python's pools then, as s3fs does to
+look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in time.
 """
 
 from collections.abc import Callable
