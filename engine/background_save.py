@@ -2,6 +2,8 @@
 
 The caller waits for the copy into staging buffers, and for no more of it than `Staging` says; a thread then writes and
 commits, over a gloo group of its own. It is no daemon: a process that ends before its save is written waits for it.
+That is too late for an export to a URL whose fsspec backend needs a thread from Python's pools then, as s3fs does to
+look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in time.
 """
 
 from collections.abc import Callable
@@ -15,12 +17,15 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, drop_group, new_group_aside
+from ..utils.logging import get_logger
 from .api import SaveLoadMeta
 from .dcp_checkpoint import save_dcp
 from .dcp_staging import StagedState, Staging
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
 from .hf_staging import check_mesh, staged_model
+
+logger = get_logger(__name__)
 
 
 class BackgroundSave:
@@ -88,9 +93,10 @@ class BackgroundSave:
 
 
 def _fulfil(outcome: Future[None], write: Callable[[], None], threads: int) -> None:
-    """In the background: whatever this comes to is for who waits for it."""
+    """In the background: whatever this comes to is for who waits for it; a failure is also logged at once."""
     torch.set_num_threads(threads)  # else a new thread takes all cores
     try:
         outcome.set_result(write())
     except BaseException as error:
+        logger.error("a save in the background failed: %s", error)  # the process may end without asking
         outcome.set_exception(error)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..utils.distributed import get_rank
@@ -249,6 +250,9 @@ class DCPState(TorchStateful):
             self.optimizer.state[params[fqn]][entry] = tensor
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
         return [(clean_name(name), param) for name, param in self.model.named_parameters()]
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:

@@ -93,11 +93,11 @@ class FSDPEngine:
         if not self.config.init_from_scratch:
             self._load_from_hf(model, self.config.path)
         self._model = model
-        if self.config.pack_sequences:
-            check_packing(model, groups.device)
         if self.config.optimizer is not None:
             self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
             self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        if self.config.pack_sequences:  # last: the parameters it may leave gathered are none for an optimizer
+            check_packing(model, groups.device)
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 

@@ -23,7 +23,7 @@ class RecoverConfig:
     """First folder of every path; all ranks must see it."""
     mode: str = "auto"
     """``auto``: resume when there is something to resume, else start. ``must``: resume or fail. ``off``: neither resume
-    nor snapshot. AReaL's ``on`` and ``disabled`` mean ``auto`` and ``off``."""
+    nor snapshot nor export. AReaL's ``on`` and ``disabled`` mean ``auto`` and ``off``."""
     resume_path: str | None = None
     """Resume from this generation instead of the newest. Later ones in this run's folder are set aside. A restart with
     the same value goes on from what the run has written since."""
@@ -63,7 +63,8 @@ class RecoverConfig:
     """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
     """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it. As many exports
-    in a row, which are counted apart."""
+    in a row, which are counted apart. The snapshot before a stop, and a forced one, may never; an export may then, too:
+    the next start makes it."""
     lock_timeout_s: float = 10.0
     """How long to wait for another job that uses the same folder, before this one is refused. A job that was killed
     a moment ago may need as long to be gone; on NFS, whose host died with it, up to 90 s."""

@@ -188,7 +188,7 @@ class RecoverHandler:
         Raises:
             Preempted: the run was asked to stop, and is snapshotted.
             CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot or export in a row has failed than
-                ``save_failures_allowed``, or that of a forced step, or of the last one before a stop.
+                ``save_failures_allowed``, or a forced snapshot, or the last one before a stop.
             Exception: whatever else ended a snapshot in the background.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.
@@ -209,7 +209,7 @@ class RecoverHandler:
         saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
-            self._saver.settle(must=True)  # of this very step, if it was taken before
+            self._saver.settle()  # of this very step, if it was taken before
             ranks.decide_slowly(self._finish_copies)  # all wait for it: the first that exits may end them all
             self.close()
             raise Preempted(stop)

@@ -74,10 +74,11 @@ class Due:
 
 @dataclass
 class _Job:
-    """A snapshot or an export, and the seconds it took."""
+    """A snapshot or an export, and the seconds it took. An export never must: the next start makes the last one."""
 
     kind: str
     write: Callable[[Ranks], float]
+    must: bool = False
     outcome: Future[float] = field(default_factory=Future)
 
 
@@ -86,7 +87,6 @@ class _InFlight:
     """A step that is being written, or was, and nobody has looked since."""
 
     step: int
-    must: bool
     jobs: list[_Job]
     began_s: float
     was_in_the_way: bool = False
@@ -181,16 +181,17 @@ class SnapshotSaver:
         self._in_flight = None
         with ExitStack() as told:  # of an export also when the snapshot has failed
             for job in reversed(in_flight.jobs):
-                told.callback(self._tell, in_flight.step, in_flight.must or must, job)
+                told.callback(self._tell, in_flight.step, job.must or must, job)
 
     def _tell(self, step: int, must: bool, job: _Job) -> None:
         with self.tolerating(step, must, job.kind):
             self._count(job.kind, job.outcome.result())
 
     def insist(self, step: int) -> None:
-        """What is being written of ``step`` must not fail, after all."""
+        """The snapshot of ``step``, if it is being written, must not fail, after all."""
         if self._in_flight is not None and self._in_flight.step == step:
-            self._in_flight.must = True
+            for job in self._in_flight.jobs:
+                job.must = job.kind == "snapshot"
 
     def make_way(self, must: bool) -> bool:
         """Whether a step that is due can be saved now: wait for the one that is being written, or skip this one.
@@ -204,7 +205,7 @@ class SnapshotSaver:
         if self._config.on_busy == "skip" and not must:
             self.stats.skipped += 1
             if not in_flight.was_in_the_way:
-                logger.info("a snapshot is due, but that of step %d is still being written: skipped", step)
+                logger.info("a step is due to be saved, but step %d is still being written: skipped", step)
             elif started - in_flight.began_s > self._config.save_timeout_s:
                 logger.warning("step %d is being written since %.0f s; skipped", step, started - in_flight.began_s)
             in_flight.was_in_the_way = True
@@ -213,7 +214,7 @@ class SnapshotSaver:
         waited_s = time.monotonic() - started
         self.stats.waited += 1
         self.stats.waited_s += waited_s
-        logger.info("a snapshot is due, but that of step %d was still being written: waited %.3f s", step, waited_s)
+        logger.info("a step is due to be saved, but step %d was still being written: waited %.3f s", step, waited_s)
         return True
 
     def save(
@@ -237,7 +238,7 @@ class SnapshotSaver:
             dataloader: see `Capture`, as are the next two.
             metrics: remembered.
             resumed_from: remembered.
-            must: when it fails in the background, that is never passed over.
+            must: when the snapshot fails, here or in the background, that is never passed over.
             in_background: whether to return when the state is staged.
 
         Returns:
@@ -250,12 +251,12 @@ class SnapshotSaver:
         step, jobs, began_s = step_info.global_step, list[_Job](), time.monotonic()
         if due.export:
             self._exports.begin(step)
-        with self.tolerating(step, must, "snapshot" if due.snapshot else "export"):
+        with self.tolerating(step, must and due.snapshot, "snapshot" if due.snapshot else "export"):
             if due.snapshot:
                 capture = self._writer.capture(
                     ranks, step_info, dataloader, metrics or {}, resumed_from, staged=in_background, export=due.export
                 )
-                jobs.append(_Job("snapshot", partial(self._write, capture=capture)))
+                jobs.append(_Job("snapshot", partial(self._write, capture=capture), must))
             else:
                 self._exports.capture(ranks, staged=in_background)
             if due.export:
@@ -264,13 +265,13 @@ class SnapshotSaver:
             aside = ranks.aside(None if ranks.is_driver else writer_group(self._key))
             # A daemon: a rank that hangs must not keep this process from its exit.
             Thread(target=_fulfil, args=(jobs, aside), name="snapshot", daemon=True).start()
-            self._in_flight = _InFlight(step, must, jobs, began_s)
+            self._in_flight = _InFlight(step, jobs, began_s)
             atexit.unregister(self.linger)  # once is enough, however many snapshots there are
             atexit.register(self.linger)
             return due.snapshot
         committed = self.stats.committed
         for job in jobs:
-            with self.tolerating(step, must, job.kind):
+            with self.tolerating(step, job.must, job.kind):
                 self._count(job.kind, job.write(ranks))
         return self.stats.committed > committed
 

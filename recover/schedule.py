@@ -79,7 +79,7 @@ class Pace:
     """How long steps and snapshots have lately taken: what a deadline is judged by.
 
     Attributes:
-        save_s: the longest of the last snapshots; 0.0 before the first.
+        save_s: the longest of the last snapshots and exports; 0.0 before the first.
         step_s: the longest of the last steps, snapshots left out; 0.0 before the first.
     """
 
@@ -109,5 +109,5 @@ class Pace:
             self._began = None
 
     def saved(self, seconds: float) -> None:
-        """A snapshot took ``seconds``."""
+        """A snapshot or an export took ``seconds``."""
         self._saves.append(seconds)

@@ -223,14 +223,16 @@ def test_a_save_that_fails_in_the_background_is_told_on_every_rank_with_its_caus
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "model"]
 
 
-def test_a_process_that_ends_without_a_word_has_its_last_save(tmp_path: Path) -> None:
+def test_a_process_that_ends_without_a_word_has_its_last_save_and_says_if_it_failed(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     script = (
         "import sys; from tests.recover.runs import make_engine; from holdfast.engine.api import SaveLoadMeta\n"
         "engine = make_engine(sys.argv[1])\n"
-        "engine.save(SaveLoadMeta(sys.argv[2], 'hf', False), blocking=False)\n"
+        "for path in sys.argv[2:]: engine.save(SaveLoadMeta(path, 'hf', False), blocking=False)\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(tmp_path / "out")]
+    out, nowhere = tmp_path / "out", tmp_path / "model/config.json/out"
+    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(out), str(nowhere)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert _contents(tmp_path / "out")["model.safetensors"]
+    assert _contents(out)["model.safetensors"]
+    assert f"a save in the background failed: cannot write {nowhere}" in done.stderr

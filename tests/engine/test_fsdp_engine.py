@@ -282,6 +282,25 @@ def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(qwen3: P
     run_ranks(_save_and_load, 2, str(qwen3), str(tmp_path))
 
 
+def _save_and_load_what_a_forward_left(rank: int, world_size: int, folder: str, out: str) -> None:
+    batch = rows(make_batch(), slice(rank, None, 2))
+    engine = make_engine(folder, fsdp=FSDPConfig(reshard_after_forward=False))
+    engine.train_batch(batch, nll, loss_tokens)
+    for path, blocking in ((f"{out}/now", True), (f"{out}/later", False)):
+        expected = engine.forward_batch(batch)
+        assert not any(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+        engine.save(SaveLoadMeta(path, "dcp", with_optim=True), blocking=blocking)
+        engine.train_batch(batch, nll, loss_tokens)
+        assert not torch.equal(engine.forward_batch(batch), expected)
+        engine.wait_for_save()
+        engine.load(SaveLoadMeta(path, "dcp", with_optim=True))
+        assert torch.equal(engine.forward_batch(batch), expected)
+
+
+def test_parameters_that_a_forward_left_gathered_are_saved_and_loaded_as_shards(qwen3: Path, tmp_path: Path) -> None:
+    run_ranks(_save_and_load_what_a_forward_left, 2, str(qwen3), str(tmp_path))
+
+
 def _draw_from_scratch(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     drawn = {}
     for name, critic in (("actor", False), ("critic", True)):

@@ -273,6 +273,29 @@ def test_a_run_that_is_stopped_has_its_last_export_and_the_one_that_was_being_wr
     trainer.assert_exported(tmp_path, [0, 1])
 
 
+@pytest.mark.parametrize("taken", ["at_the_stop", "just_before"])
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_that_is_stopped_has_its_snapshot_and_its_copy_though_the_export_fails_and_makes_that_at_its_next_start(
+    tmp_path: Path, in_background: bool, taken: str
+) -> None:
+    trainer, copies = Trainer(tmp_path), tmp_path / "copies"
+    handler = make(tmp_path, freq_steps=1, async_save=in_background, mirror_url=f"file://{copies}")
+    handler.load(trainer.state)
+    (tmp_path / "e/t/hf").write_text("a file where the folder of the exports should be")
+    trainer.step(0)
+    if taken == "just_before":
+        handler.dump(trainer.state, step_info(0), force=True)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Preempted):
+        handler.dump(trainer.state, step_info(0))
+    assert names(tmp_path) == ["global_step_0"] and (copies / "e/t/global_step_0").is_dir()
+    assert (handler.save_stats.committed, handler.save_stats.exports_failed) == (1, 1)
+    (tmp_path / "e/t/hf").unlink()
+    with make(tmp_path, freq_steps=1) as handler:
+        assert handler.load(Trainer(tmp_path).state) is not None
+    trainer.assert_exported(tmp_path, [0])
+
+
 def test_nothing_is_left_of_exports_after_close(tmp_path: Path) -> None:
     process, trainer = psutil.Process(), Trainer(tmp_path)
     before = process.num_fds(), set(os.listdir("/dev/shm"))
