@@ -1,7 +1,9 @@
 """The saves of one engine that are written while training goes on, one at a time.
 
 The caller waits for the copy into staging buffers, and for no more of it than `Staging` says; a thread then writes and
-commits, over a gloo group of its own. It is no daemon: a process that ends before its save is written waits for it.
+commits, over a gloo group of its own. It is no daemon: a process that ends before its save is written waits for it. But
+most backends of URLs open no connection any more once the main thread has ended: such a save then fails, and the log is
+all that tells. So an engine is to be destroyed before.
 """
 
 from collections.abc import Callable
@@ -15,12 +17,16 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, drop_group, new_group_aside
+from ..utils.logging import get_logger
+from ..utils.remote import without_secrets
 from .api import SaveLoadMeta
 from .dcp_checkpoint import save_dcp
 from .dcp_staging import StagedState, Staging
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
 from .hf_staging import check_mesh, staged_model
+
+logger = get_logger(__name__)
 
 
 class BackgroundSave:
@@ -50,7 +56,7 @@ class BackgroundSave:
             RuntimeError: there is no memory for the buffers, on any rank.
         """
         assert self._outcome is None, "the buffers are being written"
-        with all_ranks_succeed(f"staging {meta.path}", self._group):
+        with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, weights_only=not meta.with_optim)
             if meta.weight_format == "dcp":
                 write = partial(save_dcp, meta.path, StagedState(self._staging, values), self._aside)
@@ -82,7 +88,7 @@ class BackgroundSave:
             drop_group(self._aside)
 
     def _export(self, model: PreTrainedModel, path: str, options: dict[str, Any]) -> None:
-        with all_ranks_succeed(f"staging {path}", self._aside):
+        with all_ranks_succeed(f"staging {without_secrets(path)}", self._aside):
             self._staging.finish()
         save_hf(model, path, group=self._aside, gather_group=self._aside, **options)
 
@@ -93,4 +99,5 @@ def _fulfil(outcome: Future[None], write: Callable[[], None], threads: int) -> N
     try:
         outcome.set_result(write())
     except BaseException as error:
+        logger.warning("a save in the background failed: %s: %s", type(error).__name__, error)
         outcome.set_exception(error)
