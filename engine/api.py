@@ -1,5 +1,6 @@
 """The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -8,6 +9,7 @@ import torch
 
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
+from ..utils.remote import require_local
 
 Batch = dict[str, torch.Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
@@ -92,6 +94,9 @@ class WeightUpdateMeta:
     def __post_init__(self) -> None:
         if self.type != "disk":
             raise ConfigError(f"weight update type {self.type!r} is unknown; expected 'disk'")
+        advice = "give one that the servers see too; `engine.save` exports to URLs"
+        folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
+        object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, drop_group, new_group_aside
 from ..utils.logging import get_logger
+from ..utils.remote import without_secrets
 from .api import SaveLoadMeta
 from .dcp_checkpoint import save_dcp
 from .dcp_staging import StagedState, Staging
@@ -55,7 +56,7 @@ class BackgroundSave:
             RuntimeError: there is no memory for the buffers, on any rank.
         """
         assert self._outcome is None, "the buffers are being written"
-        with all_ranks_succeed(f"staging {meta.path}", self._group):
+        with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, weights_only=not meta.with_optim)
             if meta.weight_format == "dcp":
                 write = partial(save_dcp, meta.path, StagedState(self._staging, values), self._aside)
@@ -87,7 +88,7 @@ class BackgroundSave:
             drop_group(self._aside)
 
     def _export(self, model: PreTrainedModel, path: str, options: dict[str, Any]) -> None:
-        with all_ranks_succeed(f"staging {path}", self._aside):
+        with all_ranks_succeed(f"staging {without_secrets(path)}", self._aside):
             self._staging.finish()
         save_hf(model, path, group=self._aside, gather_group=self._aside, **options)
 

@@ -13,8 +13,9 @@ Cost: no tensor memory; about 50 microseconds a file tensor.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -56,12 +57,7 @@ class Span:
     @property
     def contiguous(self) -> bool:
         """Whether the block is one run of elements of the model tensor, in order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return _without_holes(zip(reversed(self.shape), reversed(self.stride), strict=True))
 
     @property
     def last(self) -> int:
@@ -73,12 +69,22 @@ class Span:
         return self.contiguous or self.offset // row_elements == self.last // row_elements
 
 
+def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether dims, each a size and a stride, the smallest stride first, are a range that holds every element once."""
+    dims, expected = [(size, stride) for size, stride in dims if size != 1], 1
+    for size, stride in dims:
+        if stride != expected:
+            return not all(size for size, _ in dims)  # nothing has no holes
+        expected *= size
+    return True
+
+
 def leave_no_gap(spans: Sequence[Span], numel: int) -> bool:
     """Whether blocks of one model tensor of ``numel`` elements hold each of them at least once.
 
     Blocks without holes (runs, transposes) are looked at as ranges; with others it takes a byte an element.
     """
-    if all(span.numel in (0, span.last - span.offset + 1) for span in spans):
+    if all(_without_holes(sorted(zip(span.shape, span.stride, strict=True), key=itemgetter(1))) for span in spans):
         end = 0
         for span in sorted(spans, key=lambda span: span.offset):
             if span.offset > end:

@@ -1,20 +1,22 @@
 """Export a sharded model to a URL: the files of a Hugging Face folder, put into an object store by their owners.
 
-    <url>/.exporting             from the first moment to the last: the names of what is put, as JSON
+    <url>/.exporting             from the first moment to the last: whose export it is and what it puts, as JSON
     <url>/model*.safetensors     streamed (`hf_stream`), the same bytes as in a folder; never on a disk
     <url>/...                    index, tokenizer, generation config
     <url>/config.json            put last, once all of the others are there in their sizes
 
 Stores have no rename. So an export counts when its ``config.json`` is there: nothing loads a model without it. What a
 killed or failed one leaves is named by ``.exporting``, and removed by the next export to the same URL; nothing else
-ever is. A URL has one writer at a time. How durable a file is once it is closed is the store's business, and so is
-trying parts of it again; opening, looking up, removing and putting small files is tried several times.
+ever is. A URL has one writer at a time: whose marker is not there any more, because another export has begun, gives up.
+How durable a file is once it is closed is the store's business, and so is trying parts of it again; opening, looking
+up, removing and putting small files is tried several times.
 """
 
 import json
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -113,6 +115,7 @@ class _Export:
         self._remote, self._small, self._committed = remote, small, False
         self._sizes = {file.name: file.total_bytes for file in layout.files}
         self._sizes |= {name: len(data) for name, data in small.items()}
+        self._marker = json.dumps({"export": uuid.uuid4().hex, "files": list(self._sizes)}, indent=1).encode()
 
     def begin(self) -> None:
         """Clear what a killed export left, and say what is to come.
@@ -137,7 +140,7 @@ class _Export:
             if left:
                 logger.warning("removing what an unfinished export left at %s: %d files", self._remote.url, len(left))
                 self._remove(left)
-            self._remote.put_bytes(MARKER_NAME, json.dumps({"files": list(self._sizes)}, indent=1).encode())
+            self._remote.put_bytes(MARKER_NAME, self._marker)
 
     def open(self, file: WeightFile) -> Any:
         """Open a weight file for writing; for the rank that owns it."""
@@ -146,6 +149,11 @@ class _Export:
     def commit(self) -> None:
         """Put what is small, see that all is there, and make it count."""
         with as_write_error(self._remote.url):
+            if not self._alone():
+                raise CheckpointWriteError(
+                    f"another export to {self._remote.url} has begun, and removed the files of this one; "
+                    "give each a URL of its own"
+                )
             for name, data in self._small.items():
                 if name != _COMMIT_NAME:
                     self._remote.put_bytes(name, data)
@@ -172,11 +180,17 @@ class _Export:
         if self._committed:
             return
         try:
+            if not self._alone():
+                return
             self._remove(self._sizes)
             if agreed:
                 self._remote.remove_file(MARKER_NAME)
         except (CheckpointError, OSError) as error:
             logger.warning("parts of a failed export stay at %s until the next one: %s", self._remote.url, error)
+
+    def _alone(self) -> bool:
+        """Whether the files at the URL are still those of this export."""
+        return self._remote.read(MARKER_NAME) == self._marker
 
     def _remove(self, names: Iterable[str]) -> None:
         """The config first: nothing that is half removed looks complete."""

@@ -17,7 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,14 @@ class GRPOConfig:
         require_range("n_prompts", self.n_prompts, low=self.batch_size)
         if self.actor.optimizer is None:
             raise ConfigError("config key 'actor.optimizer' is null; a policy that is trained needs one")
-        for key in ("experiment_name", "trial_name", "fileroot"):
-            given, own = getattr(self.recover, key), getattr(self, key)
+        names = {key: getattr(self, key) for key in ("experiment_name", "trial_name", "fileroot")}
+        for key, own in names.items():
+            given = getattr(self.recover, key)
             if given not in (getattr(RecoverConfig(), key), own):
                 raise ConfigError(
                     f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only the latter"
                 )
-            setattr(self.recover, key, own)
+        self.recover = replace(self.recover, **names)
         if self.batch_size < 1 or self.batch_size % self.n_trainers:
             raise ConfigError(
                 f"config key 'batch_size' is {self.batch_size}; expected a multiple of n_trainers, {self.n_trainers}"
@@ -297,7 +298,7 @@ def read_config(argv: list[str]) -> GRPOConfig:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
     args = parser.parse_args(argv)
     config = load_config(GRPOConfig, args.config, args.overrides)
-    config.fileroot = config.recover.fileroot = os.path.abspath(config.fileroot)
+    config.fileroot = config.recover.fileroot = os.path.abspath(config.recover.fileroot)
     return config
 
 

@@ -33,6 +33,7 @@ from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.processes import die_with_parent
+from holdfast.utils.remote import require_local
 from holdfast.utils.rng import seed_rng
 from holdfast.utils.stats import StatsLogger
 
@@ -71,6 +72,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         require_choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
+        key = "config key 'trainer.default_local_dir'"
+        self.default_local_dir = str(require_local(self.default_local_dir, "a run", "give one all ranks see", key))
         if (self.resume_mode == "resume_path") != (self.resume_from_path is not None):
             raise ConfigError(
                 f"config key 'trainer.resume_from_path' is {self.resume_from_path!r} with resume_mode "

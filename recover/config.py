@@ -6,6 +6,7 @@ from pathlib import Path
 from ..engine.api import EXPORT_DTYPES
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
+from ..utils.remote import FETCH_FIRST, require_local
 
 _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
 """AReaL's words -> ours, and what YAML 1.1 makes of ``on`` and ``off`` without quotes."""
@@ -89,6 +90,11 @@ class RecoverConfig:
     def __post_init__(self) -> None:
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
         require_choice("recover.mode", self.mode, ("auto", "must", "off"))
+        advice = "give one that all ranks see, and set recover.mirror_url for copies at a URL"
+        self.fileroot = str(require_local(self.fileroot, "a run", advice, "config key 'recover.fileroot'"))
+        if self.resume_path is not None:
+            key = "config key 'recover.resume_path'"
+            self.resume_path = str(require_local(self.resume_path, "resuming", FETCH_FIRST, key))
         require_range("recover.freq_epochs", self.freq_epochs, low=1)
         require_range("recover.freq_steps", self.freq_steps, low=1)
         require_range("recover.freq_secs", self.freq_secs, low=0.0)

@@ -302,30 +302,41 @@ class RemoteStream:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path | None:
-    """The folder of this machine that a path, or a ``file://`` URL, names; None for any other URL."""
-    if "://" not in (text := os.fspath(path)):
+    """The folder of this machine that a path, or a ``file://`` URL, names; None for any other URL.
+
+    Raises:
+        ConfigError: it was a URL, before it went through a `Path`, which takes one of two slashes away.
+    """
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][\w.+-]+:/(?!/)", text):
+        raise ConfigError(
+            f"path is {without_secrets(text)}: a URL that has lost a slash, as in a pathlib.Path; give it as text "
+            f"(s3://bucket/folder), or ./{text.partition('/')[0]}/ for a folder that is called so"
+        )
+    if "://" not in text:
         return Path(path)
     if text.partition("://")[0] in LocalFileSystem.protocol:
         return Path(LocalFileSystem._strip_protocol(text))
     return None
 
 
-def require_local(path: str | os.PathLike[str], what: str, advice: str) -> Path:
+def require_local(path: str | os.PathLike[str], what: str, advice: str, setting: str = "path") -> Path:
     """`local_folder` for what can do nothing with a URL.
 
     Raises:
-        ConfigError: ``path`` is one; ``what`` needs a folder, and ``advice`` says what to do.
+        ConfigError: ``path``, which was given as ``setting``, is one; ``what`` needs a folder, and ``advice`` says what
+            to do.
     """
     if (folder := local_folder(path)) is None:
         raise ConfigError(
-            f"path is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}"
+            f"{setting} is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}"
         )
     return folder
 
 
 def without_secrets(text: str) -> str:
     """``text`` without the users and passwords of the URLs in it."""
-    return re.sub(r"://[^/\s]*@", "://", text)
+    return re.sub(r"(:/+)[^/\s]*@", r"\1", text)
 
 
 def _part(path: Path) -> Path:
@@ -343,6 +354,9 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
         if "://" not in url:
             raise ValueError("it has no protocol")
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+        if re.search(r"://[^/\s]*:[^/\s]*@", url) and "@" in root.split("/")[0]:
+            # It would be taken for a part of the bucket's name, and be shown in every message.
+            raise ValueError("its backend takes no password from there, but as it documents")
     except (ImportError, ValueError, OSError) as error:
         problem = f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
         raise ConfigError(

@@ -20,6 +20,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from holdfast.engine import background_save, hf_shards
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.background_save import BackgroundSave
+from holdfast.engine.dcp_staging import Staging
 from holdfast.engine.dcp_state import DCPState
 from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError, PeerError
@@ -205,6 +206,11 @@ def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
     begin("good", 0)
     with pytest.raises(CheckpointExistsError):
         engine.wait_for_save()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Staging, "stage", _no_room)
+        begun = SaveLoadMeta("s3://me:secret@bucket/out", "hf", False)
+        telling(lambda: engine.save(begun, blocking=False))
     begin("full", 3000)
     telling(engine.destroy)
     engine.destroy()
@@ -212,11 +218,17 @@ def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
     return told
 
 
+def _no_room(*_: object, **__: object) -> None:
+    raise CheckpointWriteError("no room")
+
+
 def test_a_save_that_fails_in_the_background_is_told_on_every_rank_with_its_cause_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     other, failing = run_ranks(_failures, 2, str(tmp_path / "model"), tmp_path)
+    assert other.pop(2).startswith("PeerError: staging s3://bucket/out failed on rank 1")
+    assert failing.pop(2) == "CheckpointWriteError: no room"
     assert len(other) == len(failing) == 3
     assert all(t.startswith("CheckpointWriteError: cannot write") and "File too large" in t for t in failing)
     assert all(t.startswith("PeerError") and "rank 1: CheckpointWriteError" in t for t in other)

@@ -1,6 +1,7 @@
 """Which model elements make up a file tensor: compared with what transformers' own conversion makes of real values."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_keys import FileTensor, Span, element_map, file_tensors, leave_no_gap, stored_tensors
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config, tiny_model
@@ -116,9 +118,20 @@ def test_a_gap_between_blocks_is_seen_whatever_their_strides() -> None:
         [run(0, 10), run(11, 13), run(0, 3)],
         columns[:2],
         [run(0, 9), *columns[1:]],
+        [Span("w", 0, (12, 2), (0, 23), 0)],
     ):
         assert not leave_no_gap(spans, 24)
     assert leave_no_gap([], 0) and leave_no_gap([run(0, 0)], 0)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), ()])
+def test_a_tensor_without_elements_or_dims_is_written_as_any_other(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = tiny_model("llama")
+    model.register_buffer("extra", torch.ones(shape))
+    save_hf(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tmp_path / folder / "model.safetensors" for folder in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_as_tied() -> None:

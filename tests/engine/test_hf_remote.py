@@ -200,6 +200,23 @@ def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path)
     assert set(found) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
+def test_of_two_exports_to_one_url_the_first_gives_up_and_the_other_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, commit = f"memory://{tmp_path.name}/out", hf_remote._Export.commit
+    save_hf(tiny_model("llama", seed=1), tmp_path / "second")
+
+    def overtaken(export: Any) -> None:
+        monkeypatch.setattr(hf_remote._Export, "commit", commit)
+        save_hf(tiny_model("llama", seed=1), url)
+        commit(export)
+
+    monkeypatch.setattr(hf_remote._Export, "commit", overtaken)
+    with pytest.raises(CheckpointWriteError, match=rf"another export to memory:///{tmp_path.name}/out has begun"):
+        save_hf(tiny_model("llama"), url)
+    assert stored(url) == contents(tmp_path / "second")
+
+
 def _killed(rank: int, world_size: int, victim: int, url: str, environment: dict[str, str]) -> str:
     """Kill one rank when its first file is complete and the second has begun."""
     os.environ.update(environment)
@@ -329,6 +346,24 @@ def test_a_url_where_only_a_folder_will_do_is_refused_with_what_to_do() -> None:
             action()
     with pytest.raises(ConfigError, match=r"path is s3://bucket/out; a DCP checkpoint needs .*recover\.mirror_url"):
         save_dcp("s3://bucket/out", state)
+
+
+def test_a_url_that_went_through_a_path_makes_no_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"path is s3:/bucket/out: a URL that has lost a slash"):
+        save_hf(tiny_model("llama"), Path("s3://me:secret@bucket/out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_password_that_the_backend_would_take_for_a_part_of_the_path_is_refused_and_not_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = r"path \('s3://bucket/out'\) cannot be used: its backend takes no password"
+    with pytest.raises(ConfigError, match=expected) as error:
+        save_hf(tiny_model("llama"), "s3://me:secret@bucket/out")
+    assert "secret" not in str(error.value) + caplog.text
 
 
 def _memory(rank: int, world_size: int, root: Path) -> list[tuple[str, int]]:

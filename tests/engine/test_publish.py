@@ -154,6 +154,13 @@ def test_versions_are_complete_when_rank_zero_tells_and_survive_every_failure(tm
     assert second == ([], []), "only rank 0 tells"
 
 
+def test_a_url_is_no_place_to_publish_to(tmp_path: Path) -> None:
+    expected = r"WeightUpdateMeta\.path is s3://bucket/w; publishing needs a folder of this machine: give one"
+    with pytest.raises(ConfigError, match=expected):
+        WeightUpdateMeta("disk", "s3://me:secret@bucket/w")
+    assert WeightUpdateMeta("disk", f"file://{tmp_path}/w").path == f"{tmp_path}/w"
+
+
 def test_published_versions_sees_only_complete_ones_in_order_of_number(tmp_path: Path) -> None:
     assert published_versions(tmp_path / "nowhere") == []
     for name in ("v00000010", "v00000009", "v100000000", ".staging-v00000011-ab", "v3", "notes", "v00000012.tmp"):

@@ -1,6 +1,7 @@
 """What recovery is told, and what it writes down besides tensors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,12 @@ def test_every_mode_is_understood_in_yaml_in_an_override_and_in_python(tmp_path:
 def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"'recover.{field}' is {value!r}; expected"):
         RecoverConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "advice"), [("fileroot", "set recover.mirror_url"), ("resume_path", "fetch it")])
+def test_a_url_never_becomes_a_local_folder(field: str, advice: str) -> None:
+    expected = rf"config key 'recover\.{field}' is memory:///shared/runs; .* needs a folder of this machine: .*{advice}"
+    remote, local = ({field: f"{protocol}:///shared/runs"} for protocol in ("memory", "file"))
+    with pytest.raises(ConfigError, match=expected):
+        replace(RecoverConfig(), **remote)
+    assert getattr(replace(RecoverConfig(), **local), field) == "/shared/runs"
