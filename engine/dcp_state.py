@@ -175,7 +175,7 @@ class DCPState(TorchStateful):
 
     def _check_plain(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
         _check_keys("optim_plain", saved, {})
-        if strangers := sorted(saved.keys() - dict(self._parameters()).keys()):
+        if saved and (strangers := sorted(saved.keys() - dict(self._parameters()).keys())):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
         for fqn, entries in self._optimizer_entries(optimizer, tensors=False).items():
             _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
@@ -184,7 +184,7 @@ class DCPState(TorchStateful):
         for group, saved in zip(optimizer.param_groups, values.get("param_groups", ()), strict=False):
             group.update({key: value for key, value in saved.items() if key not in _OWN_OF_GROUP})
         plain = values.get("optim_plain", {})
-        for fqn, param in self._parameters():
+        for fqn, param in self._parameters() if plain else ():
             if fqn in plain:
                 optimizer.state[param].update(plain[fqn])
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
@@ -243,7 +243,7 @@ class DCPState(TorchStateful):
 
     def adopt_optimizer_state(self, proposed: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer what `propose_optimizer_state` made."""
-        params = dict(self._parameters())
+        params = dict(self._parameters()) if proposed else {}
         for name, tensor in proposed.items():
             fqn, _, entry = name.removeprefix("optim.state.").rpartition(".")
             assert self.optimizer is not None
