@@ -7,7 +7,7 @@ few megabytes.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,7 @@ class DCPLoad:
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
     _placing: Placing
-    _copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    _loose: Mapping[str, torch.Tensor]
-    _values: Mapping[str, Any]
+    _given: dict[str, torch.Tensor]
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
@@ -102,10 +100,7 @@ class DCPLoad:
         wait_for_staging(self._state.model)
         self._state.adopt_optimizer_state(self._proposed)
         self._placing.place()
-        with torch.no_grad():
-            for live, values in self._copies:
-                live.copy_(values)
-        self._state.put_values(self._loose, self._values)
+        self._state.load_state_dict(self._given)
 
 
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
@@ -135,11 +130,10 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         copies = {name: part.like() for name, part in live.items() if name not in placing.names}
         _read(path, metadata, copies | loose)
         _check_tied(path, state, metadata, live)
-        given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in loose.items()}
-        values = _check_values(path, state, given)
+        given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in (live | copies | loose).items()}
+        _check_values(path, state, given)
         placing.check_unchanged()
-    pairs = [(live[name].tensor, part.tensor) for name, part in copies.items()]
-    return DCPLoad(state, proposed, placing, pairs, given, values)
+    return DCPLoad(state, proposed, placing, given)
 
 
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -303,8 +297,8 @@ def _same_values(path: str | os.PathLike[str], metadata: Metadata, names: tuple[
     return True
 
 
-def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
     try:
-        return state.check_values(given)
+        state.check_values(given)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error

@@ -127,7 +127,9 @@ class DCPState(TorchStateful):
                 local = local_tensor(target)
                 if local.data_ptr() != given[name].data_ptr():
                     local.copy_(given[name])
-        self.put_values(given, values)
+        if self.optimizer is not None:
+            self._load_training_state(self.optimizer, values)
+            restore_rank_rng(given)
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Raise what `load_state_dict` would raise of everything but the live tensors; changes nothing.
@@ -152,17 +154,6 @@ class DCPState(TorchStateful):
                 _check_keys(name, values[name], target.state_dict())
         check_rank_rng(given)
         return values
-
-    def put_values(self, given: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
-        """Put back everything but the live tensors, when they have their values: the last part of a load.
-
-        Args:
-            given: as for `check_values`.
-            values: what that returned.
-        """
-        if self.optimizer is not None:
-            self._load_training_state(self.optimizer, values)
-            restore_rank_rng(given)
 
     def _check_owners(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(param) for _, param in self._parameters()}
