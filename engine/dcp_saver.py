@@ -89,15 +89,19 @@ class DCPSaver:
 
 def _write_data(folder: Path, plan: SavePlanOfRank, tensors: list[torch.Tensor]) -> FileEntry:
     with DurableFile(folder / plan.file) as file:
-        for tensor in tensors:
-            archive = archive_of(tuple(tensor.shape), tensor.dtype)
-            file.write(archive.prefix)
-            for block in _blocks(tensor):
-                file.write(block)
-            file.write(archive.suffix)
+        file.write_views(_archived(tensors))
         if file.bytes != plan.n_bytes:  # what .metadata says of it would be wrong
             raise CheckpointWriteError(f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it")
     return FileEntry(plan.file, file.bytes, file.digest)
+
+
+def _archived(tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a data file."""
+    for tensor in tensors:
+        archive = archive_of(tuple(tensor.shape), tensor.dtype)
+        yield archive.prefix
+        yield from _blocks(tensor)
+        yield archive.suffix
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ _WINDOW_BYTES = 16 << 20
 _READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
 _WRITEBACK_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
+_MOST_VIEWS = 1000  # Linux takes 1024 a call
 _SYNC_FILE_RANGE_WRITE = 2
 
 _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -120,12 +122,48 @@ class DurableFile:
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._digest.update(view)
-        self.bytes += len(view)
+        self._advance(len(view))
+        return len(view)
+
+    def write_views(self, views: Iterable[bytes | memoryview]) -> None:
+        """Append all of ``views``, whose bytes may not change before this returns.
+
+        They are handed to the system as they lie, in writes that end at multiples of `_BLOCK_BYTES` wherever the views
+        do: so the page cache keeps the file in large pages, and a digest of it takes two thirds of the time later.
+        """
+        self._file.flush()
+        pending: list[memoryview] = []
+        room = _BLOCK_BYTES - self.bytes % _BLOCK_BYTES
+        for whole in views:
+            view = memoryview(whole).cast("B")
+            self._digest.update(view)
+            while len(view) >= room:
+                self._write_pending([*pending, view[:room]])
+                pending, view, room = [], view[room:], _BLOCK_BYTES
+            if view:
+                pending.append(view)
+                room -= len(view)
+            if len(pending) == _MOST_VIEWS:
+                self._write_pending(pending)
+                pending = []
+        self._write_pending(pending)
+
+    def _write_pending(self, views: list[memoryview]) -> None:
+        n_bytes = sum(map(len, views))
+        while views:
+            written = os.writev(self._file.fileno(), views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+        self._advance(n_bytes)
+
+    def _advance(self, n_bytes: int) -> None:
+        self.bytes += n_bytes
         if (fresh := self.bytes - self._begun_bytes) >= _WRITEBACK_BYTES:
             start_writeback(self._file.fileno(), self._begun_bytes, fresh)
             self._begun_bytes = self.bytes
         beat()
-        return len(view)
 
     def tell(self) -> int:
         """Where the next byte goes."""

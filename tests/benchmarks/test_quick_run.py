@@ -55,7 +55,7 @@ PHASES = ("detect", "tear down", "start", "rendezvous", "build the model", "load
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--out", str(folder)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr
     return folder

@@ -288,15 +288,15 @@ def test_a_refused_write_is_a_write_error_wherever_it_strikes(tmp_path: Path) ->
 
 
 def _strike(act: Callable[[], object], n_bytes: int) -> None:
-    """Have ``act`` called in the middle of the next data file this process writes."""
-    write = DurableFile.write
+    """Have ``act`` called before the write that brings a data file of this process to more than so many bytes."""
+    write = DurableFile._write_pending
 
-    def striking(self: DurableFile, data: Any) -> int:
-        if self.bytes > n_bytes:
+    def striking(self: DurableFile, views: list[memoryview]) -> None:
+        if self.bytes + sum(map(len, views)) > n_bytes:
             act()
-        return write(self, data)
+        write(self, views)
 
-    DurableFile.write = striking
+    DurableFile._write_pending = striking
 
 
 def bug() -> None:

@@ -79,6 +79,31 @@ def test_a_durable_file_whose_block_fails_is_closed_and_not_vouched_for(tmp_path
     assert synced == [] and (tmp_path / "a").read_bytes() == b""
 
 
+@pytest.mark.parametrize("most", [None, 3000], ids=["whole writes", "short writes"])
+def test_views_of_any_size_are_appended_in_order_in_writes_that_end_at_even_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    monkeypatch.setattr("holdfast.utils.files._BLOCK_BYTES", 10_000)
+    ends, writev, dice = [], os.writev, random.Random(0)
+
+    def record(fd: int, views: list[memoryview]) -> int:
+        ends.append(os.lseek(fd, 0, os.SEEK_CUR) + sum(map(len, views)))
+        return writev(fd, views if most is None else [views[0][:most]])
+
+    monkeypatch.setattr(os, "writev", record)
+    sizes = [0, 1, 9_999, 25_000, 10_000, *(dice.randrange(300) for _ in range(3000)), 40_001, 0]
+    views = [dice.randbytes(size) for size in sizes]
+    with DurableFile(tmp_path / "a") as file:
+        file.write(b"first")
+        file.write_views(views)
+        file.write_views([])
+        file.write(b"last")
+    expected = b"".join([b"first", *views, b"last"])
+    assert (tmp_path / "a").read_bytes() == expected and file.bytes == len(expected)
+    assert file.digest == file_digest(tmp_path / "a")
+    assert all(end % 10_000 == 0 for end in ends if end < len(expected) - len(b"last"))
+
+
 def file_number(file: DurableFile) -> int:
     """The descriptor, or -1 once it is closed."""
     try:
