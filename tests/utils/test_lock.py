@@ -8,128 +8,26 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch.multiprocessing as mp
 
 from holdfast.utils.errors import CheckpointWriteError, FolderInUseError
 from holdfast.utils.lock import FolderLock
-from tests.helpers import PRELOAD
+from tests.utils.locking import Job, acquire, become_nobody, churn, fork, release
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def _acquire(lock: FolderLock, timeout_s: float) -> None:
-    lock.acquire(timeout_s)
-
-
-def _release(lock: FolderLock) -> None:
-    lock.release()
-
-
-def _become_nobody(lock: FolderLock) -> None:
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-
-
-def _fork(lock: FolderLock) -> dict[str, Any]:
-    """Fork a child that uses its copy of the lock, tells what came of it, and stays."""
-    ours, theirs = os.pipe()
-    if (pid := os.fork()) == 0:
-        said = [f"held: {lock.held}"]
-        lock.release()
-        try:
-            lock.acquire(0)
-        except FolderInUseError as error:
-            said.append(str(error))
-        os.write(theirs, "; ".join(said).encode())
-        time.sleep(60)
-        os._exit(0)
-    return {"pid": pid, "said": os.read(ours, 10_000).decode()}
-
-
-def _churn(lock: FolderLock, seconds: float) -> None:
-    """Take and give up the lock over and over."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            lock.acquire(0)
-            lock.release()
-        except FolderInUseError:
-            pass
-
-
-def _serve(path: Path, pipe: Connection) -> None:
-    lock = FolderLock(path)
-    while True:
-        command, args = pipe.recv()
-        try:
-            pipe.send(("ok", command(lock, *args)))
-        except Exception as error:
-            pipe.send((type(error).__name__, str(error)))
-
-
-class Job:
-    """A process with a `FolderLock`, told what to do with it."""
-
-    def __init__(self, path: Path) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(path, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def start(self, command: Callable[..., Any], *args: Any) -> None:
-        self.pipe.send((command, args))
-
-    def result(self, timeout_s: float = 20) -> tuple[str, Any]:
-        assert self.pipe.poll(timeout_s), "the job does not answer"
-        return self.pipe.recv()
-
-    def do(self, command: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-        self.start(command, *args)
-        return self.result()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / ".lock"
-
-
-@pytest.fixture
-def start_job(path: Path) -> Iterator[Callable[[], Job]]:
-    jobs: list[Job] = []
-
-    def start() -> Job:
-        jobs.append(Job(path))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.kill()
-
-
 def test_a_second_job_is_refused_and_told_who_holds_the_folder(start_job: Callable[[], Job], path: Path) -> None:
     holder, second = start_job(), start_job()
-    assert holder.do(_acquire, 0) == ("ok", None)
+    assert holder.do(acquire, 0) == ("ok", None)
     began = time.monotonic()
-    kind, message = second.do(_acquire, 0.5)
+    kind, message = second.do(acquire, 0.5)
     assert kind == "FolderInUseError" and 0.5 <= time.monotonic() - began < 2
     found = re.match(
         rf"{path.parent} is in use by pid {holder.pid} on host (\S+), started (\S+); waited 0.5 s", message
@@ -142,7 +40,7 @@ def test_a_second_job_is_refused_and_told_who_holds_the_folder(start_job: Callab
 
 
 def test_a_timeout_of_zero_asks_once(start_job: Callable[[], Job], path: Path) -> None:
-    start_job().do(_acquire, 0)
+    start_job().do(acquire, 0)
     began = time.monotonic()
     with pytest.raises(FolderInUseError):
         FolderLock(path).acquire(0)
@@ -152,45 +50,45 @@ def test_a_timeout_of_zero_asks_once(start_job: Callable[[], Job], path: Path) -
 @pytest.mark.parametrize("how", ["release", "exit"])
 def test_a_job_that_waits_gets_the_folder_when_the_holder_is_done(start_job: Callable[[], Job], how: str) -> None:
     holder, second, third = start_job(), start_job(), start_job()
-    holder.do(_acquire, 0)
-    second.start(_acquire, 30)
+    holder.do(acquire, 0)
+    second.start(acquire, 30)
     assert not second.pipe.poll(0.3)
-    holder.do(_release) if how == "release" else holder.process.terminate()
+    holder.do(release) if how == "release" else holder.process.terminate()
     assert second.result(timeout_s=2) == ("ok", None)
-    kind, message = third.do(_acquire, 0)
+    kind, message = third.do(acquire, 0)
     assert kind == "FolderInUseError" and f"pid {second.pid} " in message
 
 
 def test_a_killed_holder_frees_the_folder_at_once(start_job: Callable[[], Job], path: Path) -> None:
     holder, second = start_job(), start_job()
-    holder.do(_acquire, 0)
+    holder.do(acquire, 0)
     holder.kill()
-    assert second.do(_acquire, 0) == ("ok", None)
+    assert second.do(acquire, 0) == ("ok", None)
 
 
 def test_a_stopped_holder_keeps_the_folder(start_job: Callable[[], Job]) -> None:
     holder, second = start_job(), start_job()
-    holder.do(_acquire, 0)
+    holder.do(acquire, 0)
     os.kill(holder.pid, signal.SIGSTOP)
-    kind, message = second.do(_acquire, 0.3)
+    kind, message = second.do(acquire, 0.3)
     assert kind == "FolderInUseError" and f"pid {holder.pid} " in message
     os.kill(holder.pid, signal.SIGCONT)
-    assert holder.do(_release) == ("ok", None)
-    assert second.do(_acquire, 0) == ("ok", None)
+    assert holder.do(release) == ("ok", None)
+    assert second.do(acquire, 0) == ("ok", None)
 
 
 def test_a_forked_child_neither_holds_nor_keeps_nor_drops_the_lock_of_its_parent(
     start_job: Callable[[], Job],
 ) -> None:
     holder, second = start_job(), start_job()
-    holder.do(_acquire, 0)
-    _, child = holder.do(_fork)
+    holder.do(acquire, 0)
+    _, child = holder.do(fork)
     try:
         assert child["said"].startswith("held: False; ") and f"in use by pid {holder.pid} " in child["said"]
-        assert second.do(_acquire, 0)[0] == "FolderInUseError"  # although the child has released its copy
+        assert second.do(acquire, 0)[0] == "FolderInUseError"  # although the child has released its copy
         holder.kill()
         assert psutil.pid_exists(child["pid"])
-        assert second.do(_acquire, 0) == ("ok", None)
+        assert second.do(acquire, 0) == ("ok", None)
     finally:
         os.kill(child["pid"], signal.SIGKILL)
 
@@ -204,9 +102,9 @@ def test_locks_of_one_process_share_the_folder_until_the_last_is_released(
     second.acquire(0)
     first.release()
     assert (first.held, second.held) == (False, True)
-    assert other.do(_acquire, 0)[0] == "FolderInUseError"
+    assert other.do(acquire, 0)[0] == "FolderInUseError"
     second.release()
-    assert other.do(_acquire, 0) == ("ok", None)
+    assert other.do(acquire, 0) == ("ok", None)
     with pytest.raises(FolderInUseError):
         first.acquire(0)
 
@@ -214,16 +112,16 @@ def test_locks_of_one_process_share_the_folder_until_the_last_is_released(
 def test_threads_that_come_and_go_do_not_drop_the_lock_of_another(start_job: Callable[[], Job], path: Path) -> None:
     other, lock = start_job(), FolderLock(path)
     lock.acquire(0)
-    threads = [threading.Thread(target=_churn, args=(FolderLock(path), 1.0)) for _ in range(4)]
+    threads = [threading.Thread(target=churn, args=(FolderLock(path), 1.0)) for _ in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert other.do(_acquire, 0)[0] == "FolderInUseError"
+        assert other.do(acquire, 0)[0] == "FolderInUseError"
     for thread in threads:
         thread.join()
-    assert other.do(_acquire, 0)[0] == "FolderInUseError"
+    assert other.do(acquire, 0)[0] == "FolderInUseError"
     lock.release()
-    assert other.do(_acquire, 0) == ("ok", None)
+    assert other.do(acquire, 0) == ("ok", None)
 
 
 def test_a_lock_can_be_taken_again_and_its_file_stays(start_job: Callable[[], Job], path: Path) -> None:
@@ -233,18 +131,18 @@ def test_a_lock_can_be_taken_again_and_its_file_stays(start_job: Callable[[], Jo
     for _ in range(2):
         lock.acquire(0)
         lock.acquire(0)
-        assert lock.held and other.do(_acquire, 0)[0] == "FolderInUseError"
+        assert lock.held and other.do(acquire, 0)[0] == "FolderInUseError"
         lock.release()
         lock.release()
-        assert not lock.held and other.do(_acquire, 0) == ("ok", None)
-        other.do(_release)
+        assert not lock.held and other.do(acquire, 0) == ("ok", None)
+        other.do(release)
         inode = inode or path.stat().st_ino
         assert path.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\x00", b'{"pid": "x", "host": 1}', b"1"])
 def test_a_holder_that_cannot_be_read_is_unknown(start_job: Callable[[], Job], path: Path, content: bytes) -> None:
-    start_job().do(_acquire, 0)
+    start_job().do(acquire, 0)
     path.write_bytes(content)  # closing it here drops no lock: this process has none
     with pytest.raises(FolderInUseError, match="in use by an unknown holder; waited"):
         FolderLock(path).acquire(0)
@@ -254,7 +152,7 @@ def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], J
     path.parent.mkdir()
     path.write_text('{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}' * 3)
     holder = start_job()
-    holder.do(_acquire, 0)
+    holder.do(acquire, 0)
     with pytest.raises(FolderInUseError, match=f"in use by pid {holder.pid} on host {socket.gethostname()}, started"):
         FolderLock(path).acquire(0)
 
@@ -262,7 +160,7 @@ def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], J
 def test_who_is_refused_while_holders_change_reads_sense(start_job: Callable[[], Job], path: Path) -> None:
     jobs = [start_job(), start_job()]
     for job in jobs:
-        job.start(_churn, 2.0)
+        job.start(churn, 2.0)
     known = {str(job.pid) for job in jobs} | {str(os.getpid())}
     lock, refusals, end = FolderLock(path), 0, time.monotonic() + 1.5
     while time.monotonic() < end:
@@ -284,7 +182,8 @@ def test_where_there_are_no_locks_the_job_is_warned_and_goes_on(
     def refuse(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)  # no file system without locks can be mounted here
+    monkeypatch.setattr(fcntl, "fcntl", refuse)  # no file system without locks can be mounted here
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     lock = FolderLock(path)
     lock.acquire(0)
     assert lock.held
@@ -296,17 +195,17 @@ def test_a_lock_that_fails_for_another_reason_is_an_error(path: Path, monkeypatc
     def refuse(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     with pytest.raises(CheckpointWriteError, match=rf"cannot lock {path}: Input/output error"):
         FolderLock(path).acquire(0)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(start_job: Callable[[], Job], path: Path) -> None:
     job = start_job()
-    job.do(_become_nobody)
+    job.do(become_nobody)
     path.parent.mkdir()
     path.parent.chmod(0o555)
-    kind, message = job.do(_acquire, 0)
+    kind, message = job.do(acquire, 0)
     assert kind == "CheckpointWriteError" and f"cannot lock {path}: Permission denied" in message
 
 
@@ -329,7 +228,7 @@ def test_a_holder_on_a_full_disk_holds_all_the_same(
     monkeypatch.setattr(os, "pwrite", full)
     lock = FolderLock(path)
     lock.acquire(0)
-    kind, message = start_job().do(_acquire, 0)
+    kind, message = start_job().do(acquire, 0)
     assert kind == "FolderInUseError" and "an unknown holder" in message
     assert "cannot write the holder" in caplog.text
     lock.release()
