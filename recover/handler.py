@@ -79,9 +79,11 @@ class RecoverHandler:
         self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
         self._pace = Pace()
         self._exports = HFExports(config, self._key, (tokenizer, processor))
-        self._saver = SnapshotSaver(config, self._key, self._writer, self._exports, self._pace, self._after_commit)
-        self._opened: Ranks | None = None
         self._lock = FolderLock(config.lock_path)
+        self._saver = SnapshotSaver(
+            config, self._key, self._writer, self._exports, self._pace, self._after_commit, self._lock.confirm
+        )
+        self._opened: Ranks | None = None
         self._mirror: Mirror | None = None
         self._at: int | None = None  # the step that was snapshotted or restored last
         self._loaded = self._closed = False
@@ -189,6 +191,7 @@ class RecoverHandler:
             Preempted: the run was asked to stop, and is snapshotted.
             CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot or export in a row has failed than
                 ``save_failures_allowed``, or a forced snapshot, or the last one before a stop.
+            FolderInUseError: the lock on the folder was lost, and another job has used it since: nothing is committed.
             Exception: whatever else ended a snapshot in the background.
             ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
                 before one that is there already.

@@ -108,6 +108,7 @@ class SnapshotSaver:
         exports: of the run.
         pace: told how long each step took to save.
         after_commit: called with each new generation, by who decides.
+        confirm_folder: raises when the folder is no longer this run's; called before each commit, by who decides.
 
     Attributes:
         stats: see `SaveStats`.
@@ -122,10 +123,11 @@ class SnapshotSaver:
         exports: HFExports,
         pace: Pace,
         after_commit: Callable[[Generation], None],
+        confirm_folder: Callable[[], None],
     ) -> None:
         self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
         self._config, self._key, self._writer, self._exports, self._pace = config, key, writer, exports, pace
-        self._after_commit = after_commit
+        self._after_commit, self._confirm_folder = after_commit, confirm_folder
         self._in_flight: _InFlight | None = None
         self._commit_lock, self._abandoned = Lock(), False
 
@@ -314,6 +316,7 @@ class SnapshotSaver:
         with self._commit_lock:
             if self._abandoned:
                 raise CheckpointWriteError("the run ended with an error while the snapshot was being written")
+            self._confirm_folder()
             yield
 
     def _write(self, ranks: Ranks, capture: Capture) -> float:

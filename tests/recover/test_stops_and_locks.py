@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,57 @@ def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) 
     job.process.kill()
     job.finish()
     assert make_handler(tmp_path, lock_timeout_s=5.0).load(Tiny().state) is None
+
+
+def test_a_run_that_copies_its_own_folder_goes_on_alone_in_it(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path / "runs", freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    shutil.copytree(tmp_path / "runs", tmp_path / "upload")
+    second = Job(tmp_path / "runs", wait=False, lock_timeout_s=0.2)
+    try:
+        code, err = second.finish()
+    finally:
+        second.process.kill()
+    assert code == 1 and f"in use by pid {os.getpid()} on host" in err
+    assert handler.dump(tiny.state, step_info(0)) and names(tmp_path / "runs") == ["global_step_0"]
+    handler.close()
+
+
+def _robbed_between_steps(rank: int, world_size: int, root: str) -> tuple[str, str]:
+    handler, tiny = make_handler(root, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    handler.dump(tiny.state, step_info(0))
+    if rank == 0:
+        handler.config.lock_path.unlink()
+        other = subprocess.Popen(  # no test's own process: its locks on one path are one
+            [sys.executable, "-c", _THIEF, handler.config.lock_path], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert other.stdout and other.stdout.readline() == b"locked\n"
+    try:
+        handler.dump(tiny.state, step_info(1))
+    except FolderInUseError as error:
+        handler.close()
+        return type(error).__name__, str(error)
+    finally:
+        if rank == 0:
+            other.kill()
+    return "dumped", ""
+
+
+_THIEF = """
+import sys, time
+from holdfast.utils.lock import FolderLock
+FolderLock(sys.argv[1]).acquire(0)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_that_has_lost_its_folder_to_another_job_commits_nothing_more(tmp_path: Path) -> None:
+    outcomes = run_ranks(_robbed_between_steps, 2, str(tmp_path))
+    assert [kind for kind, _ in outcomes] == ["FolderInUseError"] * 2
+    assert "is in use by pid" in outcomes[0][1] and outcomes[0] == outcomes[1]
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
 def test_a_second_job_waits_for_the_first_when_told_to(tmp_path: Path) -> None:
