@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from ..utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
+from ..utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
 from .dcp_archive import archive_of
 
 _SPREAD_BYTES = 64 << 10
@@ -118,7 +118,7 @@ def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:
     if get_world_size(group) == 1:
         return [local]
     everybody: list[Any] = [None] * get_world_size(group) if get_rank(group) == 0 else []
-    dist.gather_object(local, everybody or None, group=group, group_dst=0)
+    dist.gather_object(local, everybody or None, group=control_group(group), group_dst=0)
     return everybody
 
 
@@ -126,5 +126,5 @@ def _scatter(plans: list[SavePlanOfRank], group: dist.ProcessGroup | None) -> Sa
     if get_world_size(group) == 1:
         return plans[0]
     own: list[Any] = [None]
-    dist.scatter_object_list(own, plans or None, group=group, group_src=0)
+    dist.scatter_object_list(own, plans or None, group=control_group(group), group_src=0)
     return own[0]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..utils.distributed import get_rank, get_world_size
+from ..utils.distributed import control_group, get_rank, get_world_size
 from ..utils.heartbeat import beat
 from .hf_io import Encoder, chunks_of
 from .hf_keys import element_map
@@ -84,7 +84,7 @@ class WeightStreaming:
         model: asked how its tensors are converted; not for their values.
         plan: of this rank; its ``parts`` have the values, live or staged.
         stored: ``state_dict`` key -> tensor, for what must be gathered.
-        group: what the bytes travel over, as CPU tensors (gloo); None takes the default group.
+        group: what the bytes travel over, as CPU tensors (see `control_group`); None takes the default group.
         gather_group: see `save_hf`.
     """
 
@@ -120,7 +120,7 @@ class WeightStreaming:
             Exception: what went wrong on this rank. When only others failed this returns, with files missing: callers
                 let the ranks agree (`all_ranks_succeed`).
         """
-        self._open_stream = open_stream
+        self._open_stream, self._group = open_stream, control_group(self._group)
         self._learn_pieces()
         owners = sum(bool(owned) for owned in self._dealt)
         block_bytes = min(BLOCK_BYTES, TURN_BYTES // owners // 8 * 8)  # no value is wider, or begins elsewhere

@@ -2,10 +2,12 @@
 
 Every function takes a process group (``None`` is the default group) and also works in a process that never
 initialised torch.distributed, as a world of one. Objects travel pickled, but only between live ranks of one
-job; nothing here ever reads a file. Waits are bounded by the timeout of the group.
+job; nothing here ever reads a file. They travel over gloo: where the group has NCCL alone, over a `control_group` of
+the same ranks. Waits are bounded by the timeout of the group.
 """
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -37,12 +39,35 @@ def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
 
 
-def new_group_aside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+_control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_control_groups = weakref.WeakKeyDictionary()
+"""Group without CPU tensors -> its `control_group`; both live as long as torch.distributed holds them."""
+
+
+def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """``group``, if CPU tensors can travel over it; else a gloo group of the same ranks.
+
+    That is made by the first call, which is a collective of ``group``, and goes when the default group is destroyed.
+    Objects that travel over NCCL take a detour through the GPU and wait for what it computes; CPU tensors cannot.
+    """
+    if get_world_size(group) == 1 or "cpu:" in dist.get_backend_config(group):
+        return group
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    control = _control_groups.get(whole, lambda: None)()
+    if control is None:
+        control = new_group_aside(whole)
+        assert control is not None
+        _control_groups[whole] = weakref.ref(control)
+    return control
+
+
+def new_group_aside(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks for another thread: a collective in the background must not meet one of the
-    training in its group. All ranks of ``group`` call it; None without torch.distributed."""
+    training in its group. All ranks of ``group`` call it; None without torch.distributed, or as timeout torch's own."""
     if not dist.is_initialized():
         return None
-    timeout = timedelta(seconds=timeout_s)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if get_world_size(group) == dist.get_world_size():
         aside = dist.new_group(backend="gloo", timeout=timeout)
     else:
@@ -60,12 +85,18 @@ def drop_group(group: dist.ProcessGroup | None) -> None:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank."""
+    """Every rank's ``value``, in rank order, on every rank.
+
+    Raises:
+        PeerError: the value of any rank cannot be pickled; on all ranks.
+    """
     if get_world_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    dist.all_gather_object(gathered, _pickled(value), group=control_group(group))
+    if unsent := {rank: f"it {report}" for rank, report in enumerate(gathered) if isinstance(report, str)}:
+        raise PeerError("gathering a value of every rank", unsent)
+    return [pickle.loads(data) for data in gathered]
 
 
 @contextmanager
@@ -110,25 +141,45 @@ def _report(error: Exception) -> str:
 
 
 def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``decide`` on rank 0 of ``group`` and return its result, or raise its error, on every rank."""
+    """Call ``decide`` on rank 0 of ``group`` and return its result, or raise its error, on every rank.
+
+    Raises:
+        PeerError: the result cannot be pickled, or the error cannot; on all ranks.
+    """
     if get_world_size(group) == 1:
         return decide()
-    outcome: list[Any] = [None, None]
+    result, error, sent = None, None, [b""]
     if get_rank(group) == 0:
         try:
-            outcome[0] = decide()
-        except Exception as error:
-            outcome[1] = _picklable(error)
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    result, error = outcome
+            result = decide()
+            data = _pickled((result, None))
+            if isinstance(data, str):
+                raise PeerError(_DECISION, {0: f"its result {data}"})
+        except Exception as caught:
+            error, data = caught, _pickled((None, caught))
+            if isinstance(data, str):
+                error = PeerError(_DECISION, {0: f"{type(caught).__name__}: {caught}"})
+                data = pickle.dumps((None, error))
+        sent = [data]
+    dist.broadcast_object_list(sent, group=control_group(group), group_src=0)
+    if get_rank(group) != 0:
+        result, error = pickle.loads(sent[0])
     if error is not None:
         raise error
-    return result
+    return result  # type: ignore[return-value]
 
 
-def _picklable(error: Exception) -> Exception:
+_DECISION = "the decision of rank 0"
+
+
+def _pickled(value: object) -> bytes | str:
+    """``value`` as bytes that other ranks can read, or why there are none, in words.
+
+    Whatever its own code may raise: a rank that left the collective for that would leave the others in it.
+    """
     try:
-        pickle.loads(pickle.dumps(error))
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return PeerError("the decision of rank 0", {0: f"{type(error).__name__}: {error}"})
-    return error
+        data = pickle.dumps(value)
+        pickle.loads(data)
+    except Exception as error:
+        return f"cannot be sent to the other ranks: {type(error).__name__}: {error}"
+    return data

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from .distributed import gather_objects, get_world_size
+from .distributed import control_group, gather_objects, get_world_size
 from .errors import PeerError
 from .files import replace_atomically
 from .logging import get_logger
@@ -123,7 +123,7 @@ def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sum each named number over the ranks of a gloo group, in float64; every rank gets all sums.
+    """Sum each named number over the ranks of a group, in float64; every rank gets all sums.
 
     Costs two small collectives whatever the number of names: one compares a digest of the names, one adds.
 
@@ -145,7 +145,7 @@ def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = No
             },
         )
     totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(totals, group=group)
+    dist.all_reduce(totals, group=control_group(group))
     return dict(zip(names, totals.tolist(), strict=True))
 
 

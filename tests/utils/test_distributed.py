@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def check_write_failures(rank: int) -> None:
     assert is_write_failure(full) and not is_write_failure(bug) and not is_write_failure(OSError(28, "no space"))
 
 
-def raise_(error: Exception) -> None:
+def raise_(error: Exception) -> Any:
     raise error
 
 
@@ -97,6 +98,38 @@ def check_staging(rank: int, folder: Path) -> None:
             raise OSError(28, "No space left on device")
     gather_objects(None)
     assert os.listdir(folder) == ["done"]
+
+
+class UnreadableResult:
+    """Can be pickled; nobody can read it back."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return raise_, (KeyError("on arrival"),)
+
+
+class StubbornError(Exception):
+    """Breaks what pickles it, with an error of its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ValueError("not me")
+
+
+def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
+    for result, why in ((threading.Lock(), "TypeError: cannot pickle"), (UnreadableResult(), "KeyError: 'on arrival'")):
+        with pytest.raises(PeerError, match=f"rank 0: its result cannot be sent to the other ranks: {why}"):
+            rank_zero_decides(lambda result=result: result)
+    with pytest.raises(PeerError, match="rank 0: StubbornError: so there"):
+        rank_zero_decides(lambda: raise_(StubbornError("so there")))
+    with pytest.raises(PeerError, match="rank 1: it cannot be sent to the other ranks: TypeError: cannot pickle"):
+        gather_objects(threading.Lock() if rank == 1 else "fine")
+    with pytest.raises(PeerError, match=r"rank 0: it cannot be sent .*; rank 1: it cannot be sent"):
+        gather_objects(UnreadableResult())
+    assert gather_objects(rank) == list(range(world_size)), "the group is in step after every error"
+    return "in step"
+
+
+def test_what_cannot_be_pickled_is_an_error_on_all_ranks_and_leaves_none_waiting() -> None:
+    assert run_ranks(share_what_cannot_be_sent, 2, timeout_s=30) == ["in step"] * 2
 
 
 def ranks_agree(rank: int, world_size: int, folder: str) -> str:
