@@ -5,24 +5,39 @@ group of its own carries control (agreement, decisions), so that a control messa
 with, a tensor collective.
 """
 
+import json
 import os
+import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..utils.distributed import gather_objects
 from ..utils.errors import ConfigError
+from ..utils.logging import get_logger
 from .api import ParallelStrategy
 from .config import TrainEngineConfig
+from .devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from .model import COMPUTE_DTYPES
+
+logger = get_logger(__name__)
+
+LEAVE_TOGETHER_S = 5.0
+"""How long a rank that destroys its groups waits for the others to come and do the same, with NCCL."""
+ABORT_S = 10.0
+"""How long NCCL may take to abort."""
 
 
 @dataclass
@@ -49,55 +64,107 @@ def open_process_groups(strategy: ParallelStrategy | None, device_type: str, tim
         timeout_s: longest wait in a collective of a group made here.
 
     Raises:
-        ConfigError: the world is not of the size that ``strategy`` asks for, or there is no CUDA device where one was
-            asked for.
+        ConfigError: the world is not of the size that ``strategy`` asks for, or the ranks' devices do not go together;
+            see `agree_on_device`.
+        PeerError: other ranks have no device that they may use.
     """
     timeout = timedelta(seconds=timeout_s)
-    device = _choose_device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    expected = None if strategy is None else strategy.data_parallel_size
     owns_default = not dist.is_initialized()
     if owns_default:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    expected = strategy.data_parallel_size if strategy is not None else None
-    if expected is not None and expected != dist.get_world_size():
-        size = dist.get_world_size()
-        if owns_default:
-            dist.destroy_process_group()
-        raise ConfigError(f"data_parallel_size is {expected}, but {size} rank(s) have joined; start {expected} ranks")
-    control = dist.new_group(backend="gloo", timeout=timeout)
+        device = _make_default_group(device_type, expected, timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        _require_size(expected, dist.get_world_size())
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        device = agree_on_device(partial(device_here, device_type), partial(gather_objects, group=control))
+        _use(device)
     assert isinstance(control, dist.ProcessGroup)
     return ProcessGroups(control, owns_default, device)
 
 
-def _choose_device(device_type: str) -> torch.device:
-    """The same type on every rank: a host has a device for each of its ranks, or none of them gets one."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    needed = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_nccl = not dist.is_initialized() or "nccl" in str(dist.get_backend_config())
-    usable = found >= needed and has_nccl
-    if device_type == "cuda" and not usable:
-        raise ConfigError(
-            f"config key 'device' is 'cuda', but this host has {found} CUDA device(s) for {needed} rank(s), and the "
-            f"default process group {'has' if has_nccl else 'lacks'} nccl"
-        )
-    return torch.device("cuda", local_rank) if usable and device_type != "cpu" else torch.device("cpu")
+def _make_default_group(device_type: str, expected: int | None, timeout: timedelta) -> torch.device:
+    """The ranks agree on their devices through the store, before there is a group: which one depends on them."""
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    _require_size(expected, world_size)
+    # Under torchrun the store outlives a group: each group of a process has keys of its own.
+    number = (store.add("holdfast/groups", 1) - 1) // world_size
+    store = dist.PrefixStore(f"holdfast/{number}", store)
+    device = agree_on_device(
+        partial(device_here, device_type), partial(_gather_through, store, rank=rank, world_size=world_size)
+    )
+    cuda = device if device.type == "cuda" else None
+    _use(device)
+    dist.init_process_group(
+        "gloo" if cuda is None else CUDA_BACKEND,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=cuda,
+    )
+    return device
+
+
+def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world_size: int) -> list[DeviceReport]:
+    """Every rank's report, by way of the store; each rank reads what all have written."""
+    store.set(f"device/{rank}", json.dumps(asdict(report)))
+    reports = [DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)]
+    if store.add("device/readers", 1) == world_size:
+        store.set("device/read", "")
+    if rank == 0:
+        store.get("device/read")  # its process may serve the store, and end because of what it has read
+    return reports
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    logger.info("computing on %s%s of %s", device, name, socket.gethostname())
+
+
+def _require_size(expected: int | None, found: int) -> None:
+    if expected is not None and expected != found:
+        raise ConfigError(f"data_parallel_size is {expected}, but {found} rank(s) have joined; start {expected} ranks")
 
 
 def close_process_groups(groups: ProcessGroups) -> None:
-    """Leave the groups without waiting for anybody: a peer may be dead."""
+    """Leave the groups without waiting for a peer that may be dead; with NCCL for `LEAVE_TOGETHER_S` at most."""
     if not dist.is_initialized():
         return
+    together = not groups.owns_default or groups.device.type == "cpu" or _all_leave(groups.control)
     _let_gloo_finish()
-    if groups.owns_default:
+    if not groups.owns_default:
+        dist.destroy_process_group(groups.control)
+    elif together:
         dist.destroy_process_group()  # every group of this process
     else:
-        dist.destroy_process_group(groups.control)
+        _abort()
+
+
+def _all_leave(control: dist.ProcessGroup) -> bool:
+    """Whether every rank is here. NCCL flushes what is under way and waits for the other ranks of the host before it
+    lets go: for ever, when one of them is dead or stays."""
+    try:
+        dist.monitored_barrier(control, timeout=timedelta(seconds=LEAVE_TOGETHER_S))
+    except RuntimeError as error:
+        logger.warning("not all ranks leave together, so NCCL is aborted: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _abort() -> None:
+    """Give up NCCL's communicators and every group of this process; what is under way in them fails."""
+    thread = Thread(target=_abort_process_group, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
+    if thread.is_alive():
+        logger.error("NCCL has not let go within %g s of the abort; its memory is freed when the process ends", ABORT_S)
 
 
 def _let_gloo_finish(patience_s: float = 1.0) -> None:
@@ -152,7 +219,8 @@ def shard_model(
     return mesh
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to ``max_norm`` if it is longer; returns the global L2 norm before that."""
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradient down to ``max_norm`` if it is longer; returns the global L2 norm before that, a scalar on the
+    device: whoever reads it waits for the backward."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

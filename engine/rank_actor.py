@@ -1,6 +1,7 @@
 """What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..utils.errors import ConfigError
 from ..utils.heartbeat import beat, seconds_since_beat
 from ..utils.processes import ProcessId, die_with_parent
+from .devices import CUDA_BACKEND
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class RankActor:
         die_with_parent()
         self._worker: Any = None
         self._store: dist.Store | None = None
+        self._device: torch.device | None = None
 
     def process(self) -> ProcessId:
         """Who this is."""
@@ -59,25 +63,35 @@ class RankActor:
         self._store = store
         return store.port
 
-    def join(self, env: dict[str, str], threads: int, cuda: bool, rendezvous: Rendezvous | None) -> None:
+    def join(self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None) -> None:
         """Become rank ``env["RANK"]``, in a process group when there is a rendezvous.
 
         Nothing here has touched CUDA yet, so a CUDA_VISIBLE_DEVICES in ``env`` still counts.
+
+        Raises:
+            ConfigError: the rank was given GPUs, which torch does not see.
         """
         os.environ.update(env)
         torch.set_num_threads(threads)
-        if cuda and torch.cuda.is_available():
-            torch.cuda.set_device(int(env["LOCAL_RANK"]))
+        if gpus and torch.cuda.is_available():
+            self._device = torch.device("cuda", int(env["LOCAL_RANK"]))
+            torch.cuda.set_device(self._device)
         if rendezvous is None:
             return
+        if gpus and self._device is None:
+            raise ConfigError(
+                f"rank {env['RANK']} was given {gpus:g} GPU(s) on {socket.gethostname()}, where torch "
+                f"{torch.__version__} sees no CUDA device; check the driver and torch.version.cuda, or ask for gpus=0"
+            )
         timeout = timedelta(seconds=rendezvous.timeout_s)
         store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            CUDA_BACKEND if gpus else "gloo",
             store=dist.PrefixStore(rendezvous.generation, store),
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             timeout=timeout,
+            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU may use gloo; NCCL refuses them
         )
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -91,7 +105,9 @@ class RankActor:
             return getattr(self._worker, method)(*args, **kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
-        """Call ``fn(worker, *args)``."""
+        """Call ``fn(worker, *args)``, in whichever thread; CUDA's current device is one for each."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         with _beating():
             return fn(self._worker, *args)
 

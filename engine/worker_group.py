@@ -181,16 +181,16 @@ class WorkerGroup:
         self._places = [place for place, _ in answers]
         host, port = self._places[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        cuda = self._resources.gpus > 0
+        gpus = self._resources.gpus
         rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
         nodes = [place.node_id for place in self._places]
         joined = {}
-        hidden = {} if cuda or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
+        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
         for rank, actor in enumerate(self._actors):
             device = self._places[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
-            joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), cuda, rendezvous)
+            joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous)
         self._gather("the rendezvous", joined, start_timeout_s)
         joined_s = time.monotonic() - began - started_s
         logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)

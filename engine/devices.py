@@ -1,0 +1,157 @@
+"""Which device each rank computes on, agreed among the ranks before any of them uses it.
+
+A rank that chose by itself might train on the CPU beside others on GPUs, or share a GPU with one of them: both end in
+a hang, or in training a hundred times too slow. So every rank tells the others what it has chosen, and what cannot be
+is one error on all of them.
+"""
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..utils.errors import ConfigError, PeerError
+from ..utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+"""Of a default group that trains on GPUs. It is bound to the rank's device (``device_id``): NCCL then connects at once,
+where an error is told, and never guesses a device."""
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What a rank tells the others of its device.
+
+    Attributes:
+        host: name of its host.
+        device: what torch calls it there; empty when the rank has none that it may use.
+        gpu: the GPU's UUID; empty on the CPU.
+        error: why there is none.
+    """
+
+    host: str
+    device: str = ""
+    gpu: str = ""
+    error: str = ""
+
+
+def choose_device(
+    wanted: str, *, visible: int, local_rank: int, bound: torch.device | None = None, has_nccl: bool = True
+) -> torch.device:
+    """The device of a rank.
+
+    Args:
+        wanted: ``auto``, ``cpu`` or ``cuda``; see `TrainEngineConfig.device`.
+        visible: how many CUDA devices torch sees.
+        local_rank: the rank's place on its host. With one visible device that is the rank's, whatever its place: the
+            launcher shows each rank its own.
+        bound: the device that the default process group is bound to, if it is.
+        has_nccl: whether the default process group can carry tensors of a GPU.
+
+    Raises:
+        ConfigError: CUDA is wanted, or visible, and cannot be used.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not visible):
+        return torch.device("cpu")
+    if not visible:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            "config key 'device' is 'cuda', but torch sees no CUDA device here (CUDA_VISIBLE_DEVICES is "
+            f"{'not set' if shown is None else repr(shown)}); check the driver and torch.version.cuda, or use 'cpu'"
+        )
+    if not has_nccl:
+        advice = "make the group with backend 'cpu:gloo,cuda:nccl'"
+        if wanted == "cuda":
+            raise ConfigError(f"config key 'device' is 'cuda', but the default process group has no nccl; {advice}")
+        logger.warning(
+            "training on the CPU, although there are %d CUDA device(s): the default process group has no nccl; %s, or "
+            "set config key 'device' to 'cpu'",
+            visible, advice,
+        )  # fmt: skip
+        return torch.device("cpu")
+    if bound is not None:
+        return bound
+    index = 0 if visible == 1 else local_rank
+    if index >= visible:
+        raise ConfigError(
+            f"config key 'device' is {wanted!r}, but LOCAL_RANK is {local_rank} and torch sees {visible} CUDA devices: "
+            "show each rank one device, or as many as there are ranks on the host; or set 'device' to 'cpu'"
+        )
+    return torch.device("cuda", index)
+
+
+def device_here(wanted: str) -> torch.device:
+    """`choose_device` for this process, in its environment and its default process group, if there is one yet.
+
+    Raises:
+        ConfigError: as `choose_device` does.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return choose_device(
+        wanted,
+        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        bound=None if world is None else world.bound_device_id,
+        has_nccl=world is None or "nccl" in dist.get_backend_config(world),
+    )
+
+
+def agree_on_device(
+    choose: Callable[[], torch.device], gather: Callable[[DeviceReport], Sequence[DeviceReport]]
+) -> torch.device:
+    """This rank's device, when all ranks have one and these go together; a collective.
+
+    Args:
+        choose: gives this rank's.
+        gather: every rank's report, in rank order, on every rank.
+
+    Raises:
+        ConfigError: this rank has none, or ranks differ in type or share a GPU.
+        PeerError: other ranks have none.
+    """
+    device, error = None, None
+    try:
+        device = choose()
+        report = _report(device)
+    except Exception as caught:  # CUDA's own errors, too: the others must not wait for this rank
+        error, report = caught, DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}")
+    reports = gather(report)
+    if error is not None:
+        raise error
+    if failed := {rank: report.error for rank, report in enumerate(reports) if report.error}:
+        raise PeerError("choosing a device", failed)
+    require_devices_of_their_own(reports)
+    assert device is not None
+    return device
+
+
+def _report(device: torch.device) -> DeviceReport:
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return DeviceReport(socket.gethostname(), str(device), gpu)
+
+
+def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
+    """Raise ConfigError unless all ranks compute on the CPU, or each on a GPU of its own."""
+    on_cpu = [rank for rank, report in enumerate(reports) if not report.gpu]
+    if 0 < len(on_cpu) < len(reports):
+        hosts = sorted({reports[rank].host for rank in on_cpu})
+        raise ConfigError(
+            f"rank(s) {on_cpu} on {', '.join(hosts)} see no GPU, the other {len(reports) - len(on_cpu)} do; give each "
+            "rank one, or set config key 'device' to 'cpu'"
+        )
+    users = defaultdict(list)
+    for rank, report in enumerate(reports):
+        users[report.gpu].append(rank)
+    for gpu, ranks in users.items():
+        if gpu and len(ranks) > 1:
+            raise ConfigError(
+                f"ranks {ranks} on {reports[ranks[0]].host} have chosen the same GPU, {gpu}: start no more ranks than "
+                "there are GPUs, and set LOCAL_RANK to each rank's place on its host; or set config key 'device' to "
+                "'cpu'"
+            )
