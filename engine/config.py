@@ -59,8 +59,10 @@ class MicroBatchSpec:
 
     n_mbs: int = 1
     """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set."""
-    max_tokens_per_mb: int | None = None
-    """Most tokens in one micro-batch. A single longer sequence still gets a micro-batch of its own."""
+    max_tokens_per_mb: int | None = 8192
+    """Most tokens in one micro-batch; null for no limit. A single longer sequence still gets a micro-batch of its own.
+    Memory grows with it: logits and their gradient (5 GB for 8192 tokens and 150,000 words in bfloat16), and, where
+    attention masks the packed row (``sdpa``, ``eager``), tokens x tokens. The gradient does not depend on it."""
     packing_algorithm: str = "ffd"
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 
@@ -107,8 +109,9 @@ class TrainEngineConfig:
     dtype: str = "bfloat16"
     """Compute dtype. Parameters, gradients and optimizer state are always float32."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: CUDA if the host has a device for each rank and the default process group, when
-    somebody else made it, has nccl."""
+    """``cpu``, ``cuda``, or ``auto``: CUDA if torch sees a device, and the default process group, when somebody else
+    made it, has nccl (a warning says when it has not). A rank takes the one device that it sees, or that of LOCAL_RANK;
+    a job with a rank that has none, or with two ranks on one, does not start."""
     grad_reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
     attn_impl: str = "sdpa"

@@ -5,6 +5,7 @@ a hang, or in training a hundred times too slow. So every rank tells the others 
 is one error on all of them.
 """
 
+import gc
 import os
 import socket
 from collections import defaultdict
@@ -155,3 +156,13 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
                 "there are GPUs, and set LOCAL_RANK to each rank's place on its host; or set config key 'device' to "
                 "'cpu'"
             )
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give memory of a GPU that nothing uses any more back, for other processes or engines on it; nothing on the CPU.
+
+    torch keeps it for later otherwise: what loading a model needed, or a model that is gone.
+    """
+    if device.type == "cuda":
+        gc.collect()  # modules and their hooks hold each other
+        torch.cuda.empty_cache()

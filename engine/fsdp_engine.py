@@ -6,6 +6,7 @@ middle of a forward or backward (a loss function's, out of memory) leaves the ot
 until a `WorkerGroup` ends them.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from .config import TrainEngineConfig
 from .counters import EngineCounters
 from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
+from .devices import free_cached_memory
 from .hf_checkpoint import save_hf
 from .hf_import import load_hf
 from .microbatch import MicroBatch, split_batch, unpack
@@ -98,6 +100,7 @@ class FSDPEngine:
             self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
         if self.config.pack_sequences:  # last: the parameters it may leave gathered are none for an optimizer
             check_packing(model, groups.device)
+        free_cached_memory(groups.device)
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 
@@ -116,6 +119,7 @@ class FSDPEngine:
             self._servers = ()
             if self._groups is not None:
                 groups, self._groups = self._groups, None
+                free_cached_memory(groups.device)
                 close_process_groups(groups)
 
     def train(self, mode: bool = True) -> "FSDPEngine":
@@ -173,16 +177,16 @@ class FSDPEngine:
         self.train()
         micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
         optimizer.zero_grad()
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for mb, weight in zip(micro_batches, weights, strict=True):
             loss = self._weighted_loss(mb, weight / total, loss_fn)
             # FSDP averages gradients over ranks; the weights have already divided by everything.
             (loss * self.data_parallel_world_size).backward()
-            loss_sum += loss.detach().double().cpu()
+            loss_sum += loss.detach()
         lr = float(optimizer.param_groups[0]["lr"])
-        grad_norm, skipped = self._optimizer_step(optimizer)
+        loss, grad_norm, skipped = self._optimizer_step(optimizer, loss_sum)
         return {
-            "loss": self.all_reduce_stats({"loss": float(loss_sum)})["loss"],
+            "loss": self.all_reduce_stats({"loss": loss})["loss"],
             "grad_norm": grad_norm,
             "lr": lr,
             "update_skipped": float(skipped),
@@ -190,10 +194,12 @@ class FSDPEngine:
             "n_tokens": float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy)),
         }
 
-    def _optimizer_step(self, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    def _optimizer_step(self, optimizer: torch.optim.Optimizer, loss_sum: torch.Tensor) -> tuple[float, float, bool]:
+        """Clip and update; the loss, the norm of the gradient, and whether it was no number, so nothing was updated."""
         assert self.config.optimizer is not None
-        grad_norm = clip_grad_norm(self.model, self.config.optimizer.gradient_clipping)
-        skipped = not torch.isfinite(torch.tensor(grad_norm))
+        norm = clip_grad_norm(self.model, self.config.optimizer.gradient_clipping)
+        loss, grad_norm = torch.stack([loss_sum, norm.double()]).tolist()  # the one wait for the device in a step
+        skipped = not math.isfinite(grad_norm)
         if skipped:
             self.counters.skipped_steps += 1
             logger.warning("gradient norm is %s: update skipped (%d so far)", grad_norm, self.counters.skipped_steps)
@@ -202,7 +208,7 @@ class FSDPEngine:
             self.counters.optimizer_steps += 1
             self.counters.steps_since_schedule += 1
         optimizer.zero_grad()
-        return grad_norm, bool(skipped)
+        return loss, grad_norm, skipped
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
@@ -212,7 +218,7 @@ class FSDPEngine:
         losses = [
             self._weighted_loss(mb, weight / total, loss_fn) for mb, weight in zip(micro_batches, weights, strict=True)
         ]
-        loss = sum(float(loss) for loss in losses)
+        loss = sum(torch.stack(losses).tolist())
         return torch.tensor(self.all_reduce_stats({"loss": loss})["loss"])
 
     @torch.no_grad()
@@ -247,17 +253,21 @@ class FSDPEngine:
     def _prepare(self, batch: Batch, loss_weight_fn: LossWeightFn) -> tuple[list[MicroBatch], list[float], float]:
         """Micro-batches on the device, the weight of each, and the weight of the whole batch over all ranks."""
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
-        weights = [0.0 if mb.is_dummy else float(loss_weight_fn(mb.data)) for mb in micro_batches]
+        given = [torch.as_tensor(loss_weight_fn(mb.data)) for mb in micro_batches if not mb.is_dummy]
+        weights = torch.stack([weight.double().reshape(()) for weight in given]).tolist()
+        weights += [0.0] * (len(micro_batches) - len(given))  # dummies come last
         total = self.all_reduce_stats({"weight": sum(weights)})["weight"]
         if not total > 0:
             raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
         return [mb.to(self.device) for mb in micro_batches], weights, total
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
-        output = self._forward(mb)
-        if share == 0:  # nothing counts here, but the backward must still take part in its collectives
-            return (output * 0.0).sum()
-        return loss_fn(output, mb.data) * share
+        if share == 0:
+            # Nothing counts here, but forward and backward have collectives that the other ranks wait for. One token is
+            # enough, and what it gives must not matter: 0 times infinity is no number.
+            output = self._forward(mb if mb.is_dummy else mb.first_token())
+            return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()
+        return loss_fn(self._forward(mb), mb.data) * share
 
     def _forward(self, mb: MicroBatch) -> torch.Tensor:
         beat()

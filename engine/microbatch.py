@@ -9,15 +9,21 @@ deterministic: ties go to the lower index. Cost: one copy of the batch, and two 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from ..utils.distributed import all_ranks_succeed, gather_objects
 from ..utils.errors import BatchError
+from ..utils.logging import get_logger
 from .api import Batch
 from .config import MicroBatchSpec
 
+logger = get_logger(__name__)
+
+LONG_ROW_TOKENS = 16384
+"""A row of several sequences that is longer, and that nothing limits, is warned about."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -32,11 +38,13 @@ class MicroBatch:
             int64 (restarts at 0 with every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (sequence ``i`` is
             ``[cu_seqlens[i]:cu_seqlens[i + 1]]``).
         indices: ``[n]`` int64, the rows of the original batch; empty for a dummy.
+        longest: tokens of the longest sequence.
         is_dummy: one token with loss mask 0, there only so that this rank joins its peers' collectives.
     """
 
     data: Batch
     indices: torch.Tensor
+    longest: int
     is_dummy: bool = False
 
     @property
@@ -57,19 +65,31 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch on ``device``."""
         data = {key: tensor.to(device, non_blocking=True) for key, tensor in self.data.items()}
-        return replace(self, data=data, indices=self.indices.to(device))
+        return replace(self, data=data, indices=self.indices.to(device, non_blocking=True))
+
+    def first_token(self) -> "MicroBatch":
+        """A dummy: the first token, with every other number 0."""
+        data = {key: torch.zeros_like(tensor[:1]) for key, tensor in self.data.items()}
+        data |= {key: self.data[key][:1] for key in ("input_ids", "attention_mask")}
+        data["cu_seqlens"] = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)
+        return MicroBatch(data, self.indices[:0], longest=1, is_dummy=True)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``[T]`` int64, which of its sequences each token is of."""
+        lengths = self.cu_seqlens.diff()
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
     def padded(self) -> Batch:
         """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that cannot be packed.
 
-        ``output[padded["attention_mask"].bool()]`` brings the model's ``[n, longest, ...]`` output to ``[T, ...]``.
+        ``output[mb.rows, mb.position_ids]`` brings the model's ``[n, longest, ...]`` output to ``[T, ...]``.
         """
-        lengths = self.cu_seqlens.diff()
-        positions = torch.arange(int(lengths.max()), device=lengths.device)
-        mask = positions[None, :] < lengths[:, None]
-        input_ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-        input_ids[mask] = self.data["input_ids"].long()
-        return {"input_ids": input_ids, "attention_mask": mask.long()}
+        input_ids = self.position_ids.new_zeros((len(self.cu_seqlens) - 1, self.longest))
+        mask, places = input_ids.clone(), (self.rows, self.position_ids)
+        input_ids[places], mask[places] = self.data["input_ids"].long(), 1
+        return {"input_ids": input_ids, "attention_mask": mask}
 
 
 def validate_batch(batch: Batch) -> None:
@@ -140,9 +160,28 @@ def split_batch(batch: Batch, spec: MicroBatchSpec, group: dist.ProcessGroup | N
         bins = _partition_within(lengths, spec)
     n_mbs = max(spec.n_mbs, *gather_objects(len(bins), group))
     bins = _split_until(bins, min(n_mbs, len(lengths)), lengths)
+    if spec.max_tokens_per_mb is None:
+        _warn_of_long_rows(bins, lengths)
     bins.sort(key=lambda rows: (-sum(lengths[row] for row in rows), rows[0]))
     micro_batches = [_pack(batch, rows, lengths) for rows in bins]
-    return micro_batches + [_dummy(batch) for _ in range(n_mbs - len(bins))]
+    return micro_batches + [micro_batches[0].first_token()] * (n_mbs - len(bins))
+
+
+def _warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    longest = max((sum(lengths[row] for row in rows) for rows in bins if len(rows) > 1), default=0)
+    if longest > LONG_ROW_TOKENS:
+        _warn_of_row_longer_than(1 << (longest.bit_length() - 1))
+
+
+@cache
+def _warn_of_row_longer_than(n_tokens: int) -> None:
+    """Once a process for each power of two."""
+    logger.warning(
+        "several sequences are packed into a row of more than %d tokens, because config key "
+        "'mb_spec.max_tokens_per_mb' is null: with attn_impl sdpa or eager, attention takes %.2g GiB or more for the "
+        "mask alone; set the key (its default is %d)",
+        n_tokens, n_tokens**2 / 2**30, MicroBatchSpec().max_tokens_per_mb,
+    )  # fmt: skip
 
 
 def unpack(
@@ -268,29 +307,20 @@ def _split_until(bins: list[list[int]], n_bins: int, lengths: Sequence[int]) -> 
 
 
 def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> MicroBatch:
+    """All sizes are known on the host, so nothing here waits for the device of the batch."""
     device = batch["input_ids"].device
-    indices = torch.tensor(rows, dtype=torch.int64, device=device)
+    indices = torch.tensor(rows, dtype=torch.int64)
     row_lengths = torch.tensor([lengths[row] for row in rows], dtype=torch.int64)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), row_lengths.cumsum(0)])
     starts = torch.repeat_interleave(cu_seqlens[:-1], row_lengths)
-    position_ids = (torch.arange(len(starts)) - starts).to(device)
-    cu_seqlens = cu_seqlens.to(device, torch.int32)
-    token_rows = expand_to_tokens(indices, cu_seqlens)
+    position_ids = (torch.arange(len(starts)) - starts).to(device, non_blocking=True)
+    token_rows = torch.repeat_interleave(indices, row_lengths).to(device, non_blocking=True)
+    indices = indices.to(device, non_blocking=True)
 
     data = {
         key: tensor[token_rows, position_ids] if tensor.dim() >= 2 else tensor[indices] for key, tensor in batch.items()
     }
     loss_mask = data.get("loss_mask", data["attention_mask"])
     data["loss_mask"] = loss_mask.masked_fill(position_ids == 0, 0)
-    data["position_ids"], data["cu_seqlens"] = position_ids, cu_seqlens
-    return MicroBatch(data, indices)
-
-
-def _dummy(batch: Batch) -> MicroBatch:
-    """The first token of the batch with every other number 0."""
-    packed = _pack(batch, [0], [1])
-    data = {
-        key: tensor if key in ("input_ids", "attention_mask", "cu_seqlens") else torch.zeros_like(tensor)
-        for key, tensor in packed.data.items()
-    }
-    return MicroBatch(data, packed.indices[:0], is_dummy=True)
+    data["position_ids"], data["cu_seqlens"] = position_ids, cu_seqlens.to(device, torch.int32, non_blocking=True)
+    return MicroBatch(data, indices, max(lengths[row] for row in rows))

@@ -21,8 +21,7 @@ def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.
         ids, positions = mb.data["input_ids"][None], mb.position_ids[None]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
     else:
-        padded = mb.padded()
-        logits = model(**padded, use_cache=False).logits[padded["attention_mask"].bool()]
+        logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
     return logits[:, 0].float() if logits.shape[-1] == 1 else logits
 
 

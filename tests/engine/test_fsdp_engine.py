@@ -357,7 +357,7 @@ def _lifecycle(rank: int, world_size: int, folder: str) -> None:
         engine.train()
     with pytest.raises(ConfigError, match="create_process_group first"):
         engine.initialize(None, SPEC)
-    with pytest.raises(ConfigError, match=r"'device' is 'cuda', but this host has .* lacks nccl"):
+    with pytest.raises(ConfigError, match="'device' is 'cuda', but"):
         FSDPEngine(TrainEngineConfig(path=folder, device="cuda")).create_process_group()
     with pytest.raises(ConfigError, match="data_parallel_size is 5, but 2 rank"):
         engine.create_process_group(ParallelStrategy(data_parallel_size=5))

@@ -69,7 +69,8 @@ def test_padded_form_holds_the_same_tokens_and_its_mask_leads_back_to_the_packed
     (mb,) = split_batch(make_batch([3, 1, 2], pad=4), MicroBatchSpec())
     padded = mb.padded()
     assert padded["input_ids"].tolist() == [[1, 2, 3], [8, 0, 0], [15, 16, 0]]
-    assert torch.equal(padded["input_ids"][padded["attention_mask"].bool()], mb.data["input_ids"])
+    assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert torch.equal(padded["input_ids"][mb.rows, mb.position_ids], mb.data["input_ids"])
 
 
 def test_split_batch_does_not_change_the_batch() -> None:
