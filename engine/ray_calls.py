@@ -5,7 +5,7 @@ With `worker_group` the only engine file that knows Ray.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..utils.errors import ConfigError, PeerError, WorkerLost
 from ..utils.logging import get_logger
@@ -40,7 +41,11 @@ LOST = (
     LocalRayletDiedError,
 )
 """What Ray raises for a call whose process is gone."""
-
+_TOGETHER_S = 0.02
+"""Answers that come so soon after another are taken with it: to ask about all that are pending costs with their number,
+and to do so for each of many ranks with its square."""
+_NODES_EVERY_S = 1.0
+"""How often Ray is asked which nodes are dead while they are waited for: it finds out before their tasks fail."""
 
 logger = get_logger(__name__)
 
@@ -72,11 +77,12 @@ class Answers:
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
             timeout = None if end == math.inf else max(0.0, end - time.monotonic())
-            ready, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
-            if not ready:
+            refs = list(self.pending)
+            if not ray.wait(refs, num_returns=1, timeout=timeout)[0]:
                 return
             calm = not (self.lost or self.errors)
-            self._take(ready[0])
+            for ref in ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S)[0]:
+                self._take(ref)
             if self.lost or self.errors:
                 grace_end = time.monotonic() + (LOSS_GRACE_S if self.lost else ERROR_GRACE_S)
                 end = grace_end if calm else min(end, grace_end)
@@ -91,6 +97,40 @@ class Answers:
             self.lost[rank] = error
         except RayError as error:
             self.errors[rank] = error
+
+
+class NodeTasks:
+    """A function called once on each of some nodes, in a task that takes no resources.
+
+    Args:
+        fn: called; importable on the nodes.
+        args: Ray's name of a node -> the arguments there.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
+        self._refs: dict[Any, str] = {}
+        for node, given in args.items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(fn)  # type: ignore[call-overload]
+            self._refs[task.remote(*given)] = node
+
+    def collect(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the nodes answered within ``timeout_s``; and of those that did not, why."""
+        answers, silent, end = {}, {}, time.monotonic() + timeout_s
+        while self._refs and (left_s := end - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=min(_NODES_EVERY_S, left_s))
+            for ref in ready:
+                node = self._refs.pop(ref)
+                try:
+                    answers[node] = ray.get(ref)
+                except RayError as error:
+                    silent[node] = headline(error)
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            for ref, node in list(self._refs.items()):
+                if node not in alive:
+                    del self._refs[ref]
+                    silent[node] = "Ray says that it is dead"
+        return answers, silent | dict.fromkeys(self._refs.values(), f"no answer within {timeout_s:g} s")
 
 
 def require_ray() -> None:

@@ -28,21 +28,17 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..utils.errors import ConfigError, HoldfastError, WorkerLost
+from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
-from ..utils.processes import ProcessId, still_alive
+from ..utils.processes import ProcessId
 from .collective_errors import collective_broke
 from .hangs import Patience, ping, wait_watching
+from .killing import end_on_nodes
 from .rank_actor import RankActor, Rendezvous, device_index
 from .ray_calls import Answers, WorkerResources, cause_of, culprit, headline, place, raise_cause, require_ray
 from .remote_server import RemoteServer
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
-
-RAY_KILL_S = 0.3
-"""How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
-KILL_TIMEOUT_S = 10.0
-"""How long a killed process may take to be gone; a process stuck in a device driver can take that long."""
 
 logger = get_logger(__name__)
 
@@ -98,6 +94,7 @@ class WorkerGroup:
         build_timeout_s: float = 3600.0,
         hang_timeout_s: float | None = 60.0,
         stall_timeout_s: float | None = 1800.0,
+        kill_timeout_s: float = 600.0,
         on_created: Callable[["WorkerGroup"], None] | None = None,
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
@@ -122,6 +119,8 @@ class WorkerGroup:
             stall_timeout_s: when of the ranks that owe an answer none has made progress for so long, they are lost; a
                 call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
                 for every micro-batch. None: no limit.
+            kill_timeout_s: how long processes that are killed may take to be gone: SIGKILL waits until the kernel has
+                freed their pinned memory and what they have on a GPU. Those that take longer end the job.
             on_created: called with the group before its first process starts; what it raises ends the start.
             env: environment variables, set before the processes start.
             kwargs: keyword arguments of ``worker_cls``.
@@ -141,7 +140,8 @@ class WorkerGroup:
         self._loss: WorkerLost | None = None
         self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
         self._lock = threading.Lock()
-        self._hang_timeout_s = hang_timeout_s
+        self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
+        self._ended: set[ProcessId] = set()
         self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
         try:
             if on_created is not None:
@@ -295,27 +295,24 @@ class WorkerGroup:
             self._close()
 
     def kill(self) -> None:
-        """End every process at once; returns when they are really gone. The placement group stays.
-
-        On other nodes Ray's word is taken for it; on this one the processes are looked at.
+        """End every process at once; returns when they are really gone, on every node. The placement group stays.
 
         Raises:
-            HoldfastError: a process still runs `KILL_TIMEOUT_S` after SIGKILL.
+            HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
         """
         if self._loss is None:
             self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
+        places = [at for at in self._places if at.process not in self._ended]
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        if not still_alive(self._local_processes(), RAY_KILL_S):
-            return
-        for process in self._local_processes():
-            process.kill()
-        if left := still_alive(self._local_processes(), KILL_TIMEOUT_S):
-            raise HoldfastError(
-                f"processes {left} of worker group {self.name!r} still run {KILL_TIMEOUT_S:g} s after SIGKILL; "
-                "they may still write files, so nothing can be started in their place"
-            )
+        else:  # nobody to ask about other nodes
+            places = [at for at in places if at.node_id == self._node_id]
+        nodes: dict[str, list[ProcessId]] = {}
+        for at in places:
+            nodes.setdefault(at.node_id, []).append(at.process)
+        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s)
+        self._ended.update(at.process for at in places)
 
     def _close(self) -> None:
         self._closed = True
@@ -379,6 +376,3 @@ class WorkerGroup:
     def _dead_ranks(self) -> list[int]:
         here = [(rank, place.process) for rank, place in enumerate(self._places) if place.node_id == self._node_id]
         return [rank for rank, process in here if not process.alive()]
-
-    def _local_processes(self) -> list[ProcessId]:
-        return [place.process for place in self._places if place.node_id == self._node_id]

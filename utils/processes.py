@@ -54,12 +54,21 @@ def process_started_at() -> float:
     return time.time() - age_s
 
 
-def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
-    """Wait until none of ``processes`` runs, or ``timeout_s``; the pids of those that still do."""
-    end = time.monotonic() + timeout_s
-    while (alive := [process.pid for process in processes if process.alive()]) and time.monotonic() < end:
-        time.sleep(0.002)
+def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
+    """Wait until none of ``processes`` runs, or ``timeout_s``; those that still do."""
+    end, pause_s = time.monotonic() + timeout_s, 0.002
+    while (alive := [process for process in processes if process.alive()]) and time.monotonic() < end:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
     return alive
+
+
+def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[ProcessId]:
+    """Wait until none of ``processes`` runs, with SIGKILL after ``grace_s``; those that do ``timeout_s`` after that."""
+    alive = still_alive(processes, grace_s)
+    for process in alive:
+        process.kill()
+    return still_alive(alive, timeout_s)
 
 
 def die_with_parent() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from holdfast.engine.rank_actor import device_index
-from holdfast.engine.ray_calls import headline, place
+from holdfast.engine.ray_calls import Answers, headline, place
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.ray_helpers import (
@@ -218,6 +219,21 @@ def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
     assert device_index(["3"], "3") == 0
     assert device_index(["7", "5"], "4,5,6,7") == 1
     assert device_index(["GPU-b"], "GPU-a,GPU-b") == 1
+
+
+def test_the_answers_of_many_ranks_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray looks at every call that it is asked about: asking once for each answer would cost the square of the ranks."""
+    wait, asked = ray.wait, list[int]()
+
+    def counting(refs: list[Any], **options: Any) -> Any:
+        asked.append(len(refs))
+        return wait(refs, **options)
+
+    monkeypatch.setattr(ray, "wait", counting)
+    answers = Answers({ray.put(rank): rank for rank in range(500)})
+    answers.collect(None)
+    assert answers.values == {rank: rank for rank in range(500)} and not answers.pending
+    assert sum(asked) <= 10 * 500
 
 
 def test_an_error_without_a_message_has_a_headline() -> None:
