@@ -5,7 +5,8 @@ interpreter; it says how long ago the process last made progress (`holdfast.util
 
 - stopped: it leaves a ping unanswered for ``hang_s``;
 - in an endless loop, or in a collective that nobody else joins: it answers, but made no progress for ``stall_s``, and
-  nor did any other that owes an answer. While one of them still does, the others may just be waiting for it.
+  nor did any other that owes an answer. While one of them still does, the others may just be waiting for it. Without a
+  process group nobody waits for a rank, and computing is progress: only one that does nothing at all is found.
 
 A ping costs about a millisecond, on threads that do nothing else.
 """
@@ -37,10 +38,17 @@ class Patience:
 
 @dataclass(frozen=True)
 class Hung:
-    """Ranks that live but will not answer, and how that was seen."""
+    """Ranks that live but will not answer.
+
+    Attributes:
+        ranks: which.
+        symptom: how that was seen.
+        stalled: they answer pings, so they may just be slow.
+    """
 
     ranks: list[int]
     symptom: str
+    stalled: bool = False
 
 
 def wait_watching(
@@ -77,7 +85,7 @@ def wait_watching(
             if left_s >= patience.hang_s:  # else they may be well, and miss the deadline at worst
                 hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
-            hung = Hung(owing, f"no progress for {stall_s:g} s")
+            hung = Hung(owing, f"no progress for {stall_s:g} s", stalled=True)
         if hung or answers.errors:
             answers.collect(0)  # a death that came meanwhile is told as one
             return hung

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +15,12 @@ import torch.distributed as dist
 
 from ..utils.errors import ConfigError
 from ..utils.heartbeat import beat, seconds_since_beat
-from ..utils.processes import ProcessId, die_with_parent
+from ..utils.processes import ProcessId, die_with_parent, thread_cpu_s
 from .devices import CUDA_BACKEND
+
+COMPUTES = 0.01
+"""Share of the time that a thread must spend computing to count as busy; one that waits and looks now and then uses
+less."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class RankActor:
         self._worker: Any = None
         self._store: dist.Store | None = None
         self._device: torch.device | None = None
+        self._alone = False
+        self._calls: set[_Call] = set()
 
     def process(self) -> ProcessId:
         """Who this is."""
@@ -77,6 +85,7 @@ class RankActor:
             self._device = torch.device("cuda", int(env["LOCAL_RANK"]))
             torch.cuda.set_device(self._device)
         if rendezvous is None:
+            self._alone = True
             return
         if gpus and self._device is None:
             raise ConfigError(
@@ -96,37 +105,62 @@ class RankActor:
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         """Construct the worker."""
-        with _beating():
+        with self._beating():
             self._worker = worker_cls(*args, **kwargs)
 
     def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the worker's method."""
-        with _beating():
+        with self._beating():
             return getattr(self._worker, method)(*args, **kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
         """Call ``fn(worker, *args)``, in whichever thread; CUDA's current device is one for each."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        with _beating():
+        with self._beating():
             return fn(self._worker, *args)
 
     def destroy(self) -> None:
         """The worker's own end, if it has one."""
-        with _beating():
+        with self._beating():
             if hasattr(self._worker, "destroy"):
                 self._worker.destroy()
 
     def ping(self) -> float:
-        """Seconds since the last `beat`; answers while the process can run Python at all, whatever the worker does."""
+        """Seconds since the last `beat`; answers while the process can run Python at all, whatever the worker does.
+
+        Where no peer waits for this rank, a call that computes is progress too: it may well take an hour. Not so in a
+        process group, where a rank that computes for ever, or waits for NCCL (which takes processor time), holds up
+        the others.
+        """
+        if self._alone and any(call.computes() for call in list(self._calls)):
+            beat()
         return seconds_since_beat()
 
-
-@contextmanager
-def _beating() -> Iterator[None]:
-    """A call is progress when it begins and when it ends."""
-    beat()
-    try:
-        yield
-    finally:
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """A call is progress when it begins and when it ends."""
         beat()
+        call = _Call(threading.get_native_id())
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
+            beat()
+
+
+class _Call:
+    """A call that goes on in a thread, and the processor time that this has used."""
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(native_id)
+
+    def computes(self) -> bool:
+        """Whether the thread has used `COMPUTES` of the time since the last look."""
+        looked_s, used_s = self._looked_s, self._used_s
+        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(self._native_id)
+        if used_s is None or self._used_s is None:
+            return False
+        return self._used_s - used_s >= COMPUTES * (self._looked_s - looked_s)

@@ -78,6 +78,8 @@ class WorkerGroup:
         name: what errors and logs call it.
         world_size: number of ranks.
         placement_group: where the ranks run; another group can be built on it once this one is dead.
+        started_late: it was lost because it did not come up in time.
+        stalled: it was lost because no rank made progress.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class WorkerGroup:
                 ``stall_timeout_s`` is without effect. Neither counts while the group starts.
             stall_timeout_s: when of the ranks that owe an answer none has made progress for so long, they are lost; a
                 call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
-                for every micro-batch. None: no limit.
+                for every micro-batch. Without a process group computing is progress too, so that a call that samples
+                for an hour is left alone; one that waits for so long, for a server say, has to beat. None: no limit.
             kill_timeout_s: how long processes that are killed may take to be gone: SIGKILL waits until the kernel has
                 freed their pinned memory and what they have on a GPU. Those that take longer end the job.
             on_created: called with the group before its first process starts; what it raises ends the start.
@@ -138,8 +141,10 @@ class WorkerGroup:
         self._places: list[_Place] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
+        self._came_up = False
         self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
         self._lock = threading.Lock()
+        self.started_late = self.stalled = False
         self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
         self._ended: set[ProcessId] = set()
         self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
@@ -149,7 +154,7 @@ class WorkerGroup:
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
             built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
-            self._patience = Patience(hang_timeout_s, stall_timeout_s)
+            self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
         except BaseException:
             self._close()
             raise
@@ -348,9 +353,11 @@ class WorkerGroup:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
         if hung:
+            self.stalled = hung.stalled
             raise self._lose(hung.ranks, f"{hung.symptom} during {what}")
         waiting = sorted(answers.pending.values())
         if not answers.errors:
+            self.started_late = not self._came_up
             raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
         error, rank = culprit(answers.errors)
         if collective_broke(cause_of(error)):

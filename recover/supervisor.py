@@ -2,14 +2,15 @@
 
 The job is a function of an `Attempt`; it builds its worker groups through it, restores with `RecoverHandler` and
 trains. When a `WorkerLost` leaves the job, every process of the attempt is killed first (a survivor could still
-write), and the job is called again with the next attempt. A job that can go on without a group, one that only samples
-say, catches its loss and has `Attempt.restart` start that group alone. Anything else that leaves the job is a bug,
-Ctrl-C, or `Preempted`, and is raised at once. The driver itself is not watched: one that was killed needs only the
-same command again. While a job runs, no other can use its folder.
+write), and the job is called again with the next attempt; after a start that timed out, not at once. A job that can go
+on without a group, one that only samples say, catches its loss and has `Attempt.restart` start that group alone.
+Anything else that leaves the job is a bug, Ctrl-C, or `Preempted`, and is raised at once. The driver itself is not
+watched: one that was killed needs only the same command again. While a job runs, no other can use its folder.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ from .stopping import StopNotice
 T = TypeVar("T")
 
 logger = get_logger(__name__)
+
+BACK_OFF_S = 10.0
+"""How long a group that did not come up in time is left alone before it is started again: what starts on an overloaded
+machine loads it further. Twice as long each time, and at most `LONGEST_BACK_OFF_S`."""
+LONGEST_BACK_OFF_S = 300.0
 
 
 @dataclass
@@ -86,11 +92,13 @@ class Attempt:
         world_size: int = 1,
         resources: WorkerResources | None = None,
         start_timeout_s: float = 120.0,
+        stall_timeout_s: float | None = 1800.0,
         **kwargs: Any,
     ) -> WorkerGroup:
         """A `WorkerGroup` where the last attempt's group of this name, size and resources was; ended with the attempt.
 
-        Takes what `WorkerGroup` takes, and raises what it raises.
+        Takes what `WorkerGroup` takes, and raises what it raises. ``stall_timeout_s`` is doubled for every time that a
+        group of this name was lost for want of progress.
 
         Raises:
             ConfigError: this attempt has, or tried to start, a group of that name already.
@@ -106,6 +114,7 @@ class Attempt:
                 resources=resources,
                 placement_group=self._placements.get(name, world_size, resources, start_timeout_s),
                 start_timeout_s=start_timeout_s,
+                stall_timeout_s=self._supervisor._patience_with(name, stall_timeout_s),
                 on_created=on_created,
                 **kwargs,
             )
@@ -134,6 +143,7 @@ class Attempt:
         event = self._supervisor._note_loss(loss, self.number, lost.kill)
         logger.warning("%s; it is started again", loss)
         self._supervisor._spend_retry(loss)
+        self._supervisor._learn_from(lost)
         return self._build(loss.group, event)
 
     def draining(self) -> StopNotice | None:
@@ -151,6 +161,7 @@ class Attempt:
 
     def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
         group = self._starts[name](self._admit)
+        self._supervisor._late_starts.pop(name, None)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info("worker group %r is up %.2f s after the loss", name, event.rebuilt_s)
@@ -218,6 +229,8 @@ class Supervisor:
         self._config = config or RecoverConfig(mode="off")
         self._retried_at: list[float] = []
         self._lock = threading.Lock()
+        self._late_starts: Counter[str] = Counter()  # by name of the group, since the last that came up
+        self._stalls: Counter[str] = Counter()
         self.events: list[RecoveryEvent] = []
 
     def run(self, job: Callable[[Attempt], T]) -> T:
@@ -253,6 +266,7 @@ class Supervisor:
                     event = self._note_loss(loss, attempt.number, attempt._kill)
                     logger.warning("attempt %d ended: %s", attempt.number, loss)
                     self._spend_retry(loss)
+                    self._learn_from(attempt._groups.get(loss.group))
                     attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
             attempt._kill()
@@ -277,3 +291,25 @@ class Supervisor:
                 f"(allowed: {self._config.retries}); the last loss: {loss}. Find what kills them, "
                 "or raise retries; the newest checkpoint is intact and the same command resumes from it"
             ) from loss
+
+    def _learn_from(self, lost: WorkerGroup | None) -> None:
+        """Do not do again at once what has just failed for want of time."""
+        if lost is not None and lost.stalled:
+            self._stalls[lost.name] += 1
+            logger.warning(
+                "worker group %r made no progress for its stall_timeout_s; the next one may take %d times as long, in "
+                "case its calls just take long",
+                lost.name, 2 ** self._stalls[lost.name],
+            )  # fmt: skip
+        if lost is not None and lost.started_late:
+            self._late_starts[lost.name] += 1
+            pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[lost.name] - 1), LONGEST_BACK_OFF_S)
+            logger.warning(
+                "worker group %r did not come up in time: its nodes may have too much to do, and it is started again "
+                "in %g s",
+                lost.name, pause_s,
+            )  # fmt: skip
+            time.sleep(pause_s)
+
+    def _patience_with(self, name: str, stall_timeout_s: float | None) -> float | None:
+        return None if stall_timeout_s is None else stall_timeout_s * 2 ** self._stalls[name]

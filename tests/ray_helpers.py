@@ -123,6 +123,13 @@ class Worker:
         """Slow, but well."""
         time.sleep(seconds)
 
+    def compute(self, seconds: float) -> float:
+        """Busy, and well, without a beat."""
+        end, total = time.monotonic() + seconds, torch.zeros(100, 100)
+        while time.monotonic() < end:
+            total = (total + 1) @ torch.eye(100)
+        return float(total[0, 0])
+
     def nap_and_reduce(self, slow_rank: int, seconds: float, beating: bool) -> float:
         """A collective that one rank comes to late."""
         end = time.monotonic() + seconds

@@ -54,6 +54,15 @@ def process_started_at() -> float:
     return time.time() - age_s
 
 
+def thread_cpu_s(native_id: int) -> float | None:
+    """Seconds of processor time of a thread of this process, to 10 ms; None when it is gone, or without ``/proc``."""
+    try:
+        fields = Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime: fields 14 and 15
+
+
 def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
     """Wait until none of ``processes`` runs, or ``timeout_s``; those that still do."""
     end, pause_s = time.monotonic() + timeout_s, 0.002

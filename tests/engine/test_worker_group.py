@@ -222,7 +222,7 @@ def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
 
 
 def test_the_answers_of_many_ranks_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray looks at every call that it is asked about: asking once for each answer would cost the square of the ranks."""
+    """Ray looks at every call that it is asked about: to ask once for each answer would cost the ranks' square."""
     wait, asked = ray.wait, list[int]()
 
     def counting(refs: list[Any], **options: Any) -> Any:

@@ -124,6 +124,16 @@ def test_a_slow_rank_without_beats_lives_on_within_the_timeout_and_an_idle_one_f
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
 
 
+def test_a_rank_that_computes_for_long_in_one_call_lives_on_where_no_peer_waits_for_it(start: StartGroup) -> None:
+    group = start(process_group=False)
+    assert group.call(0, "compute", 5.0) > 0
+    assert group.call_all("add") == [10, 10]
+
+
+def test_a_rank_that_neither_computes_nor_beats_is_lost_also_where_no_peer_waits_for_it(start: StartGroup) -> None:
+    assert_lost(start(process_group=False), [0, 1], r"no progress for 1.5 s during idle\(\)", "idle")
+
+
 def test_a_beat_starts_the_clock_anew() -> None:
     beat()
     time.sleep(0.05)

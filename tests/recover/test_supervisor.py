@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.util import placement_group_table
 
+import holdfast.recover.supervisor
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
@@ -295,6 +298,47 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
     assert live_placements() == 0
     with pytest.raises(WorkerLost, match="the job has ended"):
         last[0].worker_group(Server, name="too late")
+
+
+def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its calls may just take long: it would be ended again and again."""
+    options: dict[str, Any] = {"name": "rollout", "process_group": False, "stall_timeout_s": 1.0}
+
+    def job(attempt: Attempt) -> int:
+        rollout = attempt.worker_group(Worker, **options)
+        if attempt.number == 0:
+            with pytest.raises(WorkerLost) as lost:
+                rollout.call(0, "nap", 3.0)
+            rollout = attempt.restart(lost.value)
+        rollout.call(0, "nap", 3.0)
+        return attempt.number
+
+    supervisor = Supervisor(RecoverConfig(mode="off", retries=4))
+    assert supervisor.run(job) == 1
+    assert [event.cause for event in supervisor.events] == [
+        f"no progress for {limit} s during nap()" for limit in ("1", "2")
+    ]
+    assert "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long" in caplog.text
+
+
+def test_a_start_that_timed_out_is_tried_again_after_a_pause_that_grows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(holdfast.recover.supervisor, "BACK_OFF_S", 0.5)
+    begun: list[float] = []
+
+    def job(attempt: Attempt) -> int:
+        begun.append(time.monotonic())
+        timeout_s = 0.01 if attempt.number < 2 else 60.0
+        return attempt.worker_group(Worker, name="trainer", start_timeout_s=timeout_s).world_size
+
+    assert Supervisor(RecoverConfig(mode="off", retries=4)).run(job) == 1
+    pauses = [later - earlier for earlier, later in pairwise(begun)]
+    assert pauses[0] >= 0.5 and pauses[1] >= 1.0
+    told = [record.getMessage() for record in caplog.records if "is started again in" in record.getMessage()]
+    assert ["in 0.5 s" in told[0], "in 1 s" in told[1], len(told)] == [True, True, 2]
 
 
 def test_a_group_that_comes_after_its_attempt_is_refused() -> None:
