@@ -34,7 +34,7 @@ from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadM
 from holdfast.engine.api import Batch
 from holdfast.engine.model import require_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
-from holdfast.engine.worker_group import WorkerGroup
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config, require_choice, require_range
@@ -67,6 +67,10 @@ class GRPOConfig:
     """Completions of a prompt."""
     n_trainers: int = 2
     """Ranks the policy is sharded over."""
+    gpus_per_trainer: float = 0.0
+    """GPUs of each of them: 1, or 0 to train on the CPU."""
+    gpus_per_rollout: float = 0.0
+    """GPUs of the rollout worker: 1, less to share one with others, or 0 to sample on the CPU."""
     hang_timeout_s: float = 60.0
     """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
     stall_timeout_s: float = 1800.0
@@ -84,6 +88,12 @@ class GRPOConfig:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         require_range("total_steps", self.total_steps, low=1)
         require_range("n_trainers", self.n_trainers, low=1)
+        require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
+        require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
+        if self.actor.device == "cuda" and not self.gpus_per_trainer:
+            raise ConfigError(
+                "config key 'actor.device' is 'cuda', but 'gpus_per_trainer' is 0, which hides every GPU; set that to 1"
+            )
         require_range("hang_timeout_s", self.hang_timeout_s, low=0.1)
         require_range("stall_timeout_s", self.stall_timeout_s, low=0.1)
         require_range("n_prompts", self.n_prompts, low=self.batch_size)
@@ -261,8 +271,11 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
     patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
     start = partial(pool.submit, attempt.worker_group, **patience)
     try:
-        rollout = start(RolloutWorker, config.actor.path, config.log_level, name="rollout", process_group=False)
-        trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers)
+        gpus = WorkerResources(gpus=config.gpus_per_rollout)
+        path, level = config.actor.path, config.log_level
+        rollout = start(RolloutWorker, path, level, name="rollout", process_group=False, resources=gpus)
+        gpus = WorkerResources(gpus=config.gpus_per_trainer)
+        trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers, resources=gpus)
         return rollout.result(), trainer.result()
     finally:
         pool.shutdown(wait=False)  # should one fail, the supervisor ends the other

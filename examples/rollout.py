@@ -25,13 +25,17 @@ class RolloutWorker:
     def __init__(self, tokenizer_path: str, log_level: str = "WARNING") -> None:
         configure_logging(log_level)
         disable_progress_bar()  # one for every version would drown the log
+        self.device = torch.device(
+            "cuda" if torch.cuda.is_available() else "cpu"
+        )  # without GPUs of its own it sees none
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
         self.model: Any = None
         self.version = -1
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load a published folder and serve it from now on."""
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model = model.to(self.device).eval()
         # The folder's own may cut the distribution (top_p ...): the log-probabilities would not be the trainer's.
         self.model.generation_config = GenerationConfig(
             pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.tokenizer.eos_token_id
@@ -46,15 +50,15 @@ class RolloutWorker:
         """Sample ``n_samples`` completions of each prompt.
 
         Returns:
-            right-padded ``[B, S]`` tensors of B = prompts x samples rows, samples of a prompt next to each other:
-            ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on what was sampled), ``logprobs`` of what was sampled
-            at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt).
+            right-padded ``[B, S]`` tensors on the CPU, of B = prompts x samples rows, samples of a prompt next to each
+            other: ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on what was sampled), ``logprobs`` of what was
+            sampled at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt).
         """
         if self.model is None:
             raise RuntimeError("no weights were published to this rollout worker yet")
         torch.manual_seed(seed)
         rows = [prompt for prompt in prompts for _ in range(n_samples)]
-        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
         out = self.model.generate(
             **padded,
             do_sample=True,
@@ -67,7 +71,7 @@ class RolloutWorker:
         completions = out.sequences[:, padded["input_ids"].shape[1] :]
         logprobs = torch.stack([scores.float().log_softmax(-1) for scores in out.scores], dim=1)
         logprobs = logprobs.gather(-1, completions[..., None])[..., 0]
-        return self._pack(rows, completions, logprobs)
+        return self._pack(rows, completions.cpu(), logprobs.cpu())
 
     def _pack(self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         ended = (completions == self.tokenizer.eos_token_id).long().cumsum(1)

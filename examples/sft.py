@@ -3,8 +3,9 @@
     torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml trainer.save_freq=10
 
 Kill it whenever you like; the same command again goes on where the last snapshot left off and ends with the same
-bytes. (``python examples/sft.py`` is the same job on one rank.) Under torchrun *every* rank runs this script and calls
-every method; rank 0 decides for all. The ``trainer`` options mean what they mean in verl, and a run is one folder:
+bytes. (``python examples/sft.py`` is the same job on one rank.) It takes a GPU a rank where there are any;
+``engine.device=cpu`` leaves them alone. Under torchrun *every* rank runs this script and calls every method; rank 0
+decides for all. The ``trainer`` options mean what they mean in verl, and a run is one folder:
 
     <trainer.default_local_dir>/
       recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
