@@ -161,7 +161,7 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
 def free_cached_memory(device: torch.device) -> None:
     """Give memory of a GPU that nothing uses any more back, for other processes or engines on it; nothing on the CPU.
 
-    torch keeps it for later otherwise: what loading a model needed, or a model that is gone.
+    torch keeps it for later otherwise.
     """
     if device.type == "cuda":
         gc.collect()  # modules and their hooks hold each other

@@ -37,7 +37,7 @@ from .dcp_state import DCPState
 from .devices import free_cached_memory
 from .hf_checkpoint import save_hf
 from .hf_import import load_hf
-from .microbatch import MicroBatch, split_batch, unpack
+from .microbatch import MicroBatch, split_batch, unpack, weigh
 from .model import block_classes, build_on_meta, draw_weights, give_memory
 from .optimizer import build_optimizer, build_scheduler
 from .packing import check_packing, model_output
@@ -100,7 +100,6 @@ class FSDPEngine:
             self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
         if self.config.pack_sequences:  # last: the parameters it may leave gathered are none for an optimizer
             check_packing(model, groups.device)
-        free_cached_memory(groups.device)
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 
@@ -175,11 +174,11 @@ class FSDPEngine:
         """
         optimizer = self._require_optimizer()
         self.train()
-        micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
+        shares = self._prepare(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for mb, weight in zip(micro_batches, weights, strict=True):
-            loss = self._weighted_loss(mb, weight / total, loss_fn)
+        for mb, share in shares:
+            loss = self._weighted_loss(mb, share, loss_fn)
             # FSDP averages gradients over ranks; the weights have already divided by everything.
             (loss * self.data_parallel_world_size).backward()
             loss_sum += loss.detach()
@@ -190,15 +189,15 @@ class FSDPEngine:
             "grad_norm": grad_norm,
             "lr": lr,
             "update_skipped": float(skipped),
-            "n_mbs": float(len(micro_batches)),
-            "n_tokens": float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy)),
+            "n_mbs": float(len(shares)),
+            "n_tokens": float(sum(mb.n_tokens for mb, _ in shares if not mb.is_dummy)),
         }
 
-    def _optimizer_step(self, optimizer: torch.optim.Optimizer, loss_sum: torch.Tensor) -> tuple[float, float, bool]:
+    def _optimizer_step(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> tuple[float, float, bool]:
         """Clip and update; the loss, the norm of the gradient, and whether it was no number, so nothing was updated."""
         assert self.config.optimizer is not None
         norm = clip_grad_norm(self.model, self.config.optimizer.gradient_clipping)
-        loss, grad_norm = torch.stack([loss_sum, norm.double()]).tolist()  # the one wait for the device in a step
+        loss_sum, grad_norm = torch.stack([loss, norm.double()]).tolist()  # the one wait for the device in a step
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.counters.skipped_steps += 1
@@ -208,18 +207,15 @@ class FSDPEngine:
             self.counters.optimizer_steps += 1
             self.counters.steps_since_schedule += 1
         optimizer.zero_grad()
-        return loss, grad_norm, skipped
+        return loss_sum, grad_norm, skipped
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
         """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
         self.eval()
-        micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
-        losses = [
-            self._weighted_loss(mb, weight / total, loss_fn) for mb, weight in zip(micro_batches, weights, strict=True)
-        ]
-        loss = sum(torch.stack(losses).tolist())
-        return torch.tensor(self.all_reduce_stats({"loss": loss})["loss"])
+        shares = self._prepare(batch, loss_weight_fn)
+        losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in shares]
+        return torch.tensor(self.all_reduce_stats({"loss": sum(torch.stack(losses).tolist())})["loss"])
 
     @torch.no_grad()
     def forward_batch(
@@ -238,10 +234,8 @@ class FSDPEngine:
         self.eval()
         post_fn = post_fn or self._default_post_fn
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
-        outputs = []
-        for mb in micro_batches:
-            mb = mb.to(self.device)
-            outputs.append(post_fn(self._forward(mb), mb.data).float())
+        moved = (mb.to(self.device) for mb in micro_batches)
+        outputs = [post_fn(self._forward(mb), mb.data).float() for mb in moved]
         batch_size, seqlen = batch["input_ids"].shape
         return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
 
@@ -250,23 +244,19 @@ class FSDPEngine:
             return output
         return token_logprobs(output, data["input_ids"], data["cu_seqlens"], self.config.temperature)[0]
 
-    def _prepare(self, batch: Batch, loss_weight_fn: LossWeightFn) -> tuple[list[MicroBatch], list[float], float]:
-        """Micro-batches on the device, the weight of each, and the weight of the whole batch over all ranks."""
+    def _prepare(self, batch: Batch, loss_weight_fn: LossWeightFn) -> list[tuple[MicroBatch, float]]:
+        """Micro-batches on the device, each with its share of the weight of the whole batch over all ranks."""
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
-        given = [torch.as_tensor(loss_weight_fn(mb.data)) for mb in micro_batches if not mb.is_dummy]
-        weights = torch.stack([weight.double().reshape(()) for weight in given]).tolist()
-        weights += [0.0] * (len(micro_batches) - len(given))  # dummies come last
+        weights = weigh(micro_batches, loss_weight_fn)
         total = self.all_reduce_stats({"weight": sum(weights)})["weight"]
         if not total > 0:
             raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
-        return [mb.to(self.device) for mb in micro_batches], weights, total
+        return [(mb.to(self.device), weight / total) for mb, weight in zip(micro_batches, weights, strict=True)]
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
-        if share == 0:
-            # Nothing counts here, but forward and backward have collectives that the other ranks wait for. One token is
-            # enough, and what it gives must not matter: 0 times infinity is no number.
-            output = self._forward(mb if mb.is_dummy else mb.first_token())
-            return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()
+        if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
+            output = self._forward(mb.first_token())
+            return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
         return loss_fn(self._forward(mb), mb.data) * share
 
     def _forward(self, mb: MicroBatch) -> torch.Tensor:

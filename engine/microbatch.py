@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..utils.distributed import all_ranks_succeed, gather_objects
 from ..utils.errors import BatchError
 from ..utils.logging import get_logger
-from .api import Batch
+from .api import Batch, LossWeightFn
 from .config import MicroBatchSpec
 
 logger = get_logger(__name__)
@@ -182,6 +182,13 @@ def _warn_of_row_longer_than(n_tokens: int) -> None:
         "mask alone; set the key (its default is %d)",
         n_tokens, n_tokens**2 / 2**30, MicroBatchSpec().max_tokens_per_mb,
     )  # fmt: skip
+
+
+def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> list[float]:
+    """What ``loss_weight_fn`` gives for each micro-batch, 0 for a dummy; one wait for the device in all."""
+    given = [torch.as_tensor(loss_weight_fn(mb.data)) for mb in micro_batches if not mb.is_dummy]
+    weights = torch.stack([weight.double().reshape(()) for weight in given]).tolist()
+    return weights + [0.0] * (len(micro_batches) - len(given))  # dummies come last
 
 
 def unpack(
