@@ -12,28 +12,24 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
-from ..utils.distributed import get_rank
 from ..utils.errors import ConfigError, Preempted
 from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.staging import as_write_error
 from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
-from .data_state import restore_data
 from .exporting import HFExports
-from .facts import check_restored, combine_ranks
 from .info import RecoverInfo
+from .loader_place import RestoredEpoch
 from .mirror import Mirror
-from .process_state import DRIVER_STATE, ProcessState, rank_state_name
-from .rank_reading import check_rank, read_rank
 from .rank_writing import close_writers, open_writer
 from .ranks import DrivenRanks, LocalRanks, RankGroup, Ranks, RankTarget, rank_target
+from .restoring import restore_run
 from .retention import RetentionRules
 from .saving import Due, SaveStats, SnapshotSaver
 from .schedule import Pace, SnapshotSchedule
@@ -84,6 +80,7 @@ class RecoverHandler:
         self._lock = FolderLock(config.lock_path)
         self._mirror: Mirror | None = None
         self._at: int | None = None  # the step that was snapshotted or restored last
+        self._epoch: RestoredEpoch | None = None
         self._loaded = self._closed = False
         if config.mode != "off" and (config.freq_epochs, config.freq_steps, config.freq_secs) == (None, None, None):
             logger.warning(
@@ -124,7 +121,9 @@ class RecoverHandler:
         Args:
             engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs.
             dataloader: anything with ``state_dict``/``load_state_dict``. Only one that says it is ``rank_independent``
-                (see `ResumableDataLoader`) can be resumed by another number of processes.
+                (see `ResumableDataLoader`) can be resumed by another number of processes. A sampler that orders samples
+                by epoch (``set_epoch``) is told that of the snapshot; begin the loop over epochs with the epoch of
+                ``last_step_info.next()``.
 
         Returns:
             what was restored, or None when there is nothing to resume and the run starts at step 0.
@@ -133,7 +132,8 @@ class RecoverHandler:
             FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
-            CheckpointMismatchError, DatasetMismatchError: the generation is not of this job. Nothing was changed.
+            CheckpointMismatchError, DatasetMismatchError: the generation is not of this job, or ``dataloader`` is not
+                where it was once it was restored. No engine was changed.
             ConfigError: an export was asked for that cannot be made. Nothing was changed.
         """
         self._require_open()
@@ -146,7 +146,7 @@ class RecoverHandler:
         self._stops.install()
         choice = self._resume.choose(ranks, self._mirror)
         if choice is not None:
-            self._restore(ranks, *choice, dataloader)
+            self._restore(ranks, choice, dataloader)
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
@@ -190,8 +190,8 @@ class RecoverHandler:
             CheckpointWriteError, StaleSnapshotError, PeerError: one more snapshot or export in a row has failed than
                 ``save_failures_allowed``, or a forced snapshot, or the last one before a stop.
             Exception: whatever else ended a snapshot in the background.
-            ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
-                before one that is there already.
+            ConfigError: a user object's state could not be read back, `load` was not called before, the step lies
+                before one that is there already, or the sampler was set to another epoch than the one resumed.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -204,7 +204,7 @@ class RecoverHandler:
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
         ranks = self._ranks(engine)
-        stop = self._asked_to_stop(ranks)
+        stop = self._asked_to_stop(ranks, step_info)
         must, aside = force or stop is not None, self.config.async_save and stop is None
         saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
         if stop is not None:
@@ -261,11 +261,18 @@ class RecoverHandler:
 
     # Dump
 
-    def _asked_to_stop(self, ranks: Ranks) -> str | None:
+    def _asked_to_stop(self, ranks: Ranks, step_info: StepInfo) -> str | None:
         """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
         self._pace.step_ends()
         n_saves = 2 if self.config.async_save else 1  # a last one may have to wait for one that is begun now
-        reasons = ranks.here(lambda: self._stops.due(self._pace.save_s, self._pace.step_s, n_saves))
+
+        def due() -> str | None:
+            if self._epoch is not None:
+                self._epoch.check(step_info)
+            return self._stops.due(self._pace.save_s, self._pace.step_s, n_saves)
+
+        reasons = ranks.here(due)
+        self._epoch = None
         stop = next((reason for reason in reasons if reason is not None), None)
         if stop is not None:
             self._stops.grant()
@@ -347,24 +354,9 @@ class RecoverHandler:
         if self._mirror is not None and path.parent.resolve() == self.store.root.resolve():
             self._mirror.submit(Generation(info.last_step_info.global_step, path))
 
-    def _restore(self, ranks: Ranks, path: Path, info: RecoverInfo, dataloader: Stateful | None) -> None:
-        ranks.run_all(check_rank, str(path))
-        caller = 0 if ranks.is_driver else get_rank(self._group)
-        ranks.here(lambda: restore_data(path, dataloader, caller, ranks.n_callers))
-        process = ProcessState.read(path, DRIVER_STATE) if ranks.is_driver else None
-        states = ranks.run_all(read_rank, str(path), info.weight_versions)
-        rng = {Path(rank_state_name(rank)).stem: state.rng for rank, state in enumerate(states)}
-        if process is not None:
-            rng[Path(DRIVER_STATE).stem] = process.restore(self._stateful)
-        restored = {name: digest for name, digest in rng.items() if digest is not None}
-        facts = combine_ranks([state.samples for state in states])
-        table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
-        logger.info("step %d of run %s\n%s", info.last_step_info.global_step, info.run_id, table)
-        if info.world_size > ranks.world_size:
-            logger.warning(
-                "%d ranks saved it, now there are %d: the user objects and generators of the others stay behind",
-                info.world_size, ranks.world_size,
-            )  # fmt: skip
+    def _restore(self, ranks: Ranks, choice: Choice, dataloader: Stateful | None) -> None:
+        self._epoch = restore_run(ranks, choice, dataloader, self._stateful)
+        info = choice[1]
         self._writer.run_id, self._writer.last_facts = info.run_id, info.engines
         self._at = info.last_step_info.global_step
         self._pace.saved(info.save_s)

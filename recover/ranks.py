@@ -108,6 +108,7 @@ class LocalRanks:
     Attributes:
         world_size: number of ranks.
         n_callers: number of processes that call the handler, each with a dataloader of its own.
+        caller: which of them this is.
         is_driver: whether the caller is a process besides the ranks.
         is_decider: whether decisions are made in this process.
     """
@@ -117,7 +118,8 @@ class LocalRanks:
     def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
         self._target, self._group = target, group
         self.world_size = self.n_callers = get_world_size(group)
-        self.is_decider = get_rank(group) == 0
+        self.caller = get_rank(group)
+        self.is_decider = self.caller == 0
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
@@ -160,6 +162,7 @@ class DrivenRanks:
     is_driver = True
     is_decider = True
     n_callers = 1
+    caller = 0
 
     def __init__(self, group: RankGroup, is_aside: bool = False) -> None:
         self._group, self._is_aside = group, is_aside
