@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -53,10 +54,18 @@ class RecoverInfo:
         """
         path = generation / INFO_NAME
         try:
+            return cls.parse(path.read_bytes(), path)
+        except FileNotFoundError as error:
+            raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
+        """What `read` returns of a file with ``data``, which its errors call ``path``."""
+        try:
             known = {each.name for each in dataclasses.fields(cls)}
-            fields = {name: value for name, value in json.loads(path.read_bytes()).items() if name in known}
+            fields = {name: value for name, value in json.loads(data).items() if name in known}
             step_info = StepInfo(**fields["last_step_info"])
             engines = {name: EngineFacts(**facts) for name, facts in fields["engines"].items()}
             return cls(**fields | {"last_step_info": step_info, "engines": engines})
-        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -146,8 +146,10 @@ class GenerationStore:
         """Remove a staging folder whose writers failed."""
         shutil.rmtree(staging, ignore_errors=True)
 
-    def newest_valid(self, check: Callable[[Path], RecoverInfo] | None = None) -> tuple[Generation, RecoverInfo] | None:
-        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside with the reason.
+    def newest_valid(
+        self, check: Callable[[Path], RecoverInfo] | None = None, *, set_aside: bool = True
+    ) -> tuple[Generation, RecoverInfo] | None:
+        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside, or logged only.
 
         Returns:
             None when nothing usable is left; `rejected` tells whether there ever was something.
@@ -157,7 +159,10 @@ class GenerationStore:
             try:
                 return generation, check(generation.path)
             except CheckpointCorruptError as error:
-                self.set_aside(generation, str(error))
+                if set_aside:
+                    self.set_aside(generation, str(error))
+                else:
+                    logger.warning("%s is not usable: %s", generation.path, error)
         return None
 
     def verify(self, path: Path) -> RecoverInfo:
