@@ -148,6 +148,23 @@ def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) ->
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
 
 
+def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: GenerationStore, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        moved = commit(store, step).path.rename(elsewhere / f"global_step_{step}")
+        (store.root / moved.name).symlink_to(moved)
+    commit(store, 3)
+    assert [g.step for g in store.generations()] == [3, 2, 1]
+    assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
+    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # as older versions left it
+    store.retire(RetentionRules(1))
+    store.sweep()
+    assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]
+    for step in (1, 2):
+        assert store.verify(elsewhere / f"global_step_{step}").last_step_info.global_step == step
+
+
 def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) -> None:
     staging = store.open_staging(step)
     write_durably(staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1, metrics=metrics).to_json())
