@@ -1,6 +1,5 @@
 """`RecoverInfo`: what a generation remembers besides tensors, as JSON that a person can read."""
 
-import dataclasses
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from ..engine.api import StepInfo
 from ..utils.errors import CheckpointCorruptError
+from ..utils.typed_json import from_json
 from .facts import EngineFacts
 
 INFO_NAME = "recover_info.json"
@@ -56,16 +56,15 @@ class RecoverInfo:
         try:
             return cls.parse(path.read_bytes(), path)
         except FileNotFoundError as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     @classmethod
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
         """What `read` returns of a file with ``data``, which its errors call ``path``."""
         try:
-            known = {each.name for each in dataclasses.fields(cls)}
-            fields = {name: value for name, value in json.loads(data).items() if name in known}
-            step_info = StepInfo(**fields["last_step_info"])
-            engines = {name: EngineFacts(**facts) for name, facts in fields["engines"].items()}
-            return cls(**fields | {"last_step_info": step_info, "engines": engines})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            info = from_json(cls, document := json.loads(data), "info")
+            if "engines" not in document:  # what is restored could not be compared with anything
+                raise TypeError("info.engines is missing")
+            return info
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
