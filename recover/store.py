@@ -21,7 +21,7 @@ from ..utils.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
-from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically
+from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically, walk_leaves
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
 from ..utils.staging import as_write_error
@@ -95,6 +95,14 @@ class GenerationStore:
             make_durably(self.root)
             staging.mkdir()
         return staging
+
+    def staged_bytes(self, step: int) -> int:
+        """Bytes in the staging folders of ``step``, which ranks are writing to; 0 when there is none."""
+        n_bytes = 0
+        for staging in self.root.glob(f".staging-{step}-*"):
+            with contextlib.suppress(OSError):  # it was renamed or removed meanwhile, as a rule
+                n_bytes += sum(status.st_size for _, status in walk_leaves(staging))
+        return n_bytes
 
     def newest_bytes(self) -> int:
         """Size of the newest generation's files, by its manifest: what the next one will need. 0 when there is none."""
