@@ -11,6 +11,8 @@ import torch.distributed as dist
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] ")
 """``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``. ``[enforce fail at ...`` is not one of them: that
 ranks disagree about a size is a bug."""
+_GLOO_CLOSED = re.compile(r"^Application timeout caused pair closure")
+"""What every later collective of a group says in which one has timed out."""
 _MONITORED_BARRIER = re.compile(r"failed to pass monitoredBarrier|received errors while waiting for send/recv")
 _NCCL_BREAKDOWN = re.compile(r"timeout|timed out|ncclRemoteError|ncclSystemError", re.IGNORECASE)
 
@@ -22,5 +24,5 @@ def collective_broke(error: BaseException | None) -> bool:
     if isinstance(error, dist.DistBackendError):
         return _NCCL_BREAKDOWN.search(str(error)) is not None
     if isinstance(error, RuntimeError):
-        return any(pattern.search(str(error)) for pattern in (_GLOO_TRANSPORT, _MONITORED_BARRIER))
+        return any(pattern.search(str(error)) for pattern in (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER))
     return False

@@ -2,12 +2,18 @@
 
 One process chooses by names and sizes; then every rank compares the bytes of its share of the files. What fails is set
 aside with the reason, and the next older one is tried. A run whose every generation failed does not start over.
+
+A host that needs the step before it has an engine can `peek`: the same choice by names and sizes alone, which changes
+nothing on the disk. What the bytes are is known in `choose` only; it does not go on with another step than was told.
 """
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from ..engine.api import FinetuneSpec
+import torch.distributed as dist
+
+from ..engine.api import FinetuneSpec, StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, MirrorError
 from ..utils.files import file_digest
 from ..utils.logging import get_logger
@@ -16,7 +22,7 @@ from .config import RecoverConfig
 from .info import RecoverInfo
 from .mirror import Mirror
 from .rank_reading import check_bytes
-from .ranks import Ranks
+from .ranks import Ranks, decide_slowly
 from .store import GenerationStore
 
 logger = get_logger(__name__)
@@ -25,7 +31,7 @@ Choice = tuple[Path, RecoverInfo]
 
 
 class ResumeChoice:
-    """The choice of one run. All methods but `choose` run in the process that decides.
+    """The choice of one run. `peek` and `choose` run everywhere, the other methods in the process that decides.
 
     Args:
         config: its ``mode`` and ``resume_path``.
@@ -39,10 +45,23 @@ class ResumeChoice:
     """
 
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec, store: GenerationStore) -> None:
-        self._mode, self._ft_spec, self._store = config.mode, ft_spec, store
+        self._config, self._ft_spec, self._store = config, ft_spec, store
         self._fetched: set[int] = set()
+        self._told: list[StepInfo | None] = []
         self.resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
         self.origin: str | None = None
+
+    def peek(self, group: dist.ProcessGroup | None) -> StepInfo | None:
+        """The step that `choose` finds if the bytes are what names and sizes promise; None when there is nothing.
+
+        Collective over ``group``, once there is torch.distributed; each process for itself before.
+
+        Raises:
+            as `choose`, of what can be seen so.
+        """
+        found = decide_slowly(self._look, group)
+        self._told = [found]
+        return found
 
     def choose(self, ranks: Ranks, mirror: Mirror | None) -> Choice | None:
         """The generation to resume from, verified; None when there is nothing and never was. All ranks take part.
@@ -54,17 +73,22 @@ class ResumeChoice:
         Raises:
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
-            CheckpointMismatchError: the generation is not of this run, or of a newer format.
+            CheckpointMismatchError: the generation is not of this run, or of a newer format, or of another step than
+                `peek` has told.
         """
         ranks.decide(self._store.sweep)
-        while (choice := ranks.decide_slowly(partial(self._candidate, mirror))) is not None:
+        while True:
+            choice = ranks.decide_slowly(partial(self._candidate, mirror, only_look=False))
+            ranks.here(partial(self._check_told, choice))
+            if choice is None:
+                return None
             path = choice[0]
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
             problems = [found for found in ranks.run_all(check_bytes, str(path), files) if found is not None]
             if not problems:
+                self._told = []
                 return choice
             ranks.decide(partial(self._refuse, path, problems[0]))
-        return None
 
     def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
         """Give up what is newer than ``resumed``: a ``resume_path`` goes back behind it; else nothing is."""
@@ -77,8 +101,27 @@ class ResumeChoice:
         if mirror is not None:
             mirror.forget_newer(step)
 
-    def _candidate(self, mirror: Mirror | None) -> Choice | None:
-        newest, wanted = self._newest(mirror), self.resume_path
+    def _look(self) -> StepInfo | None:
+        with ExitStack() as ends:
+            mirror = None
+            if self._config.mirror_path is not None:
+                mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
+                ends.callback(mirror.close, 0.0)
+            found = self._candidate(mirror, only_look=True)
+        return None if found is None else found[1].last_step_info
+
+    def _check_told(self, choice: Choice | None) -> None:
+        found = None if choice is None else choice[1].last_step_info
+        if self._told and self._told != [found]:
+            told = "that there is nothing" if self._told[0] is None else f"step {self._told[0].global_step}"
+            here = "nothing" if choice is None else f"step {choice[1].last_step_info.global_step} ({choice[0]})"
+            raise CheckpointMismatchError(
+                f"peek told {told}, but what can be resumed is {here}: the bytes of what was told are bad (see the "
+                "log), or another job was still at work. Nothing was restored; start again"
+            )
+
+    def _candidate(self, mirror: Mirror | None, *, only_look: bool) -> Choice | None:
+        newest, wanted = self._newest(mirror, only_look), self.resume_path
         if wanted is not None and (newest is None or not _descends(newest[1], wanted)):
             choice = (wanted, self._store.inspect(wanted))
             self.origin = _origin(wanted)
@@ -91,12 +134,12 @@ class ResumeChoice:
         self._check_same_run(*choice)
         return choice
 
-    def _newest(self, mirror: Mirror | None) -> Choice | None:
-        local = self._local()
+    def _newest(self, mirror: Mirror | None, only_look: bool) -> Choice | None:
+        local = self._local(only_look)
         if mirror is None:
             return local
         try:
-            return self._local() if self._fetch_newer(mirror, local) else local
+            return self._newer_copy(mirror, local, only_look) or local
         except MirrorError as error:
             if local is None:
                 raise CheckpointNotFoundError(
@@ -106,31 +149,34 @@ class ResumeChoice:
             logger.warning("the mirror cannot be read (%s); resuming from the newest local generation", error)
             return local
 
-    def _local(self) -> Choice | None:
-        found = self._store.newest_valid(self._store.inspect)
+    def _local(self, only_look: bool) -> Choice | None:
+        found = self._store.newest_valid(self._store.inspect, set_aside=not only_look)
         return None if found is None else (found[0].path, found[1])
 
-    def _fetch_newer(self, mirror: Mirror, local: Choice | None) -> bool:
-        """Fetch the mirror's newest sound generation that is newer than the local one; whether there was any."""
-        steps = mirror.steps()
-        for step in steps:
+    def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
+        """The mirror's newest sound generation that is newer than the local one, fetched unless ``only_look``."""
+        for step in mirror.steps():
             if local is not None and step <= local[1].last_step_info.global_step:
-                return False
+                return None
             if step in self._fetched:  # and refused since: this disk damages what is written to it
                 continue
             try:
+                if only_look:
+                    return self._store.path_of(step), mirror.inspect(step)
                 mirror.fetch(step, self._store)
             except CheckpointCorruptError as error:
                 logger.warning("the mirror's copy of step %d is not usable: %s", step, error)
-            else:
-                self._fetched.add(step)
-                return True
+                continue
+            self._fetched.add(step)
+            fetched = self._local(only_look)
+            if fetched is not None and fetched[1].last_step_info.global_step == step:
+                return fetched
         if local is None and (traces := mirror.traces()):
             raise CheckpointCorruptError(
                 f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is complete and sound (there is "
                 f"something of steps {traces}; see the log). Look at them, or move them away to start from step 0"
             )
-        return False
+        return None
 
     def _refuse(self, path: Path, problem: str) -> None:
         if path == self.resume_path:
@@ -139,6 +185,11 @@ class ResumeChoice:
         self._store.set_aside(generation, problem)
 
     def _check_nothing_was_there(self) -> None:
+        if unusable := [generation.path.name for generation in self._store.generations()]:
+            raise CheckpointCorruptError(
+                f"{self._store.root} holds nothing usable: {', '.join(unusable)} are damaged (see the log). Look at "
+                "them, restore a copy, or move the folder away to start from step 0"
+            )
         if rejected := self._store.rejected():
             raise CheckpointCorruptError(
                 f"{self._store.root} has no usable generation left: {', '.join(path.name for path in rejected)} were "
@@ -149,7 +200,7 @@ class ResumeChoice:
                 f"{self._store.tracker} says that generations were committed here, but there is none. Restore a copy, "
                 "or move the folder away to start from step 0"
             )
-        if self._mode == "must":
+        if self._config.mode == "must":
             raise CheckpointNotFoundError(f"recover.mode is 'must', but {self._store.root} has no generation to resume")
 
     def _check_same_run(self, path: Path, info: RecoverInfo) -> None:

@@ -1,11 +1,12 @@
 """The dataloader's state in a generation: that of every process that calls the handler, or one for all of them."""
 
 from pathlib import Path
+from typing import Any
 
-from ..engine.api import Stateful
+from ..engine.api import Stateful, StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.plain_torch import pack_plain, read_plain, unpack_plain
-from .dataloader import restore_dataloader
+from .loader_place import RestoredEpoch, restore_dataloader, sampler_epoch
 from .ranks import Ranks
 
 DATA_STATE = "data.pt"
@@ -13,27 +14,35 @@ DATA_STATE = "data.pt"
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     """What `DATA_STATE` holds: the state of every process that calls the handler, packed one by one, or of the first
-    only when any number of them can resume it. All that call the handler call this.
+    only when any number of them can resume it, and their samplers' epochs. All that call the handler call this.
 
     Raises:
         ConfigError: a state could not be read back, or only some of the processes have a dataloader.
     """
-    states = ranks.here(lambda: None if dataloader is None else pack_plain("dataloader state", dataloader.state_dict()))
-    if None in states:
-        if set(states) != {None}:
-            raise ConfigError(f"rank(s) {[i for i, state in enumerate(states) if state is None]} passed no dataloader")
+    found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
+    captured = [each for each in found if each is not None]
+    if not captured:
         return None
+    if len(captured) < len(found):
+        raise ConfigError(f"rank(s) {[i for i, each in enumerate(found) if each is None]} passed no dataloader")
     rank_independent = getattr(dataloader, "rank_independent", False)
-    kept = states[:1] if rank_independent else states
-    return pack_plain("dataloader state", {"rank_independent": rank_independent, "states": kept})
+    states, epochs = zip(*(captured[:1] if rank_independent else captured), strict=True)
+    data = {"rank_independent": rank_independent, "states": list(states), "sampler_epochs": list(epochs)}
+    return pack_plain("dataloader state", data)
 
 
-def restore_data(generation: Path, dataloader: Stateful | None, caller: int, n_callers: int) -> None:
-    """Put the dataloader of the ``caller``-th of ``n_callers`` processes back.
+def _capture_loader(dataloader: Stateful) -> tuple[bytes, int | None]:
+    return pack_plain("dataloader state", dataloader.state_dict()), sampler_epoch(dataloader)
+
+
+def restore_data(
+    generation: Path, dataloader: Stateful | None, caller: int, n_callers: int, last_step: StepInfo
+) -> RestoredEpoch | None:
+    """Put the dataloader of the ``caller``-th of ``n_callers`` processes back; what is left of its epoch.
 
     Raises:
-        CheckpointMismatchError: there is a state and no dataloader or the reverse, or the state is of another number of
-            processes and cannot be shared.
+        CheckpointMismatchError: there is a state and no dataloader or the reverse, the state is of another number of
+            processes and cannot be shared, or the loader did not take it; see `restore_dataloader`.
         CheckpointCorruptError: the file cannot be read.
     """
     path = generation / DATA_STATE
@@ -42,16 +51,22 @@ def restore_data(generation: Path, dataloader: Stateful | None, caller: int, n_c
             f"{generation} holds a dataloader's state; pass that dataloader, or data starts over"
         )
     if dataloader is None:
-        return
+        return None
     if not path.exists():
         raise CheckpointMismatchError(f"{generation} holds no dataloader state; was it saved without a dataloader?")
-    saved = read_plain(path)
-    if not isinstance(saved, dict) or not saved.keys() >= {"states", "rank_independent"}:
-        raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")
-    states, rank_independent = saved["states"], saved["rank_independent"]
+    states, epochs, rank_independent = _read(path)
     if len(states) != n_callers and not rank_independent:
         raise CheckpointMismatchError(
             f"{generation} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
             "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
         )
-    restore_dataloader(dataloader, unpack_plain(states[0] if rank_independent else states[caller], path))
+    own = 0 if rank_independent else caller
+    return restore_dataloader(dataloader, unpack_plain(states[own], path), epochs[own], last_step)
+
+
+def _read(path: Path) -> tuple[list[Any], list[int | None], bool]:
+    """States, epochs (all None in a file of an older version), and whether any number of processes may take them."""
+    match read_plain(path):
+        case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
+            return list(states), more.get("sampler_epochs", [None] * len(states)), rank_independent
+    raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")

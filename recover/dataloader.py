@@ -6,10 +6,9 @@ them. A Ray driver, as rank 0 of 1, gets whole batches.
 
 The cursor counts *samples handed out*, and a batch is read only when it is asked for: nothing is prefetched, so a
 state taken after training on a batch says exactly what was trained. Reading happens in the caller's thread; data
-that is slow to read or decode wants torchdata's ``StatefulDataLoader`` instead, which `restore_dataloader` also
-takes. Give that one a sampler with a generator of its own, if any: one generator for loader and sampler
-(``shuffle=True, generator=g``) gives another order from the epoch after the resumed one on (torchdata 0.11). And
-loop over its steps rather than its epochs: when restored to the end of an epoch, its first loop has no batch.
+that is slow to read or decode wants torchdata's ``StatefulDataLoader`` instead, which `RecoverHandler` also takes (see
+`loader_place`). Give that one a sampler with a generator of its own, if any: one generator for loader and sampler
+(``shuffle=True, generator=g``) gives another order from the epoch after the resumed one on (torchdata 0.11).
 
 An epoch's permutation costs 8 bytes a sample and comes from numpy's ``RandomState``, whose streams are frozen (NEP
 19): a newer library cannot change the order in the middle of an epoch. No global generator is drawn from.
@@ -20,7 +19,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..engine.api import Stateful
 from ..utils.config import require_range
 from ..utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from ..utils.logging import get_logger
@@ -41,17 +39,6 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any:
         """One sample."""
         ...
-
-
-def restore_dataloader(loader: Stateful, state_dict: dict[str, Any]) -> None:
-    """Put a dataloader back *completely*; call it before the random generators are restored.
-
-    torchdata's ``StatefulDataLoader`` only remembers what it is given, and builds its iterator when the next loop
-    starts, for which it draws from torch's global generator: one draw too many, so that every later draw would differ
-    from those of a run that was never killed. Asking for its state builds the iterator now.
-    """
-    loader.load_state_dict(state_dict)
-    loader.state_dict()
 
 
 class ResumableDataLoader:

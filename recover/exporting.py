@@ -98,6 +98,10 @@ class HFExports:
             undo.pop_all()
         return final
 
+    def staged_bytes(self, step: int) -> int:
+        """See `GenerationStore.staged_bytes`."""
+        return self._store.staged_bytes(step)
+
     def go_back(self, step: int) -> None:
         """Remove what killed writers left, and set aside what is of later steps than ``step``, where the run goes on.
 

@@ -142,13 +142,18 @@ def check_restored(
         raise CheckpointCorruptError(f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}")
     rows = list(_rows(saved[0], restored[0]))
     rows += [_Row(f"generators of {name}", saved[1][name], digest) for name, digest in restored[1].items()]
-    if wrong := [row for row in rows if row.saved != row.restored]:
+    if wrong := [row for row in rows if not _same(row.saved, row.restored)]:
         row = wrong[0]
         raise CheckpointCorruptError(
             f"{what} was restored, but {row.what} is {row.restored!r}; recover_info.json says {row.saved!r} "
             f"({len(wrong)} of {len(rows)} differ). Do not go on with this run; report it"
         )
     return _render(what, rows)
+
+
+def _same(saved: Any, restored: Any) -> bool:
+    """Equal, where a learning rate that has become NaN equals itself."""
+    return saved == restored or (saved != saved and restored != restored)
 
 
 def _rows(saved: Mapping[str, EngineFacts], restored: Mapping[str, EngineFacts]) -> Iterator[_Row]:

@@ -12,33 +12,29 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
-from ..utils.distributed import get_rank
 from ..utils.errors import ConfigError, Preempted
 from ..utils.lock import FolderLock
 from ..utils.logging import get_logger
+from ..utils.rng import RngState, capture_rng, restore_rng
 from ..utils.staging import as_write_error
 from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
-from .data_state import restore_data
 from .exporting import HFExports
-from .facts import check_restored, combine_ranks
 from .info import RecoverInfo
-from .mirror import Mirror
-from .process_state import DRIVER_STATE, ProcessState, rank_state_name
-from .rank_reading import check_rank, read_rank
-from .rank_writing import close_writers, open_writer
-from .ranks import DrivenRanks, LocalRanks, RankGroup, Ranks, RankTarget, rank_target
-from .retention import RetentionRules
+from .loader_place import RestoredEpoch
+from .rank_writing import close_writers, open_writer, restore_rank_rng
+from .ranks import Ranks, ranks_of
+from .restoring import restore_run
 from .saving import Due, SaveStats, SnapshotSaver
 from .schedule import Pace, SnapshotSchedule
 from .stopping import StopNotice, StopRequests
 from .store import Generation, GenerationStore
+from .upkeep import GenerationUpkeep
 from .writing import GenerationWriter
 
 logger = get_logger(__name__)
@@ -73,20 +69,21 @@ class RecoverHandler:
         self._group = group
         self._stateful: dict[str, Stateful] = {}
         self._key = uuid.uuid4().hex
-        self._writer = GenerationWriter(self.store, self._key, uuid.uuid4().hex, self._stateful, self._retire)
+        self._upkeep = GenerationUpkeep(config, self.store)
+        self._writer = GenerationWriter(self.store, self._key, uuid.uuid4().hex, self._stateful, self._upkeep.retire)
         self._resume = ResumeChoice(config, ft_spec, self.store)
-        self._retention = RetentionRules.from_config(config)
         self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
         self._pace = Pace()
         self._exports = HFExports(config, self._key, (tokenizer, processor))
         self._lock = FolderLock(config.lock_path)
         self._saver = SnapshotSaver(
-            config, self._key, self._writer, self._exports, self._pace, self._after_commit, self._lock.confirm
+            config, self._key, self._writer, self._exports, self._pace, self._upkeep.committed, self._lock.confirm
         )
         self._opened: Ranks | None = None
-        self._mirror: Mirror | None = None
         self._at: int | None = None  # the step that was snapshotted or restored last
-        self._loaded = self._closed = False
+        self._epoch: RestoredEpoch | None = None
+        self._rng: RngState | None = None
+        self._closed = False
         if config.mode != "off" and (config.freq_epochs, config.freq_steps, config.freq_secs) == (None, None, None):
             logger.warning(
                 "none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots are made"
@@ -118,6 +115,20 @@ class RecoverHandler:
             raise ConfigError(f"{name!r} is a {type(thing).__name__}, which lacks state_dict/load_state_dict")
         self._stateful[name] = thing
 
+    def peek(self) -> StepInfo | None:
+        """The last step of what `load` would restore; None when the run would start at step 0, or mode is ``off``.
+
+        For a host that must know it before there is an engine. Changes nothing, takes no lock, and works before
+        torch.distributed is initialised; once it is, every rank calls it, and rank 0 decides. Generations here and at
+        the mirror are judged by names, sizes and ``recover_info.json``: a `load` that then finds the bytes damaged, or
+        another step than was told for another reason, raises.
+
+        Raises:
+            CheckpointCorruptError, CheckpointNotFoundError, CheckpointMismatchError: as `load`.
+        """
+        self._require_open()
+        return None if self.config.mode == "off" else self._resume.peek(self._group)
+
     def load(self, engine: Any, dataloader: Stateful | None = None) -> RecoverInfo | None:
         """Lock the run's folder, and bring the run back to its newest sound generation.
 
@@ -126,7 +137,9 @@ class RecoverHandler:
         Args:
             engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs.
             dataloader: anything with ``state_dict``/``load_state_dict``. Only one that says it is ``rank_independent``
-                (see `ResumableDataLoader`) can be resumed by another number of processes.
+                (see `ResumableDataLoader`) can be resumed by another number of processes. A sampler that orders samples
+                by epoch (``set_epoch``) is told that of the snapshot; begin the loop over epochs with the epoch of
+                ``last_step_info.next()``.
 
         Returns:
             what was restored, or None when there is nothing to resume and the run starts at step 0.
@@ -135,28 +148,50 @@ class RecoverHandler:
             FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
-            CheckpointMismatchError, DatasetMismatchError: the generation is not of this job. Nothing was changed.
+            CheckpointMismatchError, DatasetMismatchError: the generation is not of this job, or not the one that `peek`
+                told; or ``dataloader`` is not where it was once it was restored. No engine was changed.
             ConfigError: an export was asked for that cannot be made. Nothing was changed.
         """
         self._require_open()
         if self.config.mode == "off":
             return None
         self._saver.settle(must=True)  # of a load before this one
-        started, ranks = time.monotonic(), self._ranks(engine)
+        started, ranks = time.monotonic(), ranks_of(engine, self._stateful, self._group)
         self._exports.check(ranks)
         ranks.decide_slowly(self._take_folder)
         self._stops.install()
-        choice = self._resume.choose(ranks, self._mirror)
+        choice = self._resume.choose(ranks, self._upkeep.mirror)
         if choice is not None:
-            self._restore(ranks, *choice, dataloader)
+            self._restore(ranks, choice, dataloader)
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
         ranks.run_all(open_writer, self._key, aside_s, self._exports.request)
-        self._loaded, self._opened = True, ranks
+        self._opened = ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
         return None if choice is None else choice[1]
+
+    def restore_rng(self) -> None:
+        """Put the generators back to what `load` restored; nothing when the run was fresh. As often as one likes.
+
+        For a host that draws between `load` and its first step, as a loader that is begun does. Under torchrun it
+        puts back those of this process, under Ray those of the driver and of all ranks.
+
+        Raises:
+            ConfigError: `load` was not called before.
+        """
+        self._require_open()
+        if self.config.mode == "off":
+            return
+        if self._opened is None:
+            raise ConfigError(
+                "restore_rng was called before load: what the generators are to be put back to is not known"
+            )
+        if self._rng is not None:
+            restore_rng(self._rng)
+            if self._opened.is_driver:
+                self._opened.run_all(restore_rank_rng, self._key)
 
     def dump(
         self,
@@ -193,27 +228,27 @@ class RecoverHandler:
                 ``save_failures_allowed``, or a forced snapshot, or the last one before a stop.
             FolderInUseError: the lock on the folder was lost, and another job has used it since: nothing is committed.
             Exception: whatever else ended a snapshot in the background.
-            ConfigError: a user object's state could not be read back, `load` was not called before, or the step lies
-                before one that is there already.
+            ConfigError: a user object's state could not be read back, `load` was not called before, the step lies
+                before one that is there already, or the sampler was set to another epoch than the one resumed.
         """
         self._require_open()
         if self.config.mode == "off":
             return False
-        if not self._loaded:
+        if self._opened is None:
             raise ConfigError("dump was called before load: whether the run is to be resumed must be known first")
         if step_info.steps_per_epoch != self.ft_spec.steps_per_epoch:
             raise ConfigError(
                 f"step_info counts {step_info.steps_per_epoch} steps an epoch, the handler's ft_spec "
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
-        ranks = self._ranks(engine)
-        stop = self._asked_to_stop(ranks)
+        ranks = ranks_of(engine, self._stateful, self._group)
+        stop = self._asked_to_stop(ranks, step_info)
         must, aside = force or stop is not None, self.config.async_save and stop is None
         saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
             self._saver.settle()  # of this very step, if it was taken before
-            ranks.decide_slowly(self._finish_copies)  # all wait for it: the first that exits may end them all
+            ranks.decide_slowly(self._upkeep.finish_copies)  # all wait for it: the first that exits may end them all
             self.close()
             raise Preempted(stop)
         self._pace.step_begins()
@@ -248,7 +283,7 @@ class RecoverHandler:
         self._closed = True
         with ExitStack() as ends:  # from the last to the first, whatever any of them raises
             ends.callback(self._lock.release)
-            ends.callback(self._close_mirror, wait)
+            ends.callback(self._upkeep.close, wait)
             ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
             if wait and self._opened is not None:
                 ends.callback(close_writers, self._opened, self._key)
@@ -264,11 +299,18 @@ class RecoverHandler:
 
     # Dump
 
-    def _asked_to_stop(self, ranks: Ranks) -> str | None:
+    def _asked_to_stop(self, ranks: Ranks, step_info: StepInfo) -> str | None:
         """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
         self._pace.step_ends()
         n_saves = 2 if self.config.async_save else 1  # a last one may have to wait for one that is begun now
-        reasons = ranks.here(lambda: self._stops.due(self._pace.save_s, self._pace.step_s, n_saves))
+
+        def due() -> str | None:
+            if self._epoch is not None:
+                self._epoch.check(step_info)
+            return self._stops.due(self._pace.save_s, self._pace.step_s, n_saves)
+
+        reasons = ranks.here(due)
+        self._epoch = None
         stop = next((reason for reason in reasons if reason is not None), None)
         if stop is not None:
             self._stops.grant()
@@ -319,55 +361,20 @@ class RecoverHandler:
         self.save_stats.blocked_s = time.monotonic() - started
         return saved
 
-    def _after_commit(self, generation: Generation) -> None:
-        if self._mirror is not None:
-            self._mirror.submit(generation)
-        self._retire()
-
-    def _retire(self) -> None:
-        self.store.retire(self._retention, set() if self._mirror is None else self._mirror.pinned())
-
-    def _finish_copies(self) -> None:
-        if self._mirror is not None:
-            self._mirror.wait(self.config.mirror_timeout_s)
-
-    def _close_mirror(self, wait: bool) -> None:
-        if self._mirror is not None:
-            self._mirror.close(self.config.mirror_timeout_s if wait else 0.0)
-            self._retire()  # what had to wait for its copy
-
     # Load
 
     def _take_folder(self) -> None:
         self._lock.acquire(self.config.lock_timeout_s)
-        if self.config.mirror_path is not None and self._mirror is None:
-            self._mirror = Mirror(self.config.mirror_path, self.config.mirror_max_to_keep)
+        self._upkeep.open_mirror()
 
     def _settle(self, resumed: Choice) -> None:
         """What is newer than the generation resumed is given up, and a copy that a crash cut short is made again."""
-        self._resume.go_back(resumed, self._mirror)
-        path, info = resumed
-        if self._mirror is not None and path.parent.resolve() == self.store.root.resolve():
-            self._mirror.submit(Generation(info.last_step_info.global_step, path))
+        self._resume.go_back(resumed, self._upkeep.mirror)
+        self._upkeep.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
 
-    def _restore(self, ranks: Ranks, path: Path, info: RecoverInfo, dataloader: Stateful | None) -> None:
-        ranks.run_all(check_rank, str(path))
-        caller = 0 if ranks.is_driver else get_rank(self._group)
-        ranks.here(lambda: restore_data(path, dataloader, caller, ranks.n_callers))
-        process = ProcessState.read(path, DRIVER_STATE) if ranks.is_driver else None
-        states = ranks.run_all(read_rank, str(path), info.weight_versions)
-        rng = {Path(rank_state_name(rank)).stem: state.rng for rank, state in enumerate(states)}
-        if process is not None:
-            rng[Path(DRIVER_STATE).stem] = process.restore(self._stateful)
-        restored = {name: digest for name, digest in rng.items() if digest is not None}
-        facts = combine_ranks([state.samples for state in states])
-        table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
-        logger.info("step %d of run %s\n%s", info.last_step_info.global_step, info.run_id, table)
-        if info.world_size > ranks.world_size:
-            logger.warning(
-                "%d ranks saved it, now there are %d: the user objects and generators of the others stay behind",
-                info.world_size, ranks.world_size,
-            )  # fmt: skip
+    def _restore(self, ranks: Ranks, choice: Choice, dataloader: Stateful | None) -> None:
+        self._epoch = restore_run(ranks, choice, dataloader, self._stateful)
+        self._rng, info = capture_rng(), choice[1]
         self._writer.run_id, self._writer.last_facts = info.run_id, info.engines
         self._at = info.last_step_info.global_step
         self._pace.saved(info.save_s)
@@ -381,12 +388,6 @@ class RecoverHandler:
         if resumed is not None and ranks.decide(lambda: self._exports.due(step)):
             background = self.config.async_save
             self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
-
-    def _ranks(self, engine: Any) -> Ranks:
-        if isinstance(engine, RankGroup):
-            return DrivenRanks(engine)
-        target: RankTarget = rank_target(engine)
-        return LocalRanks(RankTarget(target.engines, target.stateful | self._stateful, self._group), self._group)
 
     def _require_open(self) -> None:
         if self._closed:

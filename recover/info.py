@@ -1,12 +1,13 @@
 """`RecoverInfo`: what a generation remembers besides tensors, as JSON that a person can read."""
 
-import dataclasses
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..engine.api import StepInfo
 from ..utils.errors import CheckpointCorruptError
+from ..utils.typed_json import from_json
 from .facts import EngineFacts
 
 INFO_NAME = "recover_info.json"
@@ -53,10 +54,17 @@ class RecoverInfo:
         """
         path = generation / INFO_NAME
         try:
-            known = {each.name for each in dataclasses.fields(cls)}
-            fields = {name: value for name, value in json.loads(path.read_bytes()).items() if name in known}
-            step_info = StepInfo(**fields["last_step_info"])
-            engines = {name: EngineFacts(**facts) for name, facts in fields["engines"].items()}
-            return cls(**fields | {"last_step_info": step_info, "engines": engines})
-        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return cls.parse(path.read_bytes(), path)
+        except FileNotFoundError as error:
+            raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
+        """What `read` returns of a file with ``data``, which its errors call ``path``."""
+        try:
+            info = from_json(cls, document := json.loads(data), "info")
+            if "engines" not in document:  # what is restored could not be compared with anything
+                raise TypeError("info.engines is missing")
+            return info
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -2,9 +2,11 @@
 
     <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` put there last
     <url>/.copying-global_step_120            of a copy that is under way: the manifest of the generation it is of
+    <url>/.damaged-global_step_120            the manifest of a copy whose files are not those it names
 
 A generation counts as soon as its manifest is there, and is verified byte by byte against it when it is fetched. What
-a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other.
+a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other. A copy that
+was found damaged is not taken again.
 
 Cost: one background thread in the process that decides. It reads every file twice, for the digest and for the upload
 (the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
@@ -20,16 +22,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
-from ..utils.files import DurableFile, write_durably
+from ..utils.files import DurableFile, bytes_digest, write_durably
 from ..utils.logging import get_logger
-from ..utils.manifest import MANIFEST_NAME, read_manifest
+from ..utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from ..utils.remote import RemoteFolder
 from ..utils.staging import as_write_error
+from .info import INFO_NAME, RecoverInfo
 from .store import Generation, GenerationStore
 
 logger = get_logger(__name__)
 
-_NAMES = re.compile(r"(?:\.part-)?(?:\.copying-)?global_step_(0|[1-9]\d*)")
+_NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9]\d*)")
 
 
 class Mirror:
@@ -78,12 +81,13 @@ class Mirror:
         return self._remote.url
 
     def steps(self) -> list[int]:
-        """The steps of the complete generations there, newest first.
+        """The steps of the complete generations there that were not found damaged, newest first.
 
         Raises:
             MirrorError: the mirror does not answer.
         """
-        return [step for step in self.traces() if self._remote.size(_manifest(step)) is not None]
+        manifests = {step: self._remote.read(_manifest(step)) for step in self.traces()}
+        return [step for step, found in manifests.items() if found not in (None, self._remote.read(_damaged(step)))]
 
     def traces(self) -> list[int]:
         """The steps of which there is anything, complete or not, newest first.
@@ -109,22 +113,41 @@ class Mirror:
         with self._changed:
             return {generation.step for generation in (self._copying, self._waiting) if generation is not None}
 
+    def inspect(self, step: int) -> RecoverInfo:
+        """The info of a generation, all of whose files are there in their sizes; no other file is read.
+
+        Raises:
+            CheckpointCorruptError, CheckpointMismatchError, MirrorError: as `fetch`.
+        """
+        files, name = self._checked_files(step, self._read_manifest(step)), f"{_folder(step)}/{INFO_NAME}"
+        data = self._remote.read(name) if INFO_NAME in files else None
+        if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
+            raise CheckpointCorruptError(f"{self.url}/{name} is missing, or not what the manifest says")
+        info = RecoverInfo.parse(data, f"{self.url}/{name}")
+        if info.last_step_info.global_step != step:
+            raise CheckpointCorruptError(f"{self.url}/{name} is of step {info.last_step_info.global_step}")
+        return info
+
     def fetch(self, step: int, store: GenerationStore) -> Generation:
         """Bring a generation into the store, verified while it is read; it becomes visible when all of it is sound.
 
         Raises:
-            CheckpointCorruptError: the copy is damaged or incomplete; an older one may not be.
+            CheckpointCorruptError: the copy is damaged or incomplete, and marked as such; an older one may not be.
             CheckpointMismatchError: the copy has a format newer than this code knows.
             CheckpointExistsError: the store has this generation.
             CheckpointWriteError: the local file system refused.
             MirrorError: the mirror does not answer.
         """
-        started = time.monotonic()
+        started, manifest = time.monotonic(), self._read_manifest(step)
         staging = store.open_staging(step)
         with ExitStack() as undo:
             undo.callback(store.discard, staging)
-            with as_write_error(staging):
-                fetched_bytes = self._download(step, staging)
+            try:
+                with as_write_error(staging):
+                    fetched_bytes = self._download(step, manifest, staging)
+            except CheckpointCorruptError:
+                self._mark_damaged(step, manifest)
+                raise
             generation = store.adopt(staging, step)
             undo.pop_all()
         seconds = time.monotonic() - started
@@ -192,11 +215,11 @@ class Mirror:
         step, remote = generation.step, self._remote
         files = read_manifest(generation.path)["files"]
         manifest = (generation.path / MANIFEST_NAME).read_bytes()
-        todo = self._unfinished(step, files)
-        if todo or remote.read(_manifest(step)) != manifest:
+        todo, damaged = self._unfinished(step, files), remote.read(_damaged(step)) == manifest
+        if todo or damaged or remote.read(_manifest(step)) != manifest:
             # Sizes tell which files of a copy that was cut are there, but not of which generation they are: this step
             # may have been trained, and copied in part, before. The marker tells.
-            if not remote.whole_files or remote.read(_marker(step)) != manifest:
+            if damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
                 self._remove(step)
                 remote.put_bytes(_marker(step), manifest)
                 todo = list(files)
@@ -230,25 +253,37 @@ class Mirror:
         self._remote.remove_file(_manifest(step))
         self._remote.remove_folder(_folder(step))
         self._remote.remove_file(_marker(step))
+        self._remote.remove_file(_damaged(step))
 
-    def _download(self, step: int, staging: Path) -> int:
-        """Every file of a generation into a folder, each verified; how many bytes that was."""
+    def _mark_damaged(self, step: int, manifest: bytes) -> None:
+        try:
+            self._remote.put_bytes(_damaged(step), manifest)
+        except MirrorError as error:
+            logger.warning("the copy of step %d at %s is damaged and cannot be marked so: %s", step, self.url, error)
+
+    def _read_manifest(self, step: int) -> bytes:
         manifest = self._remote.read(_manifest(step))
         if manifest is None:
             raise CheckpointCorruptError(f"{self.url}/{_manifest(step)} is missing: the copy was never complete")
-        write_durably(staging / MANIFEST_NAME, manifest)
-        try:
-            files = read_manifest(staging)["files"]
-        except CheckpointCorruptError as error:
-            raise CheckpointCorruptError(f"{self.url}/{_folder(step)}, fetched: {error}") from error
-        # Before gigabytes are read.
-        sizes = {name: self._checked_size(f"{_folder(step)}/{name}", entry["bytes"]) for name, entry in files.items()}
-        for name, entry in files.items():
-            self._download_file(f"{_folder(step)}/{name}", staging / name, sizes[name], entry["digest"])
-        return sum(sizes.values())
+        return manifest
 
-    def _checked_size(self, path: str, expected: Any) -> int:
-        """Bytes of a file of a manifest, which comes from elsewhere and could name any file of this machine."""
+    def _checked_files(self, step: int, manifest: bytes) -> dict[str, dict[str, Any]]:
+        """What a manifest says of its files, which are there in their sizes."""
+        files = parse_manifest(manifest, f"{self.url}/{_manifest(step)}")["files"]
+        for name, entry in files.items():
+            self._check_size(f"{_folder(step)}/{name}", entry["bytes"])
+        return files
+
+    def _download(self, step: int, manifest: bytes, staging: Path) -> int:
+        """Every file of a generation into a folder, each verified; how many bytes that was."""
+        files = self._checked_files(step, manifest)  # before gigabytes are read
+        write_durably(staging / MANIFEST_NAME, manifest)
+        for name, entry in files.items():
+            self._download_file(f"{_folder(step)}/{name}", staging / name, entry["bytes"], entry["digest"])
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _check_size(self, path: str, expected: Any) -> None:
+        """Of a file of a manifest, which comes from elsewhere and could name any file of this machine."""
         pure = PurePosixPath("/", path)
         if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
             raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")
@@ -257,7 +292,6 @@ class Mirror:
             raise CheckpointCorruptError(f"{self.url}/{path} is missing")
         if size != expected:
             raise CheckpointCorruptError(f"{self.url}/{path} has {size} bytes, the manifest says {expected}")
-        return size
 
     def _download_file(self, path: str, target: Path, size: int, digest: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -281,3 +315,7 @@ def _manifest(step: int) -> str:
 
 def _marker(step: int) -> str:
     return f".copying-{_folder(step)}"
+
+
+def _damaged(step: int) -> str:
+    return f".damaged-{_folder(step)}"

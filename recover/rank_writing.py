@@ -24,6 +24,7 @@ from ..utils.distributed import all_ranks_succeed, drop_group, get_rank, new_gro
 from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry
+from ..utils.rng import capture_rng, restore_rng
 from ..utils.staging import as_write_error
 from .facts import EngineSample, count_engine
 from .process_state import capture_process, rank_state_name, write_process
@@ -82,10 +83,12 @@ class RankWriter:
 
     Attributes:
         aside: see above.
+        rng: the generators of this rank as they are now, which is as `load` leaves them.
     """
 
     def __init__(self, aside: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
         self.aside, self._request = aside, request
+        self.rng = capture_rng()
         self._savers: dict[str, DCPSaver] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
         self._capture: _Capture | None = None
@@ -238,6 +241,11 @@ def close_writers(ranks: Ranks, key: str) -> None:
             close_writer(None, key)
     except WorkerLost as loss:
         logger.warning("%s, after the last snapshot", loss)
+
+
+def restore_rank_rng(holder: Any, key: str) -> None:
+    """Put this rank's generators back to what they were when the handler ``key`` was loaded; each rank for itself."""
+    restore_rng(_WRITERS[key].rng)
 
 
 def writer_group(key: str) -> dist.ProcessGroup | None:

@@ -7,9 +7,10 @@ handler, decides, and sends the ranks their part.
 
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
@@ -98,6 +99,24 @@ def rank_target(holder: Any) -> RankTarget:
     return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
 
 
+def decide_slowly(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`rank_zero_decides` for what may take longer than the group's timeout: the others are told to go on waiting."""
+    outcome = Future[T]()
+    if get_rank(group) == 0:
+        # A daemon: work that hangs must not keep the process from its exit.
+        Thread(target=_fulfil, args=(outcome, work), name="decision", daemon=True).start()
+    while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
+        pass
+    return rank_zero_decides(outcome.result, group)
+
+
+def _fulfil(outcome: Future[T], work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 class LocalRanks:
     """This process is one of the ranks; all of them call the handler.
 
@@ -108,6 +127,7 @@ class LocalRanks:
     Attributes:
         world_size: number of ranks.
         n_callers: number of processes that call the handler, each with a dataloader of its own.
+        caller: which of them this is.
         is_driver: whether the caller is a process besides the ranks.
         is_decider: whether decisions are made in this process.
     """
@@ -117,7 +137,8 @@ class LocalRanks:
     def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
         self._target, self._group = target, group
         self.world_size = self.n_callers = get_world_size(group)
-        self.is_decider = get_rank(group) == 0
+        self.caller = get_rank(group)
+        self.is_decider = self.caller == 0
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
@@ -132,15 +153,8 @@ class LocalRanks:
         return rank_zero_decides(decision, self._group)
 
     def decide_slowly(self, work: Callable[[], T]) -> T:
-        """`decide` for what may take longer than the group's timeout: the others are told to go on waiting."""
-        pool = ThreadPoolExecutor(1)
-        future = pool.submit(work) if self.is_decider else Future()
-        try:
-            while not self.decide(lambda: bool(wait([future], WORD_EVERY_S).done)):
-                pass
-            return self.decide(future.result)
-        finally:
-            pool.shutdown(wait=False)
+        """`decide` for what may take longer than the group's timeout."""
+        return decide_slowly(work, self._group)
 
     def here(self, step: Callable[[], T]) -> list[T]:
         """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""
@@ -160,6 +174,7 @@ class DrivenRanks:
     is_driver = True
     is_decider = True
     n_callers = 1
+    caller = 0
 
     def __init__(self, group: RankGroup, is_aside: bool = False) -> None:
         self._group, self._is_aside = group, is_aside
@@ -187,3 +202,17 @@ class DrivenRanks:
 
 
 Ranks = LocalRanks | DrivenRanks
+
+
+def ranks_of(engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None) -> Ranks:
+    """Those that ``engine``, as the handler is given it, is made of.
+
+    Args:
+        engine: a `RankGroup`, or what `rank_target` takes.
+        stateful: name -> user object of this process; one of a rank, when the ranks call the handler.
+        group: of the ranks that call the handler; None is the default group.
+    """
+    if isinstance(engine, RankGroup):
+        return DrivenRanks(engine)
+    target = rank_target(engine)
+    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group)

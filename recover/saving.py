@@ -6,21 +6,21 @@ threads in the workers): all of it is agreed among the ranks there, nothing here
 next `dump`, `wait` or `close`, where rank 0 says for all whether it is done.
 """
 
-import atexit
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 
 from ..engine.api import Stateful, StepInfo
 from ..utils.distributed import is_write_failure
 from ..utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
 from ..utils.logging import get_logger
+from .at_exit import AtExit, end_with_error
 from .config import RecoverConfig
 from .exporting import HFExports
+from .in_flight import InFlight, Job
 from .rank_writing import writer_group
 from .ranks import Ranks
 from .schedule import Pace
@@ -28,11 +28,6 @@ from .store import Generation
 from .writing import Capture, GenerationWriter
 
 logger = get_logger(__name__)
-
-LINGER_S = 10.0
-LINGER_SAVES = 3
-"""A run that ends with an error waits for its last snapshot for so long, and so many times as long as one takes: longer
-when a rank hangs, and then for nothing."""
 
 
 @dataclass
@@ -72,32 +67,6 @@ class Due:
     export: bool = False
 
 
-@dataclass
-class _Job:
-    """A snapshot or an export, and the seconds it took. An export never must: the next start makes the last one."""
-
-    kind: str
-    write: Callable[[Ranks], float]
-    must: bool = False
-    outcome: Future[float] = field(default_factory=Future)
-
-
-@dataclass
-class _InFlight:
-    """A step that is being written, or was, and nobody has looked since."""
-
-    step: int
-    jobs: list[_Job]
-    began_s: float
-    was_in_the_way: bool = False
-
-    def done(self) -> bool:
-        return all(job.outcome.done() for job in self.jobs)
-
-    def wait(self, timeout: float | None = None) -> None:
-        wait([job.outcome for job in self.jobs], timeout)
-
-
 class SnapshotSaver:
     """Saves the steps of one handler, one at a time.
 
@@ -128,8 +97,9 @@ class SnapshotSaver:
         self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
         self._config, self._key, self._writer, self._exports, self._pace = config, key, writer, exports, pace
         self._after_commit, self._confirm_folder = after_commit, confirm_folder
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._commit_lock, self._abandoned = Lock(), False
+        self._at_exit = AtExit(self._end_of_process)
 
     @property
     def step(self) -> int | None:
@@ -181,11 +151,11 @@ class SnapshotSaver:
             return
         in_flight.wait()  # who interrupts this finds it as it was
         self._in_flight = None
-        with ExitStack() as told:  # of an export also when the snapshot has failed
-            for job in reversed(in_flight.jobs):
+        with ExitStack() as told:  # of the export first: should both have failed, the snapshot's error is raised
+            for job in in_flight.jobs:
                 told.callback(self._tell, in_flight.step, job.must or must, job)
 
-    def _tell(self, step: int, must: bool, job: _Job) -> None:
+    def _tell(self, step: int, must: bool, job: Job) -> None:
         with self.tolerating(step, must, job.kind):
             self._count(job.kind, job.outcome.result())
 
@@ -250,7 +220,7 @@ class SnapshotSaver:
             CheckpointWriteError, StaleSnapshotError, PeerError: see `tolerating`; in the background by `settle`.
             ConfigError: a user object's state could not be read back.
         """
-        step, jobs, began_s = step_info.global_step, list[_Job](), time.monotonic()
+        step, jobs, began_s = step_info.global_step, list[Job](), time.monotonic()
         if due.export:
             self._exports.begin(step)
         with self.tolerating(step, must and due.snapshot, "snapshot" if due.snapshot else "export"):
@@ -258,18 +228,16 @@ class SnapshotSaver:
                 capture = self._writer.capture(
                     ranks, step_info, dataloader, metrics or {}, resumed_from, staged=in_background, export=due.export
                 )
-                jobs.append(_Job("snapshot", partial(self._write, capture=capture), must))
+                jobs.append(Job("snapshot", partial(self._write, capture=capture), must))
             else:
                 self._exports.capture(ranks, staged=in_background)
             if due.export:
-                jobs.append(_Job("export", partial(self._export, step=step, staged=in_background, began_s=began_s)))
+                jobs.append(Job("export", partial(self._export, step=step, staged=in_background, began_s=began_s)))
         if in_background and jobs:
-            aside = ranks.aside(None if ranks.is_driver else writer_group(self._key))
-            # A daemon: a rank that hangs must not keep this process from its exit.
-            Thread(target=_fulfil, args=(jobs, aside), name="snapshot", daemon=True).start()
-            self._in_flight = _InFlight(step, jobs, began_s)
-            atexit.unregister(self.linger)  # once is enough, however many snapshots there are
-            atexit.register(self.linger)
+            in_flight = InFlight(step, jobs, partial(self._staged_bytes, step), began_s)
+            in_flight.start(ranks.aside(None if ranks.is_driver else writer_group(self._key)))
+            self._in_flight = in_flight
+            self._at_exit.register()
             return due.snapshot
         committed = self.stats.committed
         for job in jobs:
@@ -278,9 +246,9 @@ class SnapshotSaver:
         return self.stats.committed > committed
 
     def linger(self) -> None:
-        """Give what is being written the time it takes as a rule: the run ends with an error, nothing follows it."""
+        """Wait for what is being written while it makes progress: the run ends with an error, nothing follows it."""
         if self._in_flight is not None:
-            self._in_flight.wait(LINGER_S + LINGER_SAVES * self._pace.save_s)
+            self._in_flight.linger(self._pace.save_s)
 
     def close(self, settle: bool) -> None:
         """End the background.
@@ -297,7 +265,24 @@ class SnapshotSaver:
                 self.settle(must=True)
         finally:
             self._abandon()
-            atexit.unregister(self.linger)
+            self._at_exit.unregister()
+
+    def _end_of_process(self) -> None:
+        """Nobody has called `close`: the last snapshot is finished, or the process ends with an error that says so."""
+        if (in_flight := self._in_flight) is None:
+            return
+        try:
+            self.linger()
+        finally:
+            self._abandon()
+            if (lost := in_flight.lost_snapshot()) is not None:
+                end_with_error(
+                    f"step {in_flight.step}: the process ends without its snapshot ({lost}); call wait or close of the "
+                    "RecoverHandler before it ends, and before torch.distributed or the engine is destroyed"
+                )
+
+    def _staged_bytes(self, step: int) -> int:
+        return self._writer.staged_bytes(step) + self._exports.staged_bytes(step)
 
     def _abandon(self) -> None:
         with self._commit_lock:
@@ -348,12 +333,3 @@ class SnapshotSaver:
             self.stats.exported += 1
             self.stats.export_s = seconds
         self._pace.saved(seconds)
-
-
-def _fulfil(jobs: Iterable[_Job], ranks: Ranks) -> None:
-    """In the background: whatever this comes to is for who settles it."""
-    for job in jobs:
-        try:
-            job.outcome.set_result(job.write(ranks))
-        except BaseException as error:
-            job.outcome.set_exception(error)

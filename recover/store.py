@@ -21,7 +21,7 @@ from ..utils.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
-from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically
+from ..utils.files import commit_folder, fsync_dir, make_durably, remove_or_log, replace_atomically, walk_leaves
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
 from ..utils.staging import as_write_error
@@ -96,6 +96,14 @@ class GenerationStore:
             staging.mkdir()
         return staging
 
+    def staged_bytes(self, step: int) -> int:
+        """Bytes in the staging folders of ``step``, which ranks are writing to; 0 when there is none."""
+        n_bytes = 0
+        for staging in self.root.glob(f".staging-{step}-*"):
+            with contextlib.suppress(OSError):  # it was renamed or removed meanwhile, as a rule
+                n_bytes += sum(status.st_size for _, status in walk_leaves(staging))
+        return n_bytes
+
     def newest_bytes(self) -> int:
         """Size of the newest generation's files, by its manifest: what the next one will need. 0 when there is none."""
         for generation in self.generations():
@@ -146,8 +154,10 @@ class GenerationStore:
         """Remove a staging folder whose writers failed."""
         shutil.rmtree(staging, ignore_errors=True)
 
-    def newest_valid(self, check: Callable[[Path], RecoverInfo] | None = None) -> tuple[Generation, RecoverInfo] | None:
-        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside with the reason.
+    def newest_valid(
+        self, check: Callable[[Path], RecoverInfo] | None = None, *, set_aside: bool = True
+    ) -> tuple[Generation, RecoverInfo] | None:
+        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside, or logged only.
 
         Returns:
             None when nothing usable is left; `rejected` tells whether there ever was something.
@@ -157,7 +167,10 @@ class GenerationStore:
             try:
                 return generation, check(generation.path)
             except CheckpointCorruptError as error:
-                self.set_aside(generation, str(error))
+                if set_aside:
+                    self.set_aside(generation, str(error))
+                else:
+                    logger.warning("%s is not usable: %s", generation.path, error)
         return None
 
     def verify(self, path: Path) -> RecoverInfo:

@@ -153,6 +153,10 @@ class GenerationWriter:
         self.last_facts = facts
         return committed
 
+    def staged_bytes(self, step: int) -> int:
+        """See `GenerationStore.staged_bytes`."""
+        return self._store.staged_bytes(step)
+
     def _open_staging(self, step: int, committing: Callable[[], AbstractContextManager[None]]) -> Path:
         with committing():
             self._make_room()

@@ -166,6 +166,7 @@ def test_every_file_of_a_trial_is_in_a_table_and_every_file_in_a_table_exists(tr
     assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill)
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
     marks = {".copying-global_step_<step>", ".part-<file>"}  # there while a file is copied only
+    marks.add(".damaged-global_step_<step>")
     assert_same(rows("The mirror"), copied, not_made_here=marks)
 
 

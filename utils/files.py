@@ -321,8 +321,15 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder so that no reader sees half of it: rename it to a hidden name first, then delete."""
+    """Remove a folder so that no reader sees half of it: rename it to a hidden name first, then delete.
+
+    Of a link to a folder the link is removed: what it leads to is somebody else's.
+    """
     path = Path(path)
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+        fsync_dir(path.parent)
+        return
     doomed = path if path.name.startswith(".") else path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:

@@ -98,6 +98,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing: the folder was never committed") from None
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `read_manifest` returns of a file with ``data``, which its errors call ``path``."""
     if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
         raise CheckpointCorruptError(f"{path} is not a manifest as it was committed: the digest it ends with is wrong")
     try:

@@ -74,18 +74,19 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
         CheckpointMismatchError: a tensor is missing or has another shape or dtype; no generator was touched.
     """
     check_rng(state)
+    # torch reads a state from the start of its storage, wherever a view begins in it: hence the clones, here and below.
     words = state["python"].tolist()
     random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
     *key, position = state["numpy"].tolist()
     gauss = _unpack_gauss(state["numpy_gauss"])
     np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].clone())
     if "cuda" in state:
         devices = _cuda_devices() if torch.cuda.is_available() else []
         if len(devices) < len(state["cuda"]):
             logger.warning("RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices))
         for device, row in zip(devices, state["cuda"], strict=False):
-            torch.cuda.set_rng_state(row.contiguous(), device)
+            torch.cuda.set_rng_state(row.clone(), device)
 
 
 def check_rng(state: Mapping[str, torch.Tensor]) -> None:
@@ -117,7 +118,7 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
         if min(words) < 0 or max(words) >= 2**32 or not 0 <= position < _MT_WORDS:
             raise CheckpointCorruptError(f"RNG state {name!r} is not one of a Mersenne Twister (position {position})")
     try:
-        torch.Generator().set_state(state["torch"])
+        torch.Generator().set_state(state["torch"].clone())
     except RuntimeError as error:
         raise CheckpointCorruptError(f"RNG state 'torch' is not one of torch: {error}") from error
 

@@ -147,6 +147,7 @@ def test_errors_of_a_broken_collective_are_told_from_bugs() -> None:
     for text in (
         f"{source}/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete",
         f"{source}/pair.cc:534] Connection closed by peer [127.0.0.1]:4321",
+        "Application timeout caused pair closure",
         "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1800000 ms",
     ):
         assert collective_broke(RuntimeError(text))

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.engine import dcp_staging
 from holdfast.engine.dcp_state import DCPState
-from holdfast.recover import RecoverConfig, RecoverHandler, rank_writing, saving, writing
+from holdfast.recover import RecoverConfig, RecoverHandler, in_flight, rank_writing, writing
 from holdfast.utils.errors import CheckpointWriteError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
@@ -298,7 +298,7 @@ def test_a_wait_that_is_interrupted_forgets_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(saving, "wait", interrupt)
+        patch.setattr(in_flight, "wait", interrupt)
         handler.wait()
     states.append(tiny.step())
     gate.open_in(0.2)

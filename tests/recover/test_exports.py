@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from ray.util.placement_group import remove_placement_group
 
 from holdfast.engine import save_hf
 from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.collective_errors import collective_broke
 from holdfast.engine.dcp_staging import Staging
 from holdfast.engine.dcp_state import DCPState
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
-from holdfast.recover import RecoverConfig, RecoverHandler, exporting
+from holdfast.recover import RecoverConfig, RecoverHandler, exporting, writing
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -409,3 +411,32 @@ def _save_aside(job: Job, path: str) -> None:
 
 def _wait_for_save(job: Job) -> None:
     job.engines["default"].wait_for_save()
+
+
+def _group_breaks(rank: int, world_size: int, root: str) -> tuple[str, str, float]:
+    trainer, write = Trainer(Path(root)), writing.write_rank
+    handler = make(root, freq_steps=1, save_timeout_s=1.0)
+    handler.load(trainer.state)
+    torch.distributed.barrier()
+    if rank == 1:  # too late for the other
+        writing.write_rank = lambda *args: (time.sleep(3.0), write(*args))[1]  # type: ignore[assignment]
+    handler.dump(trainer.state, step_info(0))
+    in_flight = handler._saver._in_flight
+    assert in_flight is not None
+    snapshot, export = (job.outcome for job in in_flight.jobs)
+    error = snapshot.exception(timeout=30)
+    failed_s = time.monotonic()
+    told = str(export.exception(timeout=30))
+    took_s = time.monotonic() - failed_s
+    with pytest.raises(RuntimeError):
+        handler.wait()
+    torch.distributed.barrier()
+    handler.close(wait=False)
+    return str(error), told, took_s
+
+
+def test_an_export_is_not_begun_in_a_group_that_its_snapshot_broke(tmp_path: Path) -> None:
+    for error, told, took_s in run_ranks(_group_breaks, 2, str(tmp_path)):
+        assert collective_broke(RuntimeError(error)) and took_s < 0.5
+        assert "the export of step 0 was not begun: what was written before it broke the ranks' process group" in told
+    assert names(tmp_path) == [] and exports(tmp_path) == []

@@ -93,6 +93,10 @@ class Driver:
         self.handler.close()
 
 
+def _draw_in_rank(worker: Trainer) -> None:
+    draw()
+
+
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
     """Resume what a driver wrote, and write what a driver can resume."""
     seed_rng(50 + rank)
@@ -123,6 +127,9 @@ def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun
     resumed = Driver(model, placement, tmp_path, seed=8)
     assert resumed.info and resumed.info.last_step_info.next() == step_info(4)
     assert resumed.info.weight_versions == {"default": 4} and resumed.info.world_size == 2
+    draw()
+    resumed.group.run_all(_draw_in_rank)
+    resumed.handler.restore_rng()
     assert resumed.train(4) == expected
     resumed.die()
 

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.engine.api import StepInfo
 from holdfast.recover import RecoverConfig, RecoverInfo
+from holdfast.recover.facts import EngineFacts
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
@@ -26,12 +27,59 @@ def test_an_info_comes_back_from_json_and_goes_on_with_the_next_step(tmp_path: P
 @pytest.mark.parametrize(
     "content",
     [b"", b"[]", b"{}", b"\xff", json.dumps({"run_id": "r", "world_size": 1}).encode(),
-     INFO.to_json().replace(b"epoch_step", b"epoch_stop"), INFO.to_json().replace(b'"run_id"', b'"walk_id"')],
+     INFO.to_json().replace(b"epoch_step", b"epoch_stop"), INFO.to_json().replace(b'"engines"', b'"motors"'),
+     INFO.to_json().replace(b'"run_id"', b'"walk_id"')],
 )  # fmt: skip
 def test_an_info_that_is_not_one_is_corrupt(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INFO_NAME).write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read"):
         RecoverInfo.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        (
+            "last_step_info",
+            {"epoch": 1, "epoch_step": 2, "global_step": "8", "steps_per_epoch": 6},
+            "global_step is '8'",
+        ),
+        ("last_step_info", [1, 2, 8, 6], r"last_step_info is \[1, 2, 8, 6\]; expected StepInfo"),
+        ("run_id", None, "run_id is None; expected str"),
+        ("world_size", True, "world_size is True; expected int"),
+        ("weight_versions", {"actor": "9"}, "weight_versions.actor is '9'; expected int"),
+        ("weight_versions", [], r"weight_versions is \[\]; expected dict"),
+        ("resume_path", 3, "resume_path is 3; expected str"),
+        ("save_s", "long", "save_s is 'long'; expected float"),
+        ("metrics", {"reward": None}, "metrics.reward is None; expected float"),
+        ("engines", {"actor": 1}, "engines.actor is 1; expected EngineFacts"),
+        ("engines", {"actor": {"moved": True}}, "missing 4 required positional arguments"),
+        ("rng", {"rank_00000": 5}, "rng.rank_00000 is 5; expected str"),
+        ("save_s", 10**400, "int too large to convert to float"),
+    ],
+)
+def test_a_value_of_another_type_is_found_when_the_info_is_read(
+    tmp_path: Path, field: str, value: Any, found: str
+) -> None:
+    (tmp_path / INFO_NAME).write_text(json.dumps(json.loads(INFO.to_json()) | {field: value}))
+    with pytest.raises(CheckpointCorruptError, match=rf"recover_info\.json cannot be read: .*{found}"):
+        RecoverInfo.read(tmp_path)
+
+
+def test_what_a_newer_version_has_added_is_left_out_and_numbers_may_be_whole(tmp_path: Path) -> None:
+    facts = {"optimizer_steps": None, "lr": 1, "schedule_step": 2, "fingerprints": {}, "moved": False, "more": [1]}
+    content = json.loads(INFO.to_json()) | {"engines": {"actor": facts}, "save_s": 2, "later": {"x": 1}}
+    content["last_step_info"]["later"] = 1
+    (tmp_path / INFO_NAME).write_text(json.dumps(content))
+    found = RecoverInfo.read(tmp_path)
+    assert found == replace(INFO, engines={"actor": EngineFacts(None, 1.0, 2, {}, False)}, save_s=2.0)
+    assert type(found.engines["actor"].lr) is type(found.save_s) is float
+
+
+def test_rates_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
+    for lr in (float("nan"), float("inf"), -float("inf")):
+        (tmp_path / INFO_NAME).write_bytes(replace(INFO, engines={"a": EngineFacts(1, lr, None, {}, True)}).to_json())
+        assert repr(RecoverInfo.read(tmp_path).engines["a"].lr) == repr(lr)
 
 
 def test_a_missing_info_is_corrupt(tmp_path: Path) -> None:

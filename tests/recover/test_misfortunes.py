@@ -203,3 +203,15 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
         handler.dump(tiny.state, step_info(0))
         raise ZeroDivisionError
     assert time.monotonic() - started < 20 and "gave up after 0.0 s on copying step(s) [0]" in caplog.text
+
+
+def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
+    """As the look at a mirror may that never answers."""
+    script = """
+import os, signal, threading, time
+from holdfast.recover.ranks import LocalRanks, RankTarget
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+LocalRanks(RankTarget({"it": object()})).decide_slowly(lambda: time.sleep(60))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr

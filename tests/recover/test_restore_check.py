@@ -1,7 +1,9 @@
 """After a restore the handler looks at what is there, and says it."""
 
 import errno
+import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from holdfast.engine.dcp_checkpoint import DCPLoad, read_dcp
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover.info import RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError
-from tests.recover.runs import Meter, Tiny, make_handler, names, newest, run_until, step_info
+from tests.faults.generations import reseal
+from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,3 +122,32 @@ def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
         make_handler(tmp_path).load({name: tiny.state for name, tiny in fresh.items()})
     assert {name: tiny.digest() for name, tiny in fresh.items()} == before
     assert names(tmp_path) == ["global_step_0"], "a failing disk is no verdict on the generation"
+
+
+def test_an_info_of_other_types_is_passed_over_before_anything_is_restored(tmp_path: Path) -> None:
+    run_until(tmp_path, 2)
+    folder = newest(tmp_path)
+    info = json.loads((folder / "recover_info.json").read_text())
+    info["engines"]["default"]["lr"] = "0.1"
+    (folder / "recover_info.json").write_text(json.dumps(info))
+    reseal(folder)
+    tiny = Tiny()
+    found = make_handler(tmp_path).load(tiny.state)
+    assert found and found.last_step_info.global_step == 0
+    assert [name[:24] for name in hidden(tmp_path)] == [".rejected-global_step_1-"]
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_rate_that_is_not_finite_can_be_resumed(tmp_path: Path, lr: float) -> None:
+    run_until(tmp_path, 1)
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    tiny.optimizer.param_groups[0]["lr"] = lr
+    handler.dump(tiny.state, step_info(1))
+    handler.close()
+    again = Tiny()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        assert handler.load(again.state) is not None
+        assert repr(again.optimizer.param_groups[0]["lr"]) == repr(lr)
+        handler.dump(again.state, step_info(2))
+    assert repr(RecoverInfo.read(newest(tmp_path)).engines["default"].lr) == repr(lr)

@@ -121,7 +121,7 @@ def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore)
     staging = store.open_staging(0)
     write_durably(staging / INFO_NAME, b'{"run_id": "r"}')
     store.commit(staging, 0, seal_files(staging, [INFO_NAME]), {})
-    with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read: KeyError"):
+    with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read: TypeError"):
         store.verify(store.root / "global_step_0")
     assert store.newest_valid() is None and len(store.rejected()) == 1
 
@@ -146,6 +146,23 @@ def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) ->
     assert [generation.step for generation in store.generations()] == [4, 3]
     store.retire(RetentionRules(3))
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
+
+
+def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: GenerationStore, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        moved = commit(store, step).path.rename(elsewhere / f"global_step_{step}")
+        (store.root / moved.name).symlink_to(moved)
+    commit(store, 3)
+    assert [g.step for g in store.generations()] == [3, 2, 1]
+    assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
+    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # as older versions left it
+    store.retire(RetentionRules(1))
+    store.sweep()
+    assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]
+    for step in (1, 2):
+        assert store.verify(elsewhere / f"global_step_{step}").last_step_info.global_step == step
 
 
 def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) -> None:

@@ -156,6 +156,32 @@ def test_derive_leaves_the_generators_and_its_argument_alone() -> None:
     assert all(torch.equal(after[name], before[name]) and torch.equal(state[name], before[name]) for name in before)
 
 
+def test_a_state_that_is_a_view_into_a_larger_tensor_is_restored_as_it_is() -> None:
+    """torch takes the memory from the start of the storage, wherever a tensor begins in it."""
+    seed_all(8)
+    other = capture_rng()
+    seed_all(9)
+    state = capture_rng()
+    expected = draw()
+    restore_rng({name: torch.stack([other[name], state[name]])[1] for name in state})
+    assert draw() == expected
+
+
+def test_every_cuda_device_is_given_the_memory_of_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be on three devices, which this machine need not have."""
+    given: dict[torch.device, bytes] = {}
+
+    def set_rng_state(row: torch.Tensor, device: torch.device) -> None:
+        given[device] = bytes(row.untyped_storage())[: row.nbytes]  # as torch._C.Generator.set_state reads it
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_rng_state)
+    restore_rng(capture_rng() | {"cuda": torch.arange(3, dtype=torch.uint8)[:, None].repeat(1, 16)})
+    assert given == {torch.device("cuda", (1 + row) % 3): bytes([row]) * 16 for row in range(3)}
+
+
 def test_cuda_states_are_dropped_with_a_warning_when_there_is_no_device(caplog: pytest.LogCaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")

@@ -1,0 +1,39 @@
+"""Dataclasses from JSON that somebody else may have written: every value has the type that its field says."""
+
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def from_json(kind: Any, value: Any, name: str) -> Any:
+    """``value``, as ``json.loads`` gives it, as a ``kind``.
+
+    Args:
+        kind: a dataclass, ``dict[str, ...]``, ``... | None``, or one of int, float (to which an int is converted), str
+            and bool. What is unknown to a dataclass is left out: a newer writer has added it.
+        value: NaN and infinities are floats, as Python's JSON has them.
+        name: what to call ``value`` in errors.
+
+    Raises:
+        TypeError: a value has another type, or a field without a default is missing; the message names it.
+    """
+    if isinstance(kind, UnionType):
+        (some,) = (each for each in get_args(kind) if each is not NoneType)
+        return None if value is None else from_json(some, value, name)
+    if get_origin(kind) is dict:
+        _require(isinstance(value, dict), kind, value, name)
+        return {key: from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        _require(isinstance(value, dict), kind, value, name)
+        kinds = get_type_hints(kind)
+        known = [field.name for field in fields(kind) if field.name in value]
+        return kind(**{key: from_json(kinds[key], value[key], f"{name}.{key}") for key in known})
+    if kind is float and type(value) is int:
+        return float(value)
+    _require(type(value) is kind, kind, value, name)
+    return value
+
+
+def _require(fits: bool, kind: Any, value: Any, name: str) -> None:
+    if not fits:
+        raise TypeError(f"{name} is {value!r}; expected {getattr(kind, '__name__', kind)}")
