@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .dcp_state import DCPState, local_tensor
+from .dcp_state import DCPState
+from .tensors import local_tensor
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A buffer, and the live tensor that is copied into it."""

@@ -10,13 +10,13 @@ and torch's own reader reads ours. Three things differ from torch's ``get_state_
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointMismatchError, ConfigError
@@ -25,33 +25,14 @@ from ..utils.plain_json import pack_json, unpack_json
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from .api import Stateful
 from .optimizer import materialize_state
+from .tensors import by_clean_name, first_names, flatten, local_tensor
 
 logger = get_logger(__name__)
 
 _OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 PACKED = ("param_groups", "optim_plain", "scheduler", "counters")
 """Names of the tensors that hold JSON."""
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """``(dotted name, tensor)`` of nested mappings, as torch's DCP names them."""
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as ``[n]`` uint8; of one element that may be a view with any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class DCPState(TorchStateful):
@@ -156,7 +137,7 @@ class DCPState(TorchStateful):
         return values
 
     def _check_owners(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(param) for _, param in self._parameters()}
+        own = {id(param) for param in self._parameters().values()}
         if strangers := [key for key in optimizer.state if id(key) not in own]:
             what = f"a tensor {list(key.shape)}" if isinstance(key := strangers[0], torch.Tensor) else repr(key)
             raise ConfigError(
@@ -166,7 +147,7 @@ class DCPState(TorchStateful):
 
     def _check_plain(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
         _check_keys("optim_plain", saved, {})
-        if saved and (strangers := sorted(saved.keys() - dict(self._parameters()).keys())):
+        if saved and (strangers := sorted(saved.keys() - self._parameters().keys())):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
         for fqn, entries in self._optimizer_entries(optimizer, tensors=False).items():
             _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
@@ -175,7 +156,7 @@ class DCPState(TorchStateful):
         for group, saved in zip(optimizer.param_groups, values.get("param_groups", ()), strict=False):
             group.update({key: value for key, value in saved.items() if key not in _OWN_OF_GROUP})
         plain = values.get("optim_plain", {})
-        for fqn, param in self._parameters() if plain else ():
+        for fqn, param in self._parameters().items() if plain else ():
             if fqn in plain:
                 optimizer.state[param].update(plain[fqn])
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
@@ -198,12 +179,13 @@ class DCPState(TorchStateful):
         if self.optimizer is None or not self.changes_only_in_step:
             return set()
         moments = flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state.")
-        return {f"model.{name}" for name, _ in self._parameters()} | {name for name, _ in moments}
+        return {f"model.{name}" for name in self._parameters()} | {name for name, _ in moments}
 
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
-        first = {id(param): f"model.{name}" for name, param in self._parameters()}
-        every = {f"model.{clean_name(n)}": first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}
+        named = by_clean_name(self._named_parameters())
+        every = {f"model.{name}": first.setdefault(id(param), f"model.{name}") for name, param in named.items()}
         return {name: canonical for name, canonical in every.items() if name != canonical}
 
     def propose_optimizer_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
@@ -222,7 +204,7 @@ class DCPState(TorchStateful):
         materialize_state(self.optimizer)
         groups = self.optimizer.param_groups
         on_device = {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-        bare = {fqn: p for fqn, p in self._parameters() if p.requires_grad and not self.optimizer.state.get(p)}
+        bare = {fqn: p for fqn, p in self._parameters().items() if p.requires_grad and not self.optimizer.state.get(p)}
         for name, (shape, dtype) in names.items():
             param = bare.get(name.removeprefix("optim.state.").rpartition(".")[0])
             if param is not None:
@@ -234,17 +216,22 @@ class DCPState(TorchStateful):
 
     def adopt_optimizer_state(self, proposed: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer what `propose_optimizer_state` made."""
-        params = dict(self._parameters()) if proposed else {}
+        params = self._parameters() if proposed else {}
         for name, tensor in proposed.items():
             fqn, _, entry = name.removeprefix("optim.state.").rpartition(".")
             assert self.optimizer is not None
             self.optimizer.state[params[fqn]][entry] = tensor
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By the first of its names."""
+        return first_names(by_clean_name(self._named_parameters()))
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under every name it has."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
-        return [(clean_name(name), param) for name, param in self.model.named_parameters()]
+        return self.model.named_parameters(remove_duplicate=False)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
@@ -253,14 +240,14 @@ class DCPState(TorchStateful):
             for prefix, module in self.model.named_modules(remove_duplicate=False)
             for name in module._non_persistent_buffers_set
         }
-        buffers = {clean_name(name): buffer for name, buffer in self.model.named_buffers() if name not in passing}
-        return dict(self._parameters()) | buffers
+        buffers = ((name, buffer) for name, buffer in self.model.named_buffers() if name not in passing)
+        return first_names(by_clean_name(chain(self._named_parameters(), buffers)))
 
     def _optimizer_entries(self, optimizer: torch.optim.Optimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
         """Parameter name -> those entries of its state that are tensors, or those that are not."""
         every = {
             fqn: {k: v for k, v in optimizer.state.get(param, {}).items() if isinstance(v, torch.Tensor) == tensors}
-            for fqn, param in self._parameters()
+            for fqn, param in self._parameters().items()
         }
         return {fqn: entries for fqn, entries in every.items() if entries}
 
@@ -318,10 +305,3 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
             f"{sorted(map(str, saved))[:8]}"
         )
-
-
-def clean_name(name: str) -> str:
-    """A module's name for a tensor without what wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.engine import dcp_staging
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
 from holdfast.engine.dcp_staging import Staging
-from holdfast.engine.dcp_state import DCPState, flatten
+from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.tensors import flatten
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
