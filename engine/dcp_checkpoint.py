@@ -69,12 +69,17 @@ def save_dcp(
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that was found good on all ranks, and waits to be put into the live state."""
+    """A folder that was found good on all ranks, and waits to be put into the live state.
+
+    Attributes:
+        first_group: which of the optimizer's parameter groups is the first one in the folder; 0 without an optimizer.
+    """
 
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
     _placing: Placing
     _given: dict[str, torch.Tensor]
+    first_group: int
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
@@ -98,7 +103,7 @@ class DCPLoad:
         """
         self.check_unchanged()
         wait_for_staging(self._state.model)
-        self._state.adopt_optimizer_state(self._proposed)
+        self._state.adopt_state(self._proposed, self._given)
         self._placing.place()
         self._state.load_state_dict(self._given)
 
@@ -131,9 +136,9 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         _read(path, metadata, copies | loose)
         _check_tied(path, state, metadata, live)
         given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in (live | copies | loose).items()}
-        _check_values(path, state, given)
+        order = _check_values(path, state, given).get("group_order", [0])
         placing.check_unchanged()
-    return DCPLoad(state, proposed, placing, given)
+    return DCPLoad(state, proposed, placing, given, order.index(0))
 
 
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -162,7 +167,7 @@ def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
 
 
 def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Optimizer state that ``state`` must be given before it can load this folder; nothing for a model alone."""
+    """What ``state`` must be given before it can load this folder."""
     saved = metadata.state_dict_metadata
     if not any(name.startswith(f"{ROOT}.model.") for name in saved):
         raise CheckpointMismatchError(
@@ -172,7 +177,7 @@ def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Meta
     trained = any(name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in saved)
     if state.optimizer is not None and not trained:  # plain SGD has groups but no state
         raise CheckpointMismatchError(f"{path} holds a model only, no optimizer state; load it with_optim=False")
-    return state.propose_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
+    return state.propose_state(_shapes(metadata))
 
 
 def _live_parts(
@@ -216,8 +221,8 @@ def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metada
     return parts
 
 
-def _shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    entries = {name: tensor_entry(metadata, name) for name in metadata.state_dict_metadata if name.startswith(prefix)}
+def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    entries = {name: tensor_entry(metadata, name) for name in metadata.state_dict_metadata}
     return {n.removeprefix(f"{ROOT}."): (e.size, e.properties.dtype) for n, e in entries.items() if e is not None}
 
 
@@ -297,8 +302,8 @@ def _same_values(path: str | os.PathLike[str], metadata: Metadata, names: tuple[
     return True
 
 
-def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     try:
-        state.check_values(given)
+        return state.check_values(given)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error

@@ -23,7 +23,7 @@ class Holder(nn.Module):
 
 
 def sums(model: nn.Module) -> list[float]:
-    return [float(parameter.sum()) for parameter in model.parameters()]
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
 
 
 def layer(value: float) -> nn.Linear:
