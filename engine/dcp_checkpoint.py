@@ -7,7 +7,7 @@ few megabytes.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
 from .dcp_staging import StagedState, wait_for_staging
-from .dcp_state import PACKED, DCPState, rng_key
+from .dcp_state import PACKED, DCPState, rank_key
 
 
 def write_dcp(
@@ -213,7 +213,7 @@ def _whole(tensor: torch.Tensor) -> Part:
 def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, Part]:
     """Full name -> memory for everything that comes back besides live tensors; all of it is small."""
     parts = {}
-    for name in _training_names(metadata.state_dict_metadata) if state.optimizer is not None else ():
+    for name in _loose_names(metadata.state_dict_metadata, state):
         entry = tensor_entry(metadata, name)
         if entry is None:
             raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
@@ -226,13 +226,20 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {n.removeprefix(f"{ROOT}."): (e.size, e.properties.dtype) for n, e in entries.items() if e is not None}
 
 
-def _training_names(saved: Iterable[str]) -> list[str]:
-    """What else comes back: schedule, counters, and the generators of this rank (of rank 0 for a new rank)."""
+def _loose_names(saved: Iterable[str], state: DCPState) -> list[str]:
+    """What else comes back: schedule, counters, and this rank's generators and state of modules (rank 0's for a new
+    rank)."""
     saved = list(saved)
-    own = f"{ROOT}.rng.{rng_key(get_rank())}."
-    rng = own if any(name.startswith(own) for name in saved) else f"{ROOT}.rng.{rng_key(0)}."
-    exact = {f"{ROOT}.{key}" for key in PACKED}
-    return [name for name in saved if name in exact or name.startswith(rng)]
+    found = _of_rank("module_state", saved)
+    if state.optimizer is not None:
+        found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
+    return found
+
+
+def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
+    own, first = (f"{ROOT}.{key}.{rank_key(rank)}." for rank in (get_rank(), 0))
+    found = [name for name in saved if f"{name}.".startswith(own)]
+    return found or [name for name in saved if f"{name}.".startswith(first)]
 
 
 def _check_same_names(

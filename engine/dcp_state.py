@@ -25,6 +25,7 @@ from ..utils.plain_json import pack_json, unpack_json
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from .api import Stateful
 from .dcp_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
+from .dcp_module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
 from .dcp_optimizer import (
     PREFIX,
     Parameters,
@@ -74,18 +75,22 @@ class DCPState(TorchStateful):
         self.changes_only_in_step = changes_only_in_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested: ``model``, and with an optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an
-        optimizer keeps per parameter besides tensors), ``optim_local`` (which tensors are plain ones of the local
-        shard), ``rng``, ``scheduler``, ``counters``. The generators' state is this rank's, under this rank's name.
+        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `dcp_module_state`), and with an
+        optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
+        ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler``, ``counters``. The
+        state of modules and generators is this rank's, under this rank's name.
 
         Raises:
             ConfigError: something here cannot be saved so that it comes back as it is.
         """
-        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in self._model_tensors().items()}}
+        tensors = self._model_tensors()
+        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
+        if own := module_state(self.model):
+            state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
-        params = self._parameters()
+        params = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         check_entries(self.optimizer, params)
         state["optim"] = {"state": tensor_entries(self.optimizer, params)}
         state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
@@ -93,7 +98,7 @@ class DCPState(TorchStateful):
             state["optim_plain"] = pack_json(plain, "optimizer state")
         if local := local_entries(self.optimizer, params):
             state["optim_local"] = pack_json(local, "optim_local")
-        state["rng"] = {rng_key(get_rank()): capture_rng()}
+        state["rng"] = {rank_key(get_rank()): capture_rng()}
         if self.scheduler is not None:
             state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:
@@ -120,6 +125,7 @@ class DCPState(TorchStateful):
                 local = local_tensor(target)
                 if local.data_ptr() != given[name].data_ptr():
                     local.copy_(given[name])
+        restore_module_state(self.model, values["module_state"])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
             restore_rank_rng(given)
@@ -131,16 +137,18 @@ class DCPState(TorchStateful):
             given: dotted name -> tensor, of a whole state.
 
         Returns:
-            name in `PACKED` -> value, of those that are there; groups and schedule in the order of this optimizer's
-            groups, and as ``group_order`` the number of the saved group for each of these.
+            ``module_state``, and name in `PACKED` -> value, of those that are there; groups and schedule in the order
+            of this optimizer's groups, and as ``group_order`` the number of the saved group for each of these.
 
         Raises:
             CheckpointMismatchError: a counter or scheduler entry is missing, or it is another optimizer's.
             CheckpointCorruptError: what should be JSON is not.
         """
+        own = given.get(f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}"))
+        values: dict[str, Any] = {"module_state": {} if own is None else unpack_module_state(own, self.model)}
         if self.optimizer is None:
-            return {}
-        values = {name: unpack_json(given[name], name) for name in PACKED if name in given}
+            return values
+        values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
         params = self._parameters()
         if (groups := values.get("param_groups")) is not None:
             order = values["group_order"] = match_groups(self.optimizer, params, groups)
@@ -250,8 +258,8 @@ class DCPState(TorchStateful):
         return first_names(by_clean_name(chain(self._named_parameters(), buffers)))
 
 
-def rng_key(rank: int) -> str:
-    """The key of a rank's generators: ``rank_00001``."""
+def rank_key(rank: int) -> str:
+    """The key of what is a rank's own: ``rank_00001``."""
     return f"rank_{rank:05d}"
 
 
@@ -273,7 +281,7 @@ def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
 
 
 def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rng_key(rank)}.")}
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}
 
 
 def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:

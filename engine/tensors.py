@@ -10,7 +10,8 @@ from ..utils.errors import ConfigError
 
 T = TypeVar("T", bound=torch.Tensor)
 
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""What activation checkpointing, torch.compile and FSDP1 call the module that they wrap."""
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,9 +35,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def clean_name(name: str) -> str:
     """A module's name for a tensor without the components that wrappers (torch.compile, FSDP1 ...) add to it."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):  # as a rule: no need to take it apart
+    if not any(wrapper in name for wrapper in WRAPPERS):  # as a rule: no need to take it apart
         return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -55,7 +56,7 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
         if found.setdefault(clean, tensor) is not tensor:
             raise ConfigError(
                 f"{raw[clean]} and {name} would both be called {clean} in a checkpoint, which leaves out what wrappers "
-                f"add to names ({', '.join(sorted(_WRAPPERS))}); rename one of the modules"
+                f"add to names ({', '.join(WRAPPERS)}); rename one of the modules"
             )
         raw.setdefault(clean, name)
     return found
