@@ -28,7 +28,7 @@ from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
-from .dcp_staging import StagedState, wait_for_staging
+from .dcp_staging import StagedState, changing_weights
 from .dcp_state import PACKED, DCPState, rank_key
 
 
@@ -102,10 +102,10 @@ class DCPLoad:
             OSError: a file can no longer be read; likewise.
         """
         self.check_unchanged()
-        wait_for_staging(self._state.model)
-        self._state.adopt_state(self._proposed, self._given)
-        self._placing.place()
-        self._state.load_state_dict(self._given)
+        with changing_weights(self._state.model):
+            self._state.adopt_state(self._proposed, self._given)
+            self._placing.place()
+            self._state.load_state_dict(self._given)
 
 
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:

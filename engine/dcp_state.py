@@ -37,7 +37,7 @@ from .dcp_optimizer import (
     tensor_entries,
 )
 from .optimizer import materialize_state
-from .tensors import by_clean_name, first_names, flatten, local_tensor
+from .tensors import by_clean_name, clean_name, first_names, flatten, local_tensor
 
 logger = get_logger(__name__)
 
@@ -53,8 +53,9 @@ class DCPState(TorchStateful):
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
-        changes_only_in_step: nothing but ``optimizer.step`` changes parameters and optimizer state, so that a snapshot
-            may still be copying them while the next forward and backward run (see `dcp_staging`).
+        changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
+            optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
+            `dcp_staging`). A snapshot during which they change nevertheless fails.
 
     A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
     does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
@@ -196,13 +197,17 @@ class DCPState(TorchStateful):
             live.update(flatten(tensor_entries(self.optimizer, self._parameters()), PREFIX))
         return live
 
-    def names_changed_in_step(self) -> set[str]:
-        """Dotted names of the tensors that only ``optimizer.step`` changes; none if that was not promised."""
+    def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dotted name -> live tensor, of those that only ``optimizer.step`` changes; none without the promise.
+
+        Args:
+            tensors: what `state_dict` returned, flattened: of parameters it has other tensors over the same memory.
+        """
         if self.optimizer is None or not self.changes_only_in_step:
-            return set()
-        params = self._parameters()
-        moments = flatten(tensor_entries(self.optimizer, params), PREFIX)
-        return {f"model.{name}" for name in params} | {name for name, _ in moments}
+            return {}
+        params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
+        live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in live.items() if name in params or name.startswith(PREFIX)}
 
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""

@@ -288,9 +288,9 @@ class FSDPEngine:
         Args:
             meta: what to write. Its tokenizer and processor may not change before it is written.
             blocking: False returns when the state is staged in host memory, and writes it in the background: parameters
-                and optimizer state may change in ``optimizer.step`` and in loads, everything else as it will. One save
-                is written at a time; the next one of either kind waits for it, as `wait_for_save` and `destroy` do, one
-                of which is to be called before the process ends.
+                and moments may change in steps, loads and `changing_weights` (else the save fails), all else as it
+                will. One save is written at a time; the next one of either kind waits for it, as `wait_for_save` and
+                `destroy` do, one of which is to be called before the process ends.
 
         Raises:
             ConfigError: the format is unknown, or cannot hold what is asked.

@@ -1,7 +1,7 @@
 """The host copy that a snapshot is written from: what was staged stays what it was."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ class Gate:
         self._open = threading.Event()
         copy: Callable[..., None] = dcp_staging._copy_in_thread
 
-        def held(pairs: Iterable[Any], threads: int) -> None:
+        def held(*args: Any) -> None:
             assert self._open.wait(20)
-            copy(pairs, threads)
+            copy(*args)
 
         monkeypatch.setattr(dcp_staging, "_copy_in_thread", held)
 
