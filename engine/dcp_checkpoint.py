@@ -30,6 +30,7 @@ from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
 from .dcp_staging import StagedState, changing_weights
 from .dcp_state import PACKED, DCPState, rank_key
+from .tensors import normal_tensors
 
 
 def write_dcp(
@@ -88,6 +89,7 @@ class DCPLoad:
         """
         self._placing.check_unchanged()
 
+    @normal_tensors()
     def apply(self) -> None:
         """Copy it into the state; the folder must still be there.
 
@@ -108,6 +110,7 @@ class DCPLoad:
             self._state.load_state_dict(self._given)
 
 
+@normal_tensors()
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
     """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
 
@@ -159,6 +162,7 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         load.apply()
 
 
+@normal_tensors()
 def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
     """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; reads no data, changes nothing."""
     metadata = read_metadata(path)
@@ -192,8 +196,7 @@ def _live_parts(
         if name in saved:
             _check_same_tensor(path, name, tensor, metadata)
     chunks: dict[Any, ChunkStorageMetadata] = {}  # hundreds of tensors are cut in a few ways
-    with torch.no_grad():
-        return {name: _part_of(tensor, chunks) for name, tensor in live.items()}
+    return {name: _part_of(tensor, chunks) for name, tensor in live.items()}
 
 
 def _part_of(tensor: torch.Tensor, chunks: dict[Any, ChunkStorageMetadata]) -> Part:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..utils.errors import TornSnapshotError
 from .dcp_state import DCPState
-from .tensors import flatten, local_tensor
+from .tensors import flatten, local_tensor, normal_tensors
 from .write_watch import WriteWatch
 
 
@@ -49,7 +49,7 @@ class Staging:
         self.reads_live = False
         _STAGINGS.add(self)
 
-    @torch.no_grad()  # else each `to_local` of hundreds makes an autograd node
+    @normal_tensors()
     def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 

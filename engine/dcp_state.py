@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
 
 from ..utils.distributed import get_rank
-from ..utils.errors import CheckpointMismatchError
+from ..utils.errors import CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.plain_json import pack_json, unpack_json
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from .api import Stateful
+from .dcp_buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
 from .dcp_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
 from .dcp_module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
 from .dcp_optimizer import (
@@ -37,7 +38,7 @@ from .dcp_optimizer import (
     tensor_entries,
 )
 from .optimizer import materialize_state
-from .tensors import by_clean_name, clean_name, first_names, flatten, local_tensor
+from .tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 
 logger = get_logger(__name__)
 
@@ -75,6 +76,7 @@ class DCPState(TorchStateful):
         self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
         self.changes_only_in_step = changes_only_in_step
 
+    @normal_tensors()
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, nested: ``model``, ``module_state`` if there is any (see `dcp_module_state`), and with an
         optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
@@ -106,6 +108,7 @@ class DCPState(TorchStateful):
             state["counters"] = pack_json(self.counters.state_dict(), "counters")
         return state
 
+    @normal_tensors()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
 
@@ -121,11 +124,10 @@ class DCPState(TorchStateful):
         if missing := sorted(live.keys() - given.keys()):
             raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
         values = self.check_values(given)
-        with torch.no_grad():
-            for name, target in live.items():
-                local = local_tensor(target)
-                if local.data_ptr() != given[name].data_ptr():
-                    local.copy_(given[name])
+        for name, target in live.items():
+            local = local_tensor(target)
+            if local.data_ptr() != given[name].data_ptr():
+                local.copy_(given[name])
         restore_module_state(self.model, values["module_state"])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
@@ -225,10 +227,11 @@ class DCPState(TorchStateful):
         Returns:
             dotted name -> tensor, for `adopt_state`; this state is as it was.
         """
-        if self.optimizer is None:
-            return {}
-        entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
-        return propose_state(self.optimizer, self._parameters(), entries)
+        proposed = propose_buffers(self.model, names)
+        if self.optimizer is not None:
+            entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
+            proposed |= propose_state(self.optimizer, self._parameters(), entries)
+        return proposed
 
     def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
         """Put what `propose_state` made in its places.
@@ -237,9 +240,11 @@ class DCPState(TorchStateful):
             proposed: what it returned.
             given: dotted name -> tensor, of a whole state that was checked.
         """
-        if self.optimizer is not None and proposed:
+        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
+        adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})
+        if self.optimizer is not None and entries:
             local = unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
-            adopt_state(self.optimizer, self._parameters(), proposed, local)
+            adopt_state(self.optimizer, self._parameters(), entries, local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """By the first of its names."""
@@ -254,13 +259,15 @@ class DCPState(TorchStateful):
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
-        passing = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules(remove_duplicate=False)
-            for name in module._non_persistent_buffers_set
-        }
-        buffers = ((name, buffer) for name, buffer in self.model.named_buffers() if name not in passing)
-        return first_names(by_clean_name(chain(self._named_parameters(), buffers)))
+        buffers = [(slot.name, slot.buffer) for slot in persistent_buffers(self.model) if slot.buffer is not None]
+        tensors = first_names(by_clean_name(chain(self._named_parameters(), buffers)))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter) and is_expanded(tensor):
+                raise ConfigError(
+                    f"parameter {name} is expanded: several of its elements are one place in memory, which no "
+                    "checkpoint can be loaded into; make it contiguous"
+                )
+        return tensors
 
 
 def rank_key(rank: int) -> str:

@@ -1,6 +1,7 @@
 """Tensors of a model by name, and what a rank holds of them: what both checkpoint formats need."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,13 @@ T = TypeVar("T", bound=torch.Tensor)
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 """What activation checkpointing, torch.compile and FSDP1 call the module that they wrap."""
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What is made in the block can be trained with, also if the caller is in inference mode. Records no gradient."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
