@@ -72,7 +72,7 @@ class FSDPEngine:
             self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
-        """Build the sharded model, read or draw its weights, and build optimizer and schedule.
+        """Build the sharded model, read or draw its weights, and build optimizer and schedule; a second time, anew.
 
         Args:
             addr: unused; AReaL's signature.
@@ -80,10 +80,11 @@ class FSDPEngine:
 
         Raises:
             ConfigError: the model cannot be built as configured; see `build_on_meta`, `check_packing`.
-            CheckpointError: the weights at ``config.path`` do not load; see `load_hf`.
+            CheckpointError: the weights at ``config.path`` do not load (`load_hf`), or a save of the old model failed.
         """
-        groups = self._require_groups()
-        started = time.monotonic()
+        groups, started = self._require_groups(), time.monotonic()
+        self._drop_model()
+        self.counters = EngineCounters()
         model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
         blocks = block_classes(model, self.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         shard_model(model, self.config, blocks, groups.device)
@@ -107,16 +108,19 @@ class FSDPEngine:
         Raises:
             Exception: that of a save in the background, which is waited for first; all is free then.
         """
-        background, self._background = self._background, None
         try:
-            if background is not None:
-                background.close()
+            self._drop_model()
         finally:
-            self._model = self.optimizer = self.lr_scheduler = None
             self._servers = ()
             if self._groups is not None:
                 groups, self._groups = self._groups, None
                 close_process_groups(groups)
+
+    def _drop_model(self) -> None:
+        self._model = self.optimizer = self.lr_scheduler = None
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
 
     def train(self, mode: bool = True) -> "FSDPEngine":
         """Switch the model to training (or evaluation) mode."""
@@ -209,10 +213,8 @@ class FSDPEngine:
         """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
         self.eval()
         micro_batches, weights, total = self._prepare(batch, loss_weight_fn)
-        losses = [
-            self._weighted_loss(mb, weight / total, loss_fn) for mb, weight in zip(micro_batches, weights, strict=True)
-        ]
-        loss = sum(float(loss) for loss in losses)
+        pairs = zip(micro_batches, weights, strict=True)
+        loss = sum(float(self._weighted_loss(mb, weight / total, loss_fn)) for mb, weight in pairs)
         return torch.tensor(self.all_reduce_stats({"loss": loss})["loss"])
 
     @torch.no_grad()
@@ -232,10 +234,8 @@ class FSDPEngine:
         self.eval()
         post_fn = post_fn or self._default_post_fn
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
-        outputs = []
-        for mb in micro_batches:
-            mb = mb.to(self.device)
-            outputs.append(post_fn(self._forward(mb), mb.data).float())
+        on_device = (mb.to(self.device) for mb in micro_batches)
+        outputs = [post_fn(self._forward(mb), mb.data).float() for mb in on_device]
         batch_size, seqlen = batch["input_ids"].shape
         return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
 
