@@ -16,6 +16,7 @@ from .api import (
 )
 from .config import FSDPConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from .dcp_checkpoint import load_dcp, save_dcp
+from .dcp_staging import changing_weights
 from .dcp_state import DCPState
 from .fsdp_engine import FSDPEngine
 from .hf_checkpoint import full_state_dict, save_hf
@@ -38,6 +39,7 @@ __all__ = [
     "TrainEngine",
     "TrainEngineConfig",
     "WeightUpdateMeta",
+    "changing_weights",
     "full_state_dict",
     "load_dcp",
     "load_hf",

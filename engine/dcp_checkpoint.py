@@ -7,7 +7,7 @@ few megabytes.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader
 from .dcp_saver import ROOT, DCPSaver
-from .dcp_staging import StagedState, wait_for_staging
-from .dcp_state import PACKED, DCPState, rng_key
+from .dcp_staging import StagedState, changing_weights
+from .dcp_state import PACKED, DCPState, rank_key
+from .tensors import normal_tensors
 
 
 def write_dcp(
@@ -69,12 +70,17 @@ def save_dcp(
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that was found good on all ranks, and waits to be put into the live state."""
+    """A folder that was found good on all ranks, and waits to be put into the live state.
+
+    Attributes:
+        first_group: which of the optimizer's parameter groups is the first one in the folder; 0 without an optimizer.
+    """
 
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
     _placing: Placing
     _given: dict[str, torch.Tensor]
+    first_group: int
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
@@ -83,6 +89,7 @@ class DCPLoad:
         """
         self._placing.check_unchanged()
 
+    @normal_tensors()
     def apply(self) -> None:
         """Copy it into the state; the folder must still be there.
 
@@ -97,12 +104,13 @@ class DCPLoad:
             OSError: a file can no longer be read; likewise.
         """
         self.check_unchanged()
-        wait_for_staging(self._state.model)
-        self._state.adopt_optimizer_state(self._proposed)
-        self._placing.place()
-        self._state.load_state_dict(self._given)
+        with changing_weights(self._state.model):
+            self._state.adopt_state(self._proposed, self._given)
+            self._placing.place()
+            self._state.load_state_dict(self._given)
 
 
+@normal_tensors()
 def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> DCPLoad:
     """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
 
@@ -131,9 +139,9 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         _read(path, metadata, copies | loose)
         _check_tied(path, state, metadata, live)
         given = {name.removeprefix(f"{ROOT}."): part.tensor for name, part in (live | copies | loose).items()}
-        _check_values(path, state, given)
+        order = _check_values(path, state, given).get("group_order", [0])
         placing.check_unchanged()
-    return DCPLoad(state, proposed, placing, given)
+    return DCPLoad(state, proposed, placing, given, order.index(0))
 
 
 def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
@@ -154,6 +162,7 @@ def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         load.apply()
 
 
+@normal_tensors()
 def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
     """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; reads no data, changes nothing."""
     metadata = read_metadata(path)
@@ -162,7 +171,7 @@ def check_dcp(path: str | os.PathLike[str], state: DCPState) -> None:
 
 
 def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Optimizer state that ``state`` must be given before it can load this folder; nothing for a model alone."""
+    """What ``state`` must be given before it can load this folder."""
     saved = metadata.state_dict_metadata
     if not any(name.startswith(f"{ROOT}.model.") for name in saved):
         raise CheckpointMismatchError(
@@ -172,7 +181,7 @@ def _propose_state(path: str | os.PathLike[str], state: DCPState, metadata: Meta
     trained = any(name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in saved)
     if state.optimizer is not None and not trained:  # plain SGD has groups but no state
         raise CheckpointMismatchError(f"{path} holds a model only, no optimizer state; load it with_optim=False")
-    return state.propose_optimizer_state(_shapes(metadata, f"{ROOT}.optim.state."))
+    return state.propose_state(_shapes(metadata))
 
 
 def _live_parts(
@@ -187,8 +196,7 @@ def _live_parts(
         if name in saved:
             _check_same_tensor(path, name, tensor, metadata)
     chunks: dict[Any, ChunkStorageMetadata] = {}  # hundreds of tensors are cut in a few ways
-    with torch.no_grad():
-        return {name: _part_of(tensor, chunks) for name, tensor in live.items()}
+    return {name: _part_of(tensor, chunks) for name, tensor in live.items()}
 
 
 def _part_of(tensor: torch.Tensor, chunks: dict[Any, ChunkStorageMetadata]) -> Part:
@@ -208,7 +216,7 @@ def _whole(tensor: torch.Tensor) -> Part:
 def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metadata) -> dict[str, Part]:
     """Full name -> memory for everything that comes back besides live tensors; all of it is small."""
     parts = {}
-    for name in _training_names(metadata.state_dict_metadata) if state.optimizer is not None else ():
+    for name in _loose_names(metadata.state_dict_metadata, state):
         entry = tensor_entry(metadata, name)
         if entry is None:
             raise CheckpointMismatchError(f"{path}: {name} is not a tensor; expected one, as Holdfast writes it")
@@ -216,18 +224,25 @@ def _loose_parts(path: str | os.PathLike[str], state: DCPState, metadata: Metada
     return parts
 
 
-def _shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    entries = {name: tensor_entry(metadata, name) for name in metadata.state_dict_metadata if name.startswith(prefix)}
+def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    entries = {name: tensor_entry(metadata, name) for name in metadata.state_dict_metadata}
     return {n.removeprefix(f"{ROOT}."): (e.size, e.properties.dtype) for n, e in entries.items() if e is not None}
 
 
-def _training_names(saved: Iterable[str]) -> list[str]:
-    """What else comes back: schedule, counters, and the generators of this rank (of rank 0 for a new rank)."""
+def _loose_names(saved: Iterable[str], state: DCPState) -> list[str]:
+    """What else comes back: schedule, counters, and this rank's generators and state of modules (rank 0's for a new
+    rank)."""
     saved = list(saved)
-    own = f"{ROOT}.rng.{rng_key(get_rank())}."
-    rng = own if any(name.startswith(own) for name in saved) else f"{ROOT}.rng.{rng_key(0)}."
-    exact = {f"{ROOT}.{key}" for key in PACKED}
-    return [name for name in saved if name in exact or name.startswith(rng)]
+    found = _of_rank("module_state", saved)
+    if state.optimizer is not None:
+        found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
+    return found
+
+
+def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
+    own, first = (f"{ROOT}.{key}.{rank_key(rank)}." for rank in (get_rank(), 0))
+    found = [name for name in saved if f"{name}.".startswith(own)]
+    return found or [name for name in saved if f"{name}.".startswith(first)]
 
 
 def _check_same_names(
@@ -297,8 +312,8 @@ def _same_values(path: str | os.PathLike[str], metadata: Metadata, names: tuple[
     return True
 
 
-def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> None:
+def _check_values(path: str | os.PathLike[str], state: DCPState, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     try:
-        state.check_values(given)
+        return state.check_values(given)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error

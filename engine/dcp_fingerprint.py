@@ -107,7 +107,7 @@ def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]
 
 def _take(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Bytes ``[n, itemsize]`` of elements, on the device; as integers, because not every dtype can be gathered."""
-    values = local.view(_BITS.get(local.itemsize, local.dtype)).take(positions)
+    values = local.resolve_conj().resolve_neg().view(_BITS.get(local.itemsize, local.dtype)).take(positions)
     return values.view(torch.uint8).reshape(len(positions), -1)
 
 

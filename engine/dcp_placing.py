@@ -31,7 +31,7 @@ from ..utils.errors import CheckpointCorruptError
 from ..utils.heartbeat import beat
 from .dcp_archive import archive_of
 from .dcp_metadata import tensor_entry
-from .dcp_state import bytes_of
+from .tensors import bytes_of
 
 BLOCK_BYTES = 8 << 20
 """What is read at once; also the size of the buffer."""

@@ -26,7 +26,7 @@ from ..utils.manifest import FileEntry, write_sealed
 from ..utils.staging import as_write_error
 from .dcp_archive import archive_of
 from .dcp_plan import SavePlanOfRank, make_plan, structure_of
-from .dcp_state import bytes_of, flatten, local_tensor
+from .tensors import bytes_of, flatten, local_tensor
 
 ROOT = "dcp"
 """The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""

@@ -6,24 +6,26 @@ the parameters change meanwhile. Buffers are kept because a first copy into fres
 
 Parameters and moments change in ``optimizer.step`` and nowhere else, as a rule. A state that says so
 (`DCPState.changes_only_in_step`) is copied while the next forward and backward run, and the step waits for the rest.
+Code that changes them elsewhere waits, too, with `changing_weights`; if it does not, the copy fails.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .dcp_state import DCPState, local_tensor
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A buffer, and the live tensor that is copied into it."""
+from ..utils.errors import TornSnapshotError
+from .dcp_state import DCPState
+from .tensors import flatten, local_tensor, normal_tensors
+from .write_watch import WriteWatch
 
 
 class Staging:
@@ -32,17 +34,22 @@ class Staging:
     One copy at a time: whoever still reads the last one must be done before `stage` is called again.
 
     Args:
-        model: whose state it is; who changes its parameters outside of ``optimizer.step`` calls `wait_for_staging`.
+        model: whose state it is.
+
+    Attributes:
+        reads_live: whether the live tensors of the last copy may not be changed yet, without `wait`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _STAGINGS.setdefault(model, weakref.WeakSet()).add(self)
+        self._model = model
         self._buffers: dict[str, torch.Tensor] = {}
-        self._copy: _Copy | None = None
+        self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
+        self.reads_live = False
+        _STAGINGS.add(self)
 
-    @torch.no_grad()  # else each `to_local` of hundreds makes an autograd node
+    @normal_tensors()
     def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 
@@ -55,43 +62,56 @@ class Staging:
         """
         self.wait()
         live = (DCPState(state.model) if weights_only else state).state_dict()
-        pairs: dict[str, Pair] = {}
-        kept, self._buffers = self._buffers, {}
-        values = _companion(live, "", kept, pairs, self._buffers)
-        if weights_only:
-            self._buffers = kept | self._buffers
-        later = state.names_changed_in_step()
-        _Copy(pair for name, pair in pairs.items() if name not in later).finish()
+        tensors = dict(flatten(live))
+        kept = self._buffers
+        self._buffers = {name: _buffer_for(tensor, kept.get(name)) for name, tensor in tensors.items()}
+        changing = any(_share_modules(model, state.model) for model in _CHANGING)
+        later = {} if changing else state.changed_in_step(tensors)
+        for copy in _copies({name: tensor for name, tensor in tensors.items() if name not in later}, self._buffers):
+            copy.finish()
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
-        self._copy = _Copy((pair for name, pair in pairs.items() if name in later), overlapped=True)
+        self._copies = _copies(later, self._buffers, overlapped=True)
+        self.reads_live = bool(self._copies)
+        values = _nest(live, self._buffers)
+        if weights_only:
+            self._buffers = kept | self._buffers
         return values
 
     def finish(self) -> None:
-        """Return when all of what was staged last is in its buffers; raises what went wrong with that."""
-        if self._copy is not None:
-            self._copy.finish()
+        """Return when all of what was staged last is in its buffers; raises what went wrong with that.
+
+        Raises:
+            TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
+        """
+        for copy in self._copies:
+            copy.finish()
 
     def wait(self) -> None:
         """Return when the live tensors may be changed. What went wrong is for `finish`, and for who reads the copy."""
-        if self._copy is not None:
-            self._copy.release_live()
+        for copy in self._copies:
+            copy.release_live()
+        self.reads_live = False
 
     def release(self) -> None:
         """Give the buffers up; nobody may read them any more."""
         self.wait()
-        if self._copy is not None:
-            self._copy.drop()
-        self._copy, self._buffers = None, {}
+        for copy in self._copies:
+            copy.drop()
+        self._copies, self._buffers = [], {}
         if self._hook is not None:
             self._hook.remove()
             self._hook = self._optimizer = None
+
+    def shares_modules(self, model: nn.Module) -> bool:
+        """Whether ``model`` is the one whose state this is, a part of it, or it is a part of that."""
+        return _share_modules(self._model, model)
 
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is None or self._optimizer() is not optimizer:
             if self._hook is not None:
                 self._hook.remove()
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait())
+            self._hook = optimizer.register_step_pre_hook(lambda *_: _release(self._model))
             self._optimizer = weakref.ref(optimizer)
 
 
@@ -108,101 +128,171 @@ class StagedState:
         return self.values
 
 
-class _Copy:
-    """Some tensors on their way to the host: CPU tensors in a thread or at once, CUDA tensors on streams."""
+_STAGINGS: weakref.WeakSet[Staging] = weakref.WeakSet()
+_CHANGING: list[nn.Module] = []
 
-    def __init__(self, pairs: Iterable[Pair], *, overlapped: bool = False) -> None:
-        on_host, on_device = [], defaultdict[torch.device, list[Pair]](list)
-        for buffer, live in pairs:
-            (on_device[live.device] if live.is_cuda else on_host).append((buffer, live))
-        self._on_device = dict(on_device)  # keeps what is read alive until it has been read
-        self._events = {device: _copy_on_stream(device, some) for device, some in on_device.items()}
+
+@contextmanager
+def changing_weights(model: nn.Module) -> Iterator[None]:
+    """For code that changes parameters or optimizer state other than by ``optimizer.step``: swaps in an average, merges
+    LoRA weights, copies from another model.
+
+    Waits until snapshots that are being copied have read what they hold; one that is begun inside of the block is
+    copied at once. Without it such code makes the snapshot fail (`TornSnapshotError`).
+
+    Args:
+        model: that is changed; a part of the one that is saved, or one that it is a part of, will do.
+    """
+    _release(model)
+    _CHANGING.append(model)
+    try:
+        yield
+    finally:
+        _CHANGING.remove(model)
+
+
+def _release(model: nn.Module) -> None:
+    """Return when whatever has parameters of ``model`` in it may be changed."""
+    for staging in [staging for staging in _STAGINGS if staging.reads_live]:
+        if staging.shares_modules(model):
+            staging.wait()
+
+
+def _share_modules(one: nn.Module, other: nn.Module) -> bool:
+    return one is other or not set(one.modules()).isdisjoint(other.modules())
+
+
+class _Transfer(NamedTuple):
+    """A live tensor, and the buffer that it is copied to; DTensors or plain ones."""
+
+    name: str
+    live: torch.Tensor
+    buffer: torch.Tensor
+
+
+class _HostCopy:
+    """CPU tensors on their way to the buffers, in a thread or at once."""
+
+    def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._future: Future[None] | None = None
-        if on_host and overlapped:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
-            self._future = pool.submit(_copy_in_thread, on_host, torch.get_num_threads())
-            pool.shutdown(wait=False)  # the thread ends with its task
-        else:
-            _copy_all(on_host)
+        if not overlapped:
+            _copy_all(transfers)
+            return
+        self._watch, self._copied = _watch(transfers), [local_tensor(transfer.buffer) for transfer in transfers]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._future = pool.submit(_copy_in_thread, transfers, self._watch, torch.get_num_threads())
+        pool.shutdown(wait=False)  # the thread ends with its task
 
     def release_live(self) -> None:
-        """Have what follows, here and on the devices, wait until the live tensors have been read."""
+        """Wait until the live tensors have been read."""
+        self.drop()
+
+    def finish(self) -> None:
+        """Return when the buffers are filled; raises what went wrong."""
+        if self._future is not None:
+            self._future.result()
+            _refuse_torn(self._watch.written(self._copied))
+
+    def drop(self) -> None:
+        """Return when nothing writes to the buffers any more."""
         if self._future is not None:
             self._future.exception()
-        for device, event in self._events.items():
-            event.wait(torch.cuda.current_stream(device))
+
+
+class _DeviceCopy:
+    """Tensors of a CUDA device on their way to the buffers, on a stream of their own."""
+
+    def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
+        self._live = [transfer.live for transfer in transfers]  # what is read lives until it has been read
+        self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
+        self._watch = _watch(transfers) if overlapped else None
+        stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for live, copied in zip(self._live, self._copied, strict=True):
+                copied.copy_(local_tensor(live), non_blocking=True)
+            if self._watch is not None:
+                self._watch.fetch_samples()
+            self._event.record(stream)
+        self._device = device
+
+    def release_live(self) -> None:
+        """Have what follows on the device wait until the live tensors have been read."""
+        self._event.wait(torch.cuda.current_stream(self._device))
+        if self._watch is not None:
+            self._watch.settle()
 
     def finish(self) -> None:
         """Return when the buffers are filled; raises what went wrong."""
         self.drop()
-        if self._future is not None:
-            self._future.result()
+        if self._watch is not None:
+            _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
         """Return when nothing writes to the buffers any more, and let go of the live tensors."""
-        for event in self._events.values():
-            event.synchronize()
-        self._on_device.clear()
-        if self._future is not None:
-            self._future.exception()
+        self._event.synchronize()
+        self._live = []
 
 
-def _copy_all(pairs: Iterable[Pair]) -> None:
-    for buffer, live in pairs:
-        buffer.copy_(live)
+_Copy = _HostCopy | _DeviceCopy
 
 
-def _copy_in_thread(pairs: Iterable[Pair], threads: int) -> None:
+def _copies(
+    live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
+) -> list[_Copy]:
+    """Begin to copy each live tensor to the buffer of its name, on each device and on the host."""
+    on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
+    for name, tensor in live.items():
+        (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
+    copies: list[_Copy] = [_DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()]
+    return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
+
+
+def _copy_all(transfers: Iterable[_Transfer]) -> None:
+    for _, live, buffer in transfers:
+        local_tensor(buffer).copy_(local_tensor(live))
+
+
+@torch.no_grad()  # which a thread has to say for itself
+def _copy_in_thread(transfers: Iterable[_Transfer], watch: WriteWatch, threads: int) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
-    _copy_all(pairs)
+    _copy_all(transfers)
+    watch.settle()
 
 
-def _copy_on_stream(device: torch.device, pairs: list[Pair]) -> torch.cuda.Event:
-    stream, event = torch.cuda.Stream(device), torch.cuda.Event()
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for buffer, live in pairs:
-            buffer.copy_(live, non_blocking=True)
-        event.record(stream)
-    return event
+def _watch(transfers: Iterable[_Transfer]) -> WriteWatch:
+    return WriteWatch([(transfer.name, transfer.live) for transfer in transfers])
 
 
-def _companion(
-    live: Mapping[str, Any],
-    prefix: str,
-    kept: Mapping[str, torch.Tensor],
-    pairs: dict[str, Pair],
-    buffers: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """``live`` with a buffer for each tensor, one of ``kept`` where it fits; the last two are filled by dotted name."""
-    values: dict[str, Any] = {}
-    for key, value in live.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            values[key] = _companion(value, f"{name}.", kept, pairs, buffers)
-            continue
-        local, buffer = local_tensor(value), kept.get(name)
-        if buffer is None or not _fits(buffer, value):
-            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-            if isinstance(value, DTensor):  # (`DTensor.from_local` would move it to the mesh's device)
-                buffer = DTensor(buffer, value._spec, requires_grad=False)
-        values[key] = buffers[name] = buffer
-        pairs[name] = local_tensor(buffer), local
-    return values
+def _refuse_torn(written: Sequence[str]) -> None:
+    if written:
+        raise TornSnapshotError(
+            f"{written[0]} ({len(written)} such) changed outside of optimizer.step while a snapshot was copying it; "
+            "the snapshot is not made. Change weights in `with holdfast.engine.changing_weights(model):`"
+        )
+
+
+def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+    """``live`` with the buffer of its dotted name in the place of each tensor."""
+    return {
+        key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
+        for key, value in live.items()
+    }
+
+
+def _buffer_for(live: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """``kept``, if it fits, else a new one."""
+    if kept is not None and _fits(kept, live):
+        return kept
+    local = local_tensor(live)
+    buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+    # (`DTensor.from_local` would move it to the mesh's device.)
+    return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
 
 
 def _fits(buffer: torch.Tensor, live: torch.Tensor) -> bool:
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
-        return buffer._spec == live._spec  # shape and dtype are in there
+        return buffer._spec is live._spec or buffer._spec == live._spec  # shape and dtype are in there
     if isinstance(buffer, DTensor) or isinstance(live, DTensor):
         return False
     return buffer.shape == live.shape and buffer.dtype == live.dtype
-
-
-_STAGINGS: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Staging]]" = weakref.WeakKeyDictionary()
-
-
-def wait_for_staging(model: nn.Module) -> None:
-    """Return when the parameters of ``model`` may be changed other than by a step: by a load, say."""
-    for staging in _STAGINGS.get(model, ()):
-        staging.wait()

@@ -10,13 +10,13 @@ and torch's own reader reads ours. Three things differ from torch's ``get_state_
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointMismatchError, ConfigError
@@ -24,34 +24,26 @@ from ..utils.logging import get_logger
 from ..utils.plain_json import pack_json, unpack_json
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from .api import Stateful
+from .dcp_buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
+from .dcp_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
+from .dcp_module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
+from .dcp_optimizer import (
+    PREFIX,
+    Parameters,
+    adopt_state,
+    check_entries,
+    local_entries,
+    plain_entries,
+    propose_state,
+    tensor_entries,
+)
 from .optimizer import materialize_state
+from .tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 
 logger = get_logger(__name__)
 
-_OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-
-PACKED = ("param_groups", "optim_plain", "scheduler", "counters")
+PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
 """Names of the tensors that hold JSON."""
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """``(dotted name, tensor)`` of nested mappings, as torch's DCP names them."""
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as ``[n]`` uint8; of one element that may be a view with any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class DCPState(TorchStateful):
@@ -62,8 +54,9 @@ class DCPState(TorchStateful):
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
-        changes_only_in_step: nothing but ``optimizer.step`` changes parameters and optimizer state, so that a snapshot
-            may still be copying them while the next forward and backward run (see `dcp_staging`).
+        changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
+            optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
+            `dcp_staging`). A snapshot during which they change nevertheless fails.
 
     A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
     does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
@@ -83,30 +76,39 @@ class DCPState(TorchStateful):
         self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
         self.changes_only_in_step = changes_only_in_step
 
+    @normal_tensors()
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested: ``model``, and with an optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an
-        optimizer keeps per parameter besides tensors), ``rng``, ``scheduler``, ``counters``. The generators' state is
-        this rank's, under this rank's name.
+        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `dcp_module_state`), and with an
+        optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
+        ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler``, ``counters``. The
+        state of modules and generators is this rank's, under this rank's name.
 
         Raises:
             ConfigError: something here cannot be saved so that it comes back as it is.
         """
-        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in self._model_tensors().items()}}
+        tensors = self._model_tensors()
+        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
+        if own := module_state(self.model):
+            state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
-        self._check_owners(self.optimizer)
-        state["optim"] = {"state": self._optimizer_entries(self.optimizer, tensors=True)}
-        state["param_groups"] = pack_json([_hyperparameters(g) for g in self.optimizer.param_groups], "param_groups")
-        if plain := self._optimizer_entries(self.optimizer, tensors=False):
+        params = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        check_entries(self.optimizer, params)
+        state["optim"] = {"state": tensor_entries(self.optimizer, params)}
+        state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
+        if plain := plain_entries(self.optimizer, params):
             state["optim_plain"] = pack_json(plain, "optimizer state")
-        state["rng"] = {rng_key(get_rank()): capture_rng()}
+        if local := local_entries(self.optimizer, params):
+            state["optim_local"] = pack_json(local, "optim_local")
+        state["rng"] = {rank_key(get_rank()): capture_rng()}
         if self.scheduler is not None:
             state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:
             state["counters"] = pack_json(self.counters.state_dict(), "counters")
         return state
 
+    @normal_tensors()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
 
@@ -122,11 +124,11 @@ class DCPState(TorchStateful):
         if missing := sorted(live.keys() - given.keys()):
             raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
         values = self.check_values(given)
-        with torch.no_grad():
-            for name, target in live.items():
-                local = local_tensor(target)
-                if local.data_ptr() != given[name].data_ptr():
-                    local.copy_(given[name])
+        for name, target in live.items():
+            local = local_tensor(target)
+            if local.data_ptr() != given[name].data_ptr():
+                local.copy_(given[name])
+        restore_module_state(self.model, values["module_state"])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
             restore_rank_rng(given)
@@ -138,46 +140,50 @@ class DCPState(TorchStateful):
             given: dotted name -> tensor, of a whole state.
 
         Returns:
-            name in `PACKED` -> value, of those that are there.
+            ``module_state``, and name in `PACKED` -> value, of those that are there; groups and schedule in the order
+            of this optimizer's groups, and as ``group_order`` the number of the saved group for each of these.
 
         Raises:
             CheckpointMismatchError: a counter or scheduler entry is missing, or it is another optimizer's.
             CheckpointCorruptError: what should be JSON is not.
         """
+        own = given.get(f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}"))
+        values: dict[str, Any] = {"module_state": {} if own is None else unpack_module_state(own, self.model)}
         if self.optimizer is None:
-            return {}
-        values = {name: unpack_json(given[name], name) for name in PACKED if name in given}
-        _check_groups(self.optimizer, values.get("param_groups"))
-        self._check_plain(self.optimizer, values.get("optim_plain", {}))
+            return values
+        values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
+        params = self._parameters()
+        if (groups := values.get("param_groups")) is not None:
+            order = values["group_order"] = match_groups(self.optimizer, params, groups)
+            values["param_groups"] = [groups[number] for number in order]
+            if "scheduler" in values and self.scheduler is not None:
+                _check_keys("scheduler", values["scheduler"], {})
+                values["scheduler"] = reorder_schedule(values["scheduler"], order)
+        self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 _check_keys(name, values[name], target.state_dict())
         check_rank_rng(given)
         return values
 
-    def _check_owners(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(param) for _, param in self._parameters()}
-        if strangers := [key for key in optimizer.state if id(key) not in own]:
-            what = f"a tensor {list(key.shape)}" if isinstance(key := strangers[0], torch.Tensor) else repr(key)
-            raise ConfigError(
-                f"the optimizer has state for {what}, which is no parameter of the model ({len(strangers)} such) and "
-                "would be lost; make it one, or give it an optimizer of its own"
-            )
-
-    def _check_plain(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_plain(
+        self, optimizer: torch.optim.Optimizer, params: Parameters, saved: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         _check_keys("optim_plain", saved, {})
-        if saved and (strangers := sorted(saved.keys() - dict(self._parameters()).keys())):
+        if strangers := sorted(saved.keys() - params.keys()):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
-        for fqn, entries in self._optimizer_entries(optimizer, tensors=False).items():
+        for fqn, entries in plain_entries(optimizer, params).items():
             _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
 
     def _load_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-        for group, saved in zip(optimizer.param_groups, values.get("param_groups", ()), strict=False):
-            group.update({key: value for key, value in saved.items() if key not in _OWN_OF_GROUP})
-        plain = values.get("optim_plain", {})
-        for fqn, param in self._parameters() if plain else ():
-            if fqn in plain:
-                optimizer.state[param].update(plain[fqn])
+        saved_groups = values.get("param_groups", ())
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
+            group.update(hyperparameters(saved))
+        if len(saved_groups) > 1 and not are_named(saved_groups):
+            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
+        params = self._parameters()
+        for fqn, entries in values.get("optim_plain", {}).items():
+            optimizer.state[params[fqn]].update(entries)
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 target.load_state_dict(values[name])
@@ -190,83 +196,82 @@ class DCPState(TorchStateful):
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
-            live.update(flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state."))
+            live.update(flatten(tensor_entries(self.optimizer, self._parameters()), PREFIX))
         return live
 
-    def names_changed_in_step(self) -> set[str]:
-        """Dotted names of the tensors that only ``optimizer.step`` changes; none if that was not promised."""
+    def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dotted name -> live tensor, of those that only ``optimizer.step`` changes; none without the promise.
+
+        Args:
+            tensors: what `state_dict` returned, flattened: of parameters it has other tensors over the same memory.
+        """
         if self.optimizer is None or not self.changes_only_in_step:
-            return set()
-        moments = flatten(self._optimizer_entries(self.optimizer, tensors=True), "optim.state.")
-        return {f"model.{name}" for name, _ in self._parameters()} | {name for name, _ in moments}
+            return {}
+        params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
+        live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in live.items() if name in params or name.startswith(PREFIX)}
 
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
-        first = {id(param): f"model.{name}" for name, param in self._parameters()}
-        every = {f"model.{clean_name(n)}": first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}
+        named = by_clean_name(self._named_parameters())
+        every = {f"model.{name}": first.setdefault(id(param), f"model.{name}") for name, param in named.items()}
         return {name: canonical for name, canonical in every.items() if name != canonical}
 
-    def propose_optimizer_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """Zeroed state for an optimizer `materialize_state` does not know, from what a checkpoint holds.
+    def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """Memory for what a checkpoint holds and this state cannot take as it is.
 
         Args:
-            names: dotted name (``optim.state.<parameter>.<entry>``) -> shape and dtype. An entry of the parameter's
-                shape is sharded like the parameter, any other is a plain tensor.
+            names: dotted name -> shape and dtype, of a whole checkpoint.
 
         Returns:
-            dotted name -> tensor, for `adopt_optimizer_state`; the optimizer is as it was.
+            dotted name -> tensor, for `adopt_state`; this state is as it was.
         """
-        proposed: dict[str, torch.Tensor] = {}
-        if self.optimizer is None:
-            return proposed
-        materialize_state(self.optimizer)
-        groups = self.optimizer.param_groups
-        on_device = {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
-        bare = {fqn: p for fqn, p in self._parameters() if p.requires_grad and not self.optimizer.state.get(p)}
-        for name, (shape, dtype) in names.items():
-            param = bare.get(name.removeprefix("optim.state.").rpartition(".")[0])
-            if param is not None:
-                device = param.device if len(shape) or id(param) in on_device else "cpu"  # step counts, as torch does
-                like = shape == param.shape
-                zeros = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=device)
-                proposed[name] = zeros.detach()
+        proposed = propose_buffers(self.model, names)
+        if self.optimizer is not None:
+            entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
+            proposed |= propose_state(self.optimizer, self._parameters(), entries)
         return proposed
 
-    def adopt_optimizer_state(self, proposed: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizer what `propose_optimizer_state` made."""
-        params = dict(self._parameters()) if proposed else {}
-        for name, tensor in proposed.items():
-            fqn, _, entry = name.removeprefix("optim.state.").rpartition(".")
-            assert self.optimizer is not None
-            self.optimizer.state[params[fqn]][entry] = tensor
+    def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+        """Put what `propose_state` made in its places.
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        Args:
+            proposed: what it returned.
+            given: dotted name -> tensor, of a whole state that was checked.
+        """
+        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
+        adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})
+        if self.optimizer is not None and entries:
+            local = unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
+            adopt_state(self.optimizer, self._parameters(), entries, local)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By the first of its names."""
+        return first_names(by_clean_name(self._named_parameters()))
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under every name it has."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
-        return [(clean_name(name), param) for name, param in self.model.named_parameters()]
+        return self.model.named_parameters(remove_duplicate=False)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
-        passing = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules(remove_duplicate=False)
-            for name in module._non_persistent_buffers_set
-        }
-        buffers = {clean_name(name): buffer for name, buffer in self.model.named_buffers() if name not in passing}
-        return dict(self._parameters()) | buffers
-
-    def _optimizer_entries(self, optimizer: torch.optim.Optimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
-        """Parameter name -> those entries of its state that are tensors, or those that are not."""
-        every = {
-            fqn: {k: v for k, v in optimizer.state.get(param, {}).items() if isinstance(v, torch.Tensor) == tensors}
-            for fqn, param in self._parameters()
-        }
-        return {fqn: entries for fqn, entries in every.items() if entries}
+        buffers = [(slot.name, slot.buffer) for slot in persistent_buffers(self.model) if slot.buffer is not None]
+        tensors = first_names(by_clean_name(chain(self._named_parameters(), buffers)))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter) and is_expanded(tensor):
+                raise ConfigError(
+                    f"parameter {name} is expanded: several of its elements are one place in memory, which no "
+                    "checkpoint can be loaded into; make it contiguous"
+                )
+        return tensors
 
 
-def rng_key(rank: int) -> str:
-    """The key of a rank's generators: ``rank_00001``."""
+def rank_key(rank: int) -> str:
+    """The key of what is a rank's own: ``rank_00001``."""
     return f"rank_{rank:05d}"
 
 
@@ -288,26 +293,7 @@ def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
 
 
 def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rng_key(rank)}.")}
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OWN_OF_GROUP}
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]] | None) -> None:
-    """Groups must be as many, and of an optimizer with these hyperparameters: a scheduler may have added some, and
-    another version of torch may know more or fewer."""
-    groups = optimizer.param_groups
-    if saved is not None and len(saved) != len(groups):
-        raise CheckpointMismatchError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
-    for group, values in zip(groups, saved or (), strict=False):
-        here, there = _hyperparameters(group).keys(), _hyperparameters(values).keys()
-        if not (here <= there or there <= here):
-            raise CheckpointMismatchError(
-                f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
-                f"expected that of {type(optimizer).__name__}"
-            )
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}
 
 
 def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
@@ -318,10 +304,3 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
             f"{sorted(map(str, saved))[:8]}"
         )
-
-
-def clean_name(name: str) -> str:
-    """A module's name for a tensor without what wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -74,7 +74,7 @@ class FSDPEngine:
             self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
-        """Build the sharded model, read or draw its weights, and build optimizer and schedule.
+        """Build the sharded model, read or draw its weights, and build optimizer and schedule; a second time, anew.
 
         Args:
             addr: unused; AReaL's signature.
@@ -82,10 +82,11 @@ class FSDPEngine:
 
         Raises:
             ConfigError: the model cannot be built as configured; see `build_on_meta`, `check_packing`.
-            CheckpointError: the weights at ``config.path`` do not load; see `load_hf`.
+            CheckpointError: the weights at ``config.path`` do not load (`load_hf`), or a save of the old model failed.
         """
-        groups = self._require_groups()
-        started = time.monotonic()
+        groups, started = self._require_groups(), time.monotonic()
+        self._drop_model()
+        self.counters = EngineCounters()
         model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
         blocks = block_classes(model, self.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         shard_model(model, self.config, blocks, groups.device)
@@ -109,17 +110,20 @@ class FSDPEngine:
         Raises:
             Exception: that of a save in the background, which is waited for first; all is free then.
         """
-        background, self._background = self._background, None
         try:
-            if background is not None:
-                background.close()
+            self._drop_model()
         finally:
-            self._model = self.optimizer = self.lr_scheduler = None
             self._servers = ()
             if self._groups is not None:
                 groups, self._groups = self._groups, None
                 free_cached_memory(groups.device)
                 close_process_groups(groups)
+
+    def _drop_model(self) -> None:
+        self._model = self.optimizer = self.lr_scheduler = None
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
 
     def train(self, mode: bool = True) -> "FSDPEngine":
         """Switch the model to training (or evaluation) mode."""
@@ -288,9 +292,9 @@ class FSDPEngine:
         Args:
             meta: what to write. Its tokenizer and processor may not change before it is written.
             blocking: False returns when the state is staged in host memory, and writes it in the background: parameters
-                and optimizer state may change in ``optimizer.step`` and in loads, everything else as it will. One save
-                is written at a time; the next one of either kind waits for it, as `wait_for_save` and `destroy` do, one
-                of which is to be called before the process ends.
+                and moments may change in steps, loads and `changing_weights` (else the save fails), all else as it
+                will. One save is written at a time; the next one of either kind waits for it, as `wait_for_save` and
+                `destroy` do, one of which is to be called before the process ends.
 
         Raises:
             ConfigError: the format is unknown, or cannot hold what is asked.

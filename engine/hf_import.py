@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ..utils.remote import FETCH_FIRST, require_local
-from .dcp_staging import wait_for_staging
+from .dcp_staging import changing_weights
 from .hf_io import WeightReader
 from .hf_keys import FileTensor, Span, element_map, leave_no_gap, stored_tensors, unsharded_class
 from .hf_layout import Place
@@ -86,8 +86,8 @@ def load_hf(
             chosen, copies, missing = _choose(folder, plan.tensors, found, tied, allow_missing)
             _check_plan(model, folder, plan, state, chosen, tied)
             _compare_copies(reader, folder, plan.tensors, chosen, copies, rank, world_size)
-        wait_for_staging(model)
-        with all_ranks_succeed(f"reading {folder}", group), _half_loaded(folder), torch.no_grad():
+        loading = all_ranks_succeed(f"reading {folder}", group)
+        with loading, changing_weights(model), _half_loaded(folder), torch.no_grad():
             _read_direct(reader, plan, chosen)
             _read_blocks(reader, plan, chosen, state, tied)
             for tensors in plan.opaque:

@@ -24,8 +24,8 @@ import torch
 from ..utils.errors import CheckpointCorruptError
 from ..utils.files import start_writeback
 from ..utils.heartbeat import beat
-from .dcp_state import bytes_of
 from .hf_layout import Place, WeightFile, read_layout
+from .tensors import bytes_of
 
 WRITE_BYTES = 4 << 20
 """Most that is cast or copied before it is written: it should still be in the processor's cache then."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..utils.errors import ConfigError
-from .dcp_state import clean_name
 from .hf_keys import unsharded_view
+from .tensors import clean_name
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from .config import OptimizerConfig
+from .tensors import normal_tensors
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -45,6 +46,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, t
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
 
 
+@normal_tensors()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every trainable parameter the state its first step would start from, without taking a step.
 
@@ -62,7 +64,9 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
         case torch.optim.Adam() | torch.optim.AdamW():
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
             on_device = group["capturable"] or group["fused"]
-            step = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+            is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]  # as torch does
+            dtype = torch.float64 if is_double else torch.float32
+            step = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
             zeros = {
                 n: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for n in names
             }

@@ -54,18 +54,18 @@ class EngineSample:
     sample: dict[str, int | bool]
 
 
-def count_engine(state: DCPState) -> EngineSample:
-    """What an engine counts, as it is now, with nothing sampled yet."""
+def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
+    """What an engine counts, as it is now, with nothing sampled yet; ``first_group`` is where the rate is looked at."""
     optimizer = state.optimizer
     if optimizer is None:
         return EngineSample(None, None, None, {})
     schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
-    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[0]["lr"]), schedule_step, {})
+    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[first_group]["lr"]), schedule_step, {})
 
 
-def sample_engine(state: DCPState) -> EngineSample:
+def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     """Count, and sample this rank's part of an engine as it is now."""
-    return replace(count_engine(state), sample=sample_state(state.live_tensors()))
+    return replace(count_engine(state, first_group), sample=sample_state(state.live_tensors()))
 
 
 def _optimizer_steps(state: DCPState) -> int:

@@ -205,8 +205,9 @@ class RecoverHandler:
         """Snapshot the run after the step ``step_info``, and export its weights, if due; returns when both are staged.
 
         From then on everything may change but parameters and optimizer state, for which the next ``optimizer.step``
-        waits; an engine of one's own that changes them elsewhere says so (see `DCPState`). The rest is done in the
-        background; `wait` returns when it is committed. With ``async_save`` off all of it is done here.
+        waits. Code that changes them elsewhere does so in `changing_weights`, else the snapshot fails; an engine of
+        one's own that always does says so (see `DCPState`). The rest is done in the background; `wait` returns when it
+        is committed. With ``async_save`` off all of it is done here.
 
         Call it after every step, whether one is due or not: it is also where a request to stop is answered, and where a
         failure in the background is told.

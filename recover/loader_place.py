@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..engine.api import Stateful, StepInfo
-from ..engine.dcp_state import bytes_of
+from ..engine.tensors import bytes_of
 from ..utils.errors import CheckpointMismatchError, ConfigError
 from .dataloader import ResumableDataLoader
 

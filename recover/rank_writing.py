@@ -19,7 +19,8 @@ from torch import nn
 from ..engine.dcp_fingerprint import sample_state
 from ..engine.dcp_saver import DCPSaver
 from ..engine.dcp_staging import Staging
-from ..engine.dcp_state import DCPState, flatten
+from ..engine.dcp_state import DCPState
+from ..engine.tensors import flatten
 from ..utils.distributed import all_ranks_succeed, drop_group, get_rank, new_group_aside
 from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger

@@ -48,6 +48,10 @@ class CheckpointWriteError(CheckpointError, OSError):
     """A checkpoint could not be written; nothing became visible and nothing older was touched."""
 
 
+class TornSnapshotError(CheckpointWriteError):
+    """Tensors were changed while they were copied for a snapshot; it was not committed."""
+
+
 class MirrorError(CheckpointError, OSError):
     """The mirror could not be reached, or refused, as often as it was tried; what is there may be sound."""
 

@@ -9,6 +9,7 @@ import pickle
 import re
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,12 +64,13 @@ def read_plain(path: Path) -> Any:
         raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_plain(file: IO[bytes], source: str | os.PathLike[str]) -> Any:
+def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.device | None = None) -> Any:
     """The value in ``file``, with its tensors on the CPU.
 
     Args:
         file: seekable.
         source: what to call it in messages.
+        device: where tensors go that were on a GPU when they were saved; None: on the CPU, too.
 
     Raises:
         CheckpointCorruptError: it is damaged, asks for a type (which the message names) that could run code, or is
@@ -76,9 +78,14 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str]) -> Any:
     """
     try:
         _refuse_compression(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu" if device is None else partial(_place, device), weights_only=True)
     except _DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
+
+
+def _place(device: torch.device, storage: Any, location: str) -> Any:
+    """A storage that was read, and was at ``location`` (``cpu``, ``cuda:3`` ...), where it belongs now."""
+    return storage.cuda(device.index) if location.startswith("cuda") and device.type == "cuda" else storage
 
 
 def _refuse_compression(file: IO[bytes]) -> None:

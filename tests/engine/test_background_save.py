@@ -20,6 +20,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from holdfast.engine import background_save, hf_shards
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.background_save import BackgroundSave
+from holdfast.engine.counters import EngineCounters
 from holdfast.engine.dcp_staging import Staging
 from holdfast.engine.dcp_state import DCPState
 from holdfast.engine.hf_checkpoint import save_hf
@@ -30,7 +31,7 @@ from tests.engine.test_hf_checkpoint import _tokenizer
 from tests.engine.test_hf_keys import CONVERSIONS
 from tests.engine.test_hf_shards import SHARDINGS
 from tests.helpers import run_ranks
-from tests.recover.runs import make_batch, make_engine, square_loss, token_count
+from tests.recover.runs import SPEC, make_batch, make_engine, square_loss, token_count
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -248,3 +249,47 @@ def test_a_process_that_ends_without_a_word_has_its_last_save_and_says_if_it_fai
     assert done.returncode == 0, done.stderr
     assert _contents(out)["model.safetensors"]
     assert f"a save in the background failed: cannot write {nowhere}" in done.stderr
+
+
+def _initialize_again(rank: int, world_size: int, models: tuple[str, str], root: Path) -> None:
+    gate = Gate()
+    engine = make_engine(models[0])
+    _train(engine, 2)
+    engine.set_version(7)
+    engine.save(SaveLoadMeta(str(root / "first"), "hf", False), blocking=False)
+    optimizer, old = engine.optimizer, engine.model
+    threading.Timer(0.2, gate.open).start()
+    for destroyed in (False, True):
+        if destroyed:
+            engine.destroy()
+            engine.create_process_group()
+        engine.config.path = models[1]
+        engine.initialize(None, SPEC)
+        assert (root / "first").is_dir(), "what was being written is written"
+        assert engine.counters.state_dict() == EngineCounters().state_dict() and engine.optimizer is not optimizer
+        assert optimizer is not None and not optimizer._optimizer_step_pre_hooks
+        kind = "destroyed" if destroyed else "again"
+        for blocking in (True, False):
+            engine.save(SaveLoadMeta(str(root / f"{kind}-{blocking}"), "hf", False), blocking=blocking)
+            engine.wait_for_save()
+        assert _contents(root / f"{kind}-True") == _contents(root / f"{kind}-False")
+        engine.save(SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True), blocking=False)
+        _train(engine)
+        engine.wait_for_save()
+        engine.load(SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True))
+    assert engine.model is not old
+    gate.close()
+    engine.save(SaveLoadMeta(str(root / "first"), "hf", False), blocking=False)
+    gate.open()
+    with pytest.raises(CheckpointExistsError):
+        engine.initialize(None, SPEC)
+    engine.initialize(None, SPEC)
+    engine.destroy()
+
+
+def test_an_engine_that_is_initialized_again_saves_its_new_model_and_nothing_of_the_old_one_is_left(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path / "a", tiny_qwen3())
+    write_model_folder(tmp_path / "b", tiny_qwen3(tied=False, vocab_size=21, layers=1))
+    run_ranks(_initialize_again, 1, (str(tmp_path / "a"), str(tmp_path / "b")), tmp_path)

@@ -15,7 +15,8 @@ from torch.utils.serialization import config
 from holdfast.engine import dcp_archive
 from holdfast.engine.dcp_archive import archive_of
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp_state import DCPState, bytes_of, flatten
+from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.tensors import bytes_of, flatten
 from holdfast.utils.errors import CheckpointWriteError
 from holdfast.utils.files import file_digest
 

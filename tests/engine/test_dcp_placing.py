@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from holdfast.engine.dcp_checkpoint import load_dcp, read_dcp, save_dcp
-from holdfast.engine.dcp_state import DCPState, local_tensor
+from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.tensors import local_tensor
 from holdfast.utils.errors import CheckpointCorruptError
 from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.trained import copies, trained

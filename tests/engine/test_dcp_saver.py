@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
 from holdfast.engine.dcp_plan import make_plan
 from holdfast.engine.dcp_saver import DCPSaver
-from holdfast.engine.dcp_state import DCPState, local_tensor
+from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.tensors import local_tensor
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError
 from holdfast.utils.files import DurableFile

@@ -1,7 +1,7 @@
 """The host copy that a snapshot is written from: what was staged stays what it was."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.engine import dcp_staging
 from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
 from holdfast.engine.dcp_staging import Staging
-from holdfast.engine.dcp_state import DCPState, flatten
+from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.tensors import flatten
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,9 +53,9 @@ class Gate:
         self._open = threading.Event()
         copy: Callable[..., None] = dcp_staging._copy_in_thread
 
-        def held(pairs: Iterable[Any], threads: int) -> None:
+        def held(*args: Any) -> None:
             assert self._open.wait(20)
-            copy(pairs, threads)
+            copy(*args)
 
         monkeypatch.setattr(dcp_staging, "_copy_in_thread", held)
 

@@ -1,6 +1,6 @@
 """The schedule against formulas written another way, and optimizer state that is made without a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,15 @@ def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seed: int
     optimizer.step()
 
 
+@pytest.fixture(params=[torch.float32, torch.float64])
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_made_without_a_step_is_what_the_first_step_would_start_from(name: str) -> None:
     fresh, made = make_params(), make_params()

@@ -1,0 +1,78 @@
+"""Tensors of a model by name, and what a rank holds of them: what both checkpoint formats need."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..utils.errors import ConfigError
+
+T = TypeVar("T", bound=torch.Tensor)
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""What activation checkpointing, torch.compile and FSDP1 call the module that they wrap."""
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What is made in the block can be trained with, also if the caller is in inference mode. Records no gradient."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """``(dotted name, tensor)`` of nested mappings, as torch's DCP names them."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as ``[n]`` uint8; of one element that may be a view with any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def clean_name(name: str) -> str:
+    """A module's name for a tensor without the components that wrappers (torch.compile, FSDP1 ...) add to it."""
+    if not any(wrapper in name for wrapper in WRAPPERS):  # as a rule: no need to take it apart
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Clean name -> tensor.
+
+    Args:
+        named: name in the module -> tensor; one tensor may have several names.
+
+    Raises:
+        ConfigError: two tensors have the same clean name.
+    """
+    found: dict[str, T] = {}
+    raw: dict[str, str] = {}
+    for name, tensor in named:
+        clean = clean_name(name)
+        if found.setdefault(clean, tensor) is not tensor:
+            raise ConfigError(
+                f"{raw[clean]} and {name} would both be called {clean} in a checkpoint, which leaves out what wrappers "
+                f"add to names ({', '.join(WRAPPERS)}); rename one of the modules"
+            )
+        raw.setdefault(clean, name)
+    return found
+
+
+def first_names(named: Mapping[str, T]) -> dict[str, T]:
+    """``named`` with each tensor under the first of its names only."""
+    first: dict[int, str] = {}
+    for name, tensor in named.items():
+        first.setdefault(id(tensor), name)
+    return {name: named[name] for name in first.values()}
