@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -126,12 +125,19 @@ class FileTensor:
 
 
 def unsharded_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a module before `fully_shard` gave it a made-up subclass."""
-    return type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+    """The class of a module before `fully_shard` or `replicate` gave it a made-up subclass.
+
+    torch makes ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
+    Linear)``: the first base is a mixin of torch.distributed that is no module by itself.
+    """
+    cls = type(model)
+    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(cls.__bases__[0], nn.Module):
+        cls = cls.__bases__[-1]
+    return cls
 
 
 def unsharded_view(model: M) -> M:
-    """The same modules, parameters and attributes under their classes from before `fully_shard`.
+    """The same modules, parameters and attributes under their classes from before `fully_shard` or `replicate`.
 
     transformers looks conversions up by class name and module. The view is for asking questions about the model; it
     must not be called or changed.
