@@ -31,6 +31,8 @@ from .hf_keys import FileTensor, stored_tensors, unsharded_class
 from .hf_layout import Place
 from .hf_loading import Loading, loaded_elements, plan_loading, turned_round
 from .hf_shards import Plan, fill_block, local_of_whole, overlap, plan_file_tensors, row_blocks, whole_part
+from .model_folder import read_raw_config
+from .quantized import refuse_quantized
 
 
 def load_hf(
@@ -43,22 +45,26 @@ def load_hf(
 ) -> list[str]:
     """Load the weights of a Hugging Face folder; every rank of ``group`` calls this.
 
-    Files of one or many parts and of any floating-point dtype do; values are cast to the dtype of the parameter. A tied
-    weight may be stored under any of its names. The base-model prefix (``model.``, ``transformer.``) may be absent from
-    the file or from the model, as in transformers.
+    Files of one or many parts and of any floating-point dtype do; values are cast to the dtype of the parameter. What
+    `from_pretrained` would load is loaded, under the same names (see `hf_loading`): the base-model prefix may be absent
+    from the folder or from the model, tensors may be fused, split or renamed, and those of the other parts of a
+    multimodal model are left alone. A tied weight may be stored under any of its names. Afterwards an export names
+    tensors as ``save_pretrained`` would after `from_pretrained`: as the folder does.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
         path: a local folder with ``model.safetensors`` or ``model.safetensors.index.json``.
         group: control group of CPU tensors (gloo); None takes the default group.
-        allow_missing: patterns (``fnmatch``) of file keys that need not be there, e.g. ``"score.*"`` of a new critic.
-        allow_unexpected: patterns of file keys that may be there and are left alone, e.g. ``"lm_head.*"``.
+        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that need not be there, e.g. ``"score.*"`` of a new
+            critic.
+        allow_unexpected: patterns of tensors (named as they would be in the model) that may be there and are left
+            alone, e.g. ``"lm_head.*"``.
 
     Returns:
         ``state_dict`` keys that were missing, with permission: their values are as they were.
 
     Raises:
-        ConfigError: ``path`` is a URL (other than ``file://``).
+        ConfigError: ``path`` is a URL (other than ``file://``), or its weights are quantized.
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
         CheckpointCorruptError: a file is missing, truncated or not safetensors.
         CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
@@ -74,13 +80,14 @@ def load_hf(
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
             places = reader.layout()
+            refuse_quantized(folder, places)
             shapes = {name: place.shape for name, place in places.items()}
             stored, tied = stored_tensors(model)
             try:
                 loading = plan_loading(model, shapes)
                 chosen, copies = _choose(loading, tied)
                 missing = _missing(model, loading, stored, chosen, allow_missing)
-                _refuse_strangers(model, loading, allow_unexpected)
+                _refuse_strangers(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
                 plan = plan_file_tensors(turned_round(chosen, shapes), state, rank, world_size)
                 _check_plan(model, plan, places)
@@ -151,12 +158,14 @@ def _missing(
     return missing
 
 
-def _refuse_strangers(model: PreTrainedModel, loading: Loading, allow_unexpected: Sequence[str]) -> None:
+def _refuse_strangers(model: PreTrainedModel, folder: Path, loading: Loading, allow_unexpected: Sequence[str]) -> None:
     """Refuse a folder with tensors that have no place in the model, or that fill what others fill."""
+    beside = _is_of_larger_model(folder, model)
     strange = [
         name
         for name in sorted(loading.unexpected)
         if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
+        and not (beside and _is_beside(model, name))
     ]
     if strange:
         raise CheckpointMismatchError(
@@ -166,6 +175,19 @@ def _refuse_strangers(model: PreTrainedModel, loading: Loading, allow_unexpected
     if loading.unused:
         name = min(loading.unused)
         raise CheckpointMismatchError(f"tensor {name} ({len(loading.unused)} such) fills what another one fills too")
+
+
+def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether the folder is a multimodal model's, of which ``model`` is the language model only."""
+    return "text_config" in read_raw_config(folder) and not model.config.sub_configs
+
+
+def _is_beside(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is in a module that stands beside those of the language model (a vision tower)."""
+    module, parts = model, name.split(".")
+    while parts and (child := module._modules.get(parts[0])) is not None:
+        module, parts = child, parts[1:]
+    return module in (model, model.base_model) and len(parts) > 1
 
 
 def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place]) -> None:
