@@ -11,7 +11,7 @@ not slices a tensor (and what it is converted with) at a time.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -161,11 +161,13 @@ def _missing(
 def _refuse_strangers(model: PreTrainedModel, folder: Path, loading: Loading, allow_unexpected: Sequence[str]) -> None:
     """Refuse a folder with tensors that have no place in the model, or that fill what others fill."""
     beside = _is_of_larger_model(folder, model)
+    names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
+    used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
     strange = [
         name
         for name in sorted(loading.unexpected)
         if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
-        and not (beside and _is_beside(model, name))
+        and not (beside and _is_beside(name, used))
     ]
     if strange:
         raise CheckpointMismatchError(
@@ -182,12 +184,10 @@ def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
     return "text_config" in read_raw_config(folder) and not model.config.sub_configs
 
 
-def _is_beside(model: PreTrainedModel, name: str) -> bool:
-    """Whether a tensor is in a module that stands beside those of the language model (a vision tower)."""
-    module, parts = model, name.split(".")
-    while parts and (child := module._modules.get(parts[0])) is not None:
-        module, parts = child, parts[1:]
-    return module in (model, model.base_model) and len(parts) > 1
+def _is_beside(name: str, used: Collection[str]) -> bool:
+    """Whether a tensor is in a module beside ``used``: the modules, to a depth of two, that tensors are loaded from."""
+    first, *rest = name.split(".")
+    return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
 def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place]) -> None:
