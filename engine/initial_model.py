@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from ..utils.distributed import all_ranks_succeed
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
+from ..utils.remote import FETCH_FIRST, require_local
 from .config import TrainEngineConfig
 from .hf_import import load_hf
 from .hf_io import WeightReader
-from .model import block_classes, build_on_meta, cast_buffers, causal_head, draw_weights, give_memory
+from .hf_loading import plan_loading
+from .model import block_classes, build_causal_on_meta, build_on_meta, cast_buffers, draw_weights, give_memory
 from .model_folder import is_first_of_its_node
 from .packing import check_packing
 from .parallel import ProcessGroups, shard_model
@@ -92,8 +94,20 @@ def load_weights(
     missing, unexpected = (), ()
     if config.is_critic:
         missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
-        unexpected = causal_head(config)
+        with all_ranks_succeed(f"looking for a language-model head in {folder}", group):
+            unexpected = _head_of_causal_lm(require_local(folder, "loading", FETCH_FIRST), config)
     fresh = load_hf(model, folder, group=group, allow_missing=missing, allow_unexpected=unexpected)
     if fresh:
         logger.warning("%s does not hold %s; kept as they were", folder, ", ".join(fresh))
     return fresh
+
+
+def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
+    """Tensors of a folder that a causal language model has beside its base model, under the names they have there."""
+    causal = build_causal_on_meta(config)
+    if causal is None:
+        return []
+    with WeightReader(folder) as reader:
+        loading = plan_loading(causal, {name: place.shape for name, place in reader.layout().items()})
+    base = f"{causal.base_model_prefix}."
+    return [name for key, tensor in loading.filled.items() if not key.startswith(base) for name in tensor.sources]

@@ -107,14 +107,12 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
     )
 
 
-def causal_head(config: TrainEngineConfig) -> list[str]:
-    """Patterns of the tensors that the causal language model at ``config.path`` has and its base model has not."""
-    config = replace(config, is_critic=False)
+def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
+    """The causal language model of a critic's ``config.path``; None if transformers has none of its architecture."""
     try:
-        causal = _construct(config, torch.float32)
+        return _construct(replace(config, is_critic=False), torch.float32)
     except ConfigError:
-        return []  # transformers has none of this architecture
-    return [f"{name}.*" for name, _ in causal.named_children() if name != causal.base_model_prefix]
+        return None
 
 
 def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
