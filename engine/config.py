@@ -99,7 +99,12 @@ class TrainEngineConfig:
     trial_name: str = "trial"
     """AReaL's name for one run; likewise."""
     path: str = ""
-    """Folder of a Hugging Face model: its config and, unless ``init_from_scratch``, its weights."""
+    """Folder of a Hugging Face model: its config and, unless ``init_from_scratch``, its weights. Or a model on the hub
+    (``Qwen/Qwen3-0.6B``), which is downloaded into the cache of huggingface_hub; see `find_model_folder`."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; None takes its main branch."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model; needed only by architectures that transformers does not know."""
     init_from_scratch: bool = False
     """Take only the config from ``path`` and draw the weights from ``seed``."""
     seed: int = 1
@@ -114,8 +119,9 @@ class TrainEngineConfig:
     a job with a rank that has none, or with two ranks on one, does not start."""
     grad_reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
-    attn_impl: str = "sdpa"
-    """Attention implementation of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    attn_impl: str | None = None
+    """Attention implementation of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ... None takes the one that
+    transformers takes by itself (``sdpa`` where the architecture has it)."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward instead of keeping its activations."""
     disable_dropout: bool = True

@@ -9,12 +9,15 @@ until a `WorkerGroup` ends them.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..utils.distributed import all_ranks_succeed
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
@@ -36,12 +39,12 @@ from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
 from .devices import free_cached_memory
 from .hf_checkpoint import save_hf
-from .hf_import import load_hf
+from .initial_model import build_initial_model, load_weights
 from .microbatch import MicroBatch, split_batch, unpack, weigh
-from .model import block_classes, build_on_meta, draw_weights, give_memory
+from .model_folder import find_model_folder
 from .optimizer import build_optimizer, build_scheduler
-from .packing import check_packing, model_output
-from .parallel import clip_grad_norm, close_process_groups, open_process_groups, shard_model
+from .packing import model_output
+from .parallel import clip_grad_norm, close_process_groups, open_process_groups
 from .publish import publish_weights
 from .rl.logprobs import token_logprobs
 
@@ -60,6 +63,7 @@ class FSDPEngine:
         self.counters = EngineCounters()
         self._groups = None
         self._model: PreTrainedModel | None = None
+        self._folder: Path | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -81,26 +85,19 @@ class FSDPEngine:
             ft_spec: how long the run is, for the schedule.
 
         Raises:
-            ConfigError: the model cannot be built as configured; see `build_on_meta`, `check_packing`.
-            CheckpointError: the weights at ``config.path`` do not load (`load_hf`), or a save of the old model failed.
+            ConfigError, CheckpointError, PeerError: see `find_model_folder` and `build_initial_model`; on every rank.
+            Exception: a save of the old model failed.
         """
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
         self.counters = EngineCounters()
-        model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
-        blocks = block_classes(model, self.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
-        shard_model(model, self.config, blocks, groups.device)
-        give_memory(model, skeleton, groups.device)
-        if self.config.init_from_scratch or self.config.is_critic:
-            draw_weights(model, skeleton, self.config.seed, blocks)
-        if not self.config.init_from_scratch:
-            self._load_from_hf(model, self.config.path)
-        self._model = model
-        if self.config.optimizer is not None:
-            self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
-            self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
-        if self.config.pack_sequences:  # last: the parameters it may leave gathered are none for an optimizer
-            check_packing(model, groups.device)
+        folder = find_model_folder(self.config, groups.control)
+        model = build_initial_model(self.config, folder, groups)
+        with all_ranks_succeed("building the optimizer", groups.control):
+            if self.config.optimizer is not None:
+                self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
+                self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        self._model, self._folder = model, folder
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 
@@ -140,6 +137,13 @@ class FSDPEngine:
         if self._model is None:
             raise ConfigError("the engine has no model; call create_process_group and initialize first")
         return self._model
+
+    @property
+    def model_folder(self) -> Path:
+        """Local folder of the model that `initialize` started from; with a model of the hub, in its cache."""
+        if self._folder is None:
+            raise ConfigError("the engine has no model; call create_process_group and initialize first")
+        return self._folder
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -335,7 +339,7 @@ class FSDPEngine:
             case "dcp":
                 self._load_from_dcp(meta)
             case "hf":
-                self._load_from_hf(self.model, meta.path)
+                self._load_from_hf(meta)
 
     def _check_meta(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format not in ("dcp", "hf"):
@@ -354,14 +358,8 @@ class FSDPEngine:
     def _save_to_hf(self, meta: SaveLoadMeta) -> None:
         save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options())
 
-    def _load_from_hf(self, model: PreTrainedModel, path: str) -> None:
-        missing, unexpected = (), ()
-        if self.config.is_critic:  # may start from a causal LM: the value head keeps what it has, the LM head is left
-            missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
-            unexpected = ["lm_head.*"]
-        fresh = load_hf(model, path, group=self.control_group, allow_missing=missing, allow_unexpected=unexpected)
-        if fresh:
-            logger.warning("%s does not hold %s; kept as they were", path, ", ".join(fresh))
+    def _load_from_hf(self, meta: SaveLoadMeta) -> None:
+        load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)
 
     # Versions and publishing
 
@@ -389,7 +387,7 @@ class FSDPEngine:
         if meta is None:
             raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
         version = self.get_version() if meta.version is None else meta.version
-        publish_weights(self.model, meta, version, self._servers, self.control_group, self.config.path)
+        publish_weights(self.model, meta, version, self._servers, self.control_group, str(self.model_folder))
 
     def _require_groups(self) -> Any:
         if self._groups is None:

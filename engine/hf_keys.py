@@ -13,14 +13,15 @@ Cost: no tensor memory; about 50 microseconds a file tensor.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, TypeVar
+from itertools import product, takewhile
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -79,24 +80,6 @@ def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def leave_no_gap(spans: Sequence[Span], numel: int) -> bool:
-    """Whether blocks of one model tensor of ``numel`` elements hold each of them at least once.
-
-    Blocks without holes (runs, transposes) are looked at as ranges; with others it takes a byte an element.
-    """
-    if all(_without_holes(sorted(zip(span.shape, span.stride, strict=True), key=itemgetter(1))) for span in spans):
-        end = 0
-        for span in sorted(spans, key=lambda span: span.offset):
-            if span.offset > end:
-                return False
-            end = max(end, span.offset + span.numel)
-        return end >= numel
-    seen = torch.zeros(numel, dtype=torch.bool, device="cpu")
-    for span in spans:
-        seen.as_strided(span.shape, span.stride, span.offset).fill_(True)
-    return bool(seen.all())
-
-
 @dataclass(frozen=True)
 class FileTensor:
     """One tensor of a Hugging Face file.
@@ -126,12 +109,19 @@ class FileTensor:
 
 
 def unsharded_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a module before `fully_shard` gave it a made-up subclass."""
-    return type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+    """The class of a module before `fully_shard` or `replicate` gave it a made-up subclass.
+
+    torch makes ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
+    Linear)``: the first base is a mixin of torch.distributed that is no module by itself.
+    """
+    cls = type(model)
+    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(cls.__bases__[0], nn.Module):
+        cls = cls.__bases__[-1]
+    return cls
 
 
 def unsharded_view(model: M) -> M:
-    """The same modules, parameters and attributes under their classes from before `fully_shard`.
+    """The same modules, parameters and attributes under their classes from before `fully_shard` or `replicate`.
 
     transformers looks conversions up by class name and module. The view is for asking questions about the model; it
     must not be called or changed.
@@ -196,7 +186,7 @@ def file_tensors(
         key: torch.empty(value.shape, dtype=file_dtype(value.dtype, dtype), device="meta")
         for key, value in stored.items()
     }
-    origins = _Origins(probes)
+    origins = Origins(probes)
     with origins, torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), dict(probes))
     return [origins.describe(key, tensor) for key, tensor in results.items()]
@@ -207,19 +197,30 @@ def file_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-class _Origins(TorchDispatchMode):
+class Origins(TorchDispatchMode):
     """Notes where the storages that a conversion makes on the meta device got their elements from.
 
-    Views keep their storage and need no note. A copy (`clone`) and a join along dim 0 (`cat`, `stack`) are noted as the
-    tensors that fill the new storage, in order. Any other operator that makes a storage is noted only by its inputs.
+    Views keep their storage and need no note. A copy (`clone`) and a join (`cat`, `stack`) are noted as the tensors
+    that fill the new storage. Any other operator that makes a storage is noted only by its inputs.
+
+    Args:
+        probes: name -> the tensor on the meta device that a conversion is given for it; more with `add`.
     """
 
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.roots = {_storage(probe): key for key, probe in probes.items()}
-        self.parts: dict[int, list[torch.Tensor]] = {}
-        self.inputs: dict[int, set[str]] = {_storage(probe): {key} for key, probe in probes.items()}
-        self.alive: list[Any] = list(probes.values())  # a storage's address must not be used again
+        self.roots: dict[int, str] = {}
+        self.pieces: dict[int, list[_Piece]] = {}
+        self.inputs: dict[int, set[str]] = {}
+        self.alive: list[Any] = []  # a storage's address must not be used again
+        for key, probe in probes.items():
+            self.add(key, probe)
+
+    def add(self, key: str, probe: torch.Tensor) -> None:
+        """Take ``probe`` for the tensor named ``key``."""
+        self.roots[_storage(probe)] = key
+        self.inputs[_storage(probe)] = {key}
+        self.alive.append(probe)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -234,35 +235,37 @@ class _Origins(TorchDispatchMode):
         self.alive += [made, *used]
         known = (self.inputs.get(_storage(tensor), set()) for tensor in (made, *used))
         self.inputs[storage] = set().union(*known)
-        self.roots.pop(storage, None)  # written in place: no longer the model tensor's own elements
-        self.parts.pop(storage, None)
-        joined = func in (aten.cat.default, aten.stack.default) and (len(args) < 2 or args[1] == 0)
-        if joined or (func is aten.clone.default and made.is_contiguous()):
-            self.parts[storage] = used
+        self.roots.pop(storage, None)  # written in place: no longer the probe's own elements
+        self.pieces.pop(storage, None)
+        dim = args[1] % made.dim() if len(args) > 1 and isinstance(args[1], int) else 0
+        if func is aten.stack.default:
+            used = [tensor.unsqueeze(dim) for tensor in used]
+        elif func is aten.clone.default:
+            dim = 0
+        joined = func in (aten.cat.default, aten.stack.default, aten.clone.default) and made.is_contiguous()
+        if joined and len(used) * math.prod(made.shape[:dim]) <= _MOST_PIECES:
+            self.pieces[storage] = _joined(used, dim)
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
-        """The file tensor that a result of the conversion stands for."""
+        """What a result of the conversion, to be called ``key``, is made of; ``sources`` are names of probes."""
         storage = _storage(tensor)
         sources = tuple(sorted(self.inputs.get(storage, ())))
         if not sources:
-            raise CheckpointMismatchError(f"file tensor {key} is made of no tensor of the model; it cannot be stored")
+            raise CheckpointMismatchError(
+                f"transformers makes {key} of no tensor that it was given; it cannot be stored"
+            )
         found = self._spans(tensor, 0)
         spans = None if found is None else tuple(found)
         nbytes = tensor.untyped_storage().nbytes()
         return FileTensor(key, tuple(tensor.shape), tensor.dtype, sources, spans, storage, nbytes)
 
-    def _spans(self, tensor: torch.Tensor, at: int) -> list[Span] | None:
-        storage = _storage(tensor)
+    def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
+        storage = _storage(view)
         if storage in self.roots:
-            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            return [Span(self.roots[storage], int(tensor.storage_offset()), shape, stride, at)]
-        parts = self.parts.get(storage)
+            shape, stride = tuple(view.shape), tuple(view.stride())
+            return [Span(self.roots[storage], int(view.storage_offset()), shape, stride, at)]
+        parts = _shown(view, self.pieces[storage]) if storage in self.pieces else None
         if parts is None:
-            return None
-        if len(parts) == 1 and parts[0].numel() == tensor.untyped_storage().nbytes() // tensor.element_size():
-            inside = _view_through_copy(tensor, parts[0])
-            return None if inside is None else self._spans(inside, at)
-        if not tensor.is_contiguous() or tensor.numel() != sum(part.numel() for part in parts):
             return None
         spans: list[Span] = []
         for part in parts:
@@ -273,9 +276,61 @@ class _Origins(TorchDispatchMode):
         return spans
 
 
-def _view_through_copy(view: torch.Tensor, copied: torch.Tensor) -> torch.Tensor | None:
-    """The part of ``copied`` that ``view``, a view of a contiguous copy of it, shows; None if dims do not match up."""
-    rest, offset = int(view.storage_offset()), int(copied.storage_offset())
+_MOST_PIECES = 4096
+"""Of how many pieces a tensor may be joined before only `element_map` can tell what it is made of."""
+
+
+class _Piece(NamedTuple):
+    """A tensor that fills the elements of a joined storage from ``start`` on, in row-major order."""
+
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        """One after the last element."""
+        return self.start + self.tensor.numel()
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_Piece]:
+    """What the storage of ``torch.cat(parts, dim)`` is made of."""
+    pieces, start = [], 0
+    for row in product(*map(range, parts[0].shape[:dim])):
+        for part in parts:
+            pieces.append(_Piece(start, part[row]))
+            start = pieces[-1].stop
+    return pieces
+
+
+def _shown(view: torch.Tensor, pieces: Sequence[_Piece], by_rows: bool = True) -> list[torch.Tensor] | None:
+    """What a view of the storage that ``pieces`` make shows of each, in row-major order; None if that is no list."""
+    if view.numel() == 0:
+        return []
+    start = int(view.storage_offset())
+    stop = start + 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    first = bisect_right(pieces, start, key=attrgetter("start")) - 1
+    if stop <= pieces[first].stop:
+        inside = _view_through_copy(view, start - pieces[first].start, pieces[first].tensor)
+        return None if inside is None else [inside]
+    parts: list[torch.Tensor] = []
+    if not view.is_contiguous():
+        for row in view if by_rows and len(view) <= _MOST_PIECES else ():
+            if (shown := _shown(row, pieces, by_rows=False)) is None:
+                return None
+            parts += shown
+        return parts or None
+    for piece in takewhile(lambda piece: piece.start < stop, pieces[first:]):
+        low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
+        if high - low < piece.tensor.numel() and not piece.tensor.is_contiguous():
+            return None
+        parts.append(piece.tensor if high - low == piece.tensor.numel() else piece.tensor.reshape(-1)[low:high])
+    return parts
+
+
+def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
+    """The part of ``copied`` that ``view``, a view from element ``rest`` on of a contiguous copy of it, shows; None if
+    dims do not match up."""
+    offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)
     stride_of, room = {}, {}  # by the stride that a dim has in the copy: its stride in the original, its rest length

@@ -250,6 +250,8 @@ def _check_header(
     for key, (code, shape, offsets) in sorted(described.items(), key=lambda item: item[1][2]):
         if code not in _DTYPES:
             raise CheckpointMismatchError(f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}")
+        if not all(size >= 0 for size in shape) or math.prod(max(size, 1) for size in shape) >= 1 << 63:
+            raise CheckpointCorruptError(f"{path} has a broken header: {key} cannot have the shape {list(shape)}")
         nbytes = math.prod(shape) * _DTYPES[code].itemsize
         if len(offsets) != 2 or start + offsets[0] != expected or offsets[1] - offsets[0] != nbytes:
             raise CheckpointCorruptError(

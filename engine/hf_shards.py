@@ -139,8 +139,14 @@ def plan_tensors(
     world_size: int,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Plan the export or import of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_tensors`."""
-    tensors = file_tensors(model, stored, dtype)
+    """Plan the export of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_tensors`."""
+    return plan_file_tensors(file_tensors(model, stored, dtype), stored, rank, world_size)
+
+
+def plan_file_tensors(
+    tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], rank: int, world_size: int
+) -> Plan:
+    """Plan how this rank gets at the elements of ``tensors``, which are made of (or fill) the tensors ``stored``."""
     found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
     parts = {key: part for key, part in found.items() if part is not None}
     direct: list[tuple[FileTensor, Span]] = []

@@ -11,12 +11,15 @@ an error rather than a silent wrong answer.
 """
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
@@ -29,49 +32,132 @@ from transformers import (
 )
 
 from ..utils.errors import ConfigError
+from ..utils.logging import get_logger
 from .config import TrainEngineConfig
+from .hf_keys import unsharded_class
+from .model_folder import require_model_folder
+
+logger = get_logger(__name__)
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def require_model_folder(path: str) -> Path:
-    """``path`` as it is, if it is a local folder of a Hugging Face model; ConfigError else."""
-    if not path or not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model "
-            "(`hf download <model> --local-dir <folder>` makes one)"
-        )
-    return Path(path)
-
-
 def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
-    """The model of ``config.path`` in float32 without memory, with a language-model or a value head.
+    """The model of ``config.path``, a local folder, in float32 without memory, with a language-model or a value head.
 
     Raises:
-        ConfigError: ``path`` is no folder with a ``config.json``, or its architecture has no such head.
+        ConfigError: ``path`` is no folder with a ``config.json``, has code of its own that is not trusted, or its
+            architecture has no such head or no such attention in transformers.
     """
-    folder = require_model_folder(config.path)
-    try:
-        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {error}") from error
-    factory = AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
-    if config.is_critic:
-        hf_config.num_labels = 1
-        hf_config.tie_word_embeddings = False  # there is no output embedding left to tie
-    try:
-        with torch.device("meta"):
-            model = factory.from_config(hf_config, dtype=torch.float32, attn_implementation=config.attn_impl)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"{folder} ({hf_config.model_type}; config key 'path') cannot be built with config key 'attn_impl' "
-            f"{config.attn_impl!r}: {error}"
-        ) from error
+    model = _construct(config, torch.float32)
     if config.disable_dropout:
         _disable_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel:
+    factory, hf_config = _factory(config), read_config(config)
+    if config.is_critic:
+        for part in (hf_config, hf_config.get_text_config()):
+            part.num_labels = 1
+            part.tie_word_embeddings = False  # there is no output embedding left to tie
+    options = {} if config.attn_impl is None else {"attn_implementation": config.attn_impl}
+    try:
+        with torch.device("meta"):
+            return factory.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{config.path} ({hf_config.model_type}; config key 'path') cannot be built with config key 'attn_impl' "
+            f"{config.attn_impl!r}: {error}"
+        ) from error
+
+
+def _factory(config: TrainEngineConfig) -> type[Any]:
+    return AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
+
+
+def read_config(config: TrainEngineConfig) -> PretrainedConfig:
+    """What transformers reads of the ``config.json`` at ``config.path``.
+
+    Raises:
+        ConfigError: it cannot be read, or transformers has no model with the head that is wanted for it.
+    """
+    folder, factory = require_model_folder(config.path), _factory(config)
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        if not config.trust_remote_code and "trust_remote_code" in reason:
+            reason = (
+                "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
+            )
+        raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {reason}") from error
+    if type(hf_config) in factory._model_mapping or factory.__name__ in (getattr(hf_config, "auto_map", None) or {}):
+        return hf_config
+    if config.is_critic:
+        raise ConfigError(
+            f"config key 'is_critic' is true, but transformers has no {hf_config.model_type} model for token "
+            f"classification, which a value head takes; set it to false, or 'path' ({folder}) to another model"
+        )
+    raise ConfigError(
+        f"config key 'path': {folder} holds a {hf_config.model_type} model, for which transformers has no causal "
+        "language model; name another folder"
+    )
+
+
+def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
+    """The causal language model of a critic's ``config.path``; None if transformers has none of its architecture."""
+    try:
+        return _construct(replace(config, is_critic=False), torch.float32)
+    except ConfigError:
+        return None
+
+
+def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Have buffers read in the dtype that transformers gives them in a model of dtype ``config.dtype``.
+
+    Those that no checkpoint holds become of that dtype. The others stay as they are, in checkpoints and exports too,
+    and are cast whenever the model reads them.
+
+    Args:
+        model: on meta, not sharded yet, built from ``config``.
+        config: of the engine.
+    """
+    dtype = COMPUTE_DTYPES[config.dtype]
+    if dtype == model.dtype:
+        return
+    reference = _construct(config, dtype)
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in reference._get_dtype_plan(dtype)]
+    strict = [name for name, _ in reference.named_parameters() if any(pattern.search(name) for pattern in kept)]
+    if strict:
+        logger.warning(
+            "transformers keeps %d parameters of %s in float32, %s for one; they are computed with in %s here",
+            len(strict),
+            config.path,
+            strict[0],
+            config.dtype,
+        )
+    classes: dict[Any, type[nn.Module]] = {}
+    for prefix, module in model.named_modules():
+        given = reference.get_submodule(prefix)._buffers
+        for name, buffer in module._buffers.items():
+            other = given[name]
+            if buffer is None or other is None or other.dtype == buffer.dtype:
+                continue
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(other.dtype)
+            elif not any(pattern.search(f"{prefix}.{name}") for pattern in kept):
+                cls = type(module)
+                reading = classes.setdefault((cls, name), _reading_as(cls, name, other.dtype))
+                module.__class__ = reading  # type: ignore[assignment]
+
+
+def _reading_as(cls: type[nn.Module], name: str, dtype: torch.dtype) -> type[nn.Module]:
+    """``cls``, whose buffer ``name`` is cast when it is read as an attribute, as a model's code does."""
+    read = property(lambda module: module._buffers[name].to(dtype))
+    return type(cls.__name__, (cls,), {name: read, "__module__": cls.__module__})
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
@@ -101,6 +187,8 @@ def _zero_dropout_attributes(thing: object) -> None:
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
     """Classes of the repeated blocks: those named, or the ones transformers says not to split.
 
+    Of the latter, those with a weight that is tied to one outside are left out: FSDP cannot shard it in two groups.
+
     Raises:
         ConfigError: a named class does not occur in the model.
     """
@@ -111,40 +199,83 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
             f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which "
             f"{type(model).__name__} does not contain; it contains {', '.join(sorted(found))}"
         )
+    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    if not names:
+        for module in model.modules():
+            if any(uses[id(param)] > 1 for param in module.parameters()):
+                wanted.discard(type(module).__name__)
     return tuple(found[name] for name in sorted(wanted & found.keys()))
 
 
-def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> None:
-    """Allocate this rank's shard (uninitialised) and compute every buffer.
+def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> list[str]:
+    """Allocate this rank's shard (uninitialised) and compute every buffer that the model's own code can compute.
 
     Args:
         model: on meta, already sharded.
-        skeleton: the same model on meta, not sharded; used up by this.
+        skeleton: the same model on meta, not sharded; its buffers are used up by this.
         device: where the shard goes.
+
+    Returns:
+        Names of the persistent buffers that nothing computed, which only a checkpoint can fill; they are NaN or 0.
+
+    Raises:
+        ConfigError: nothing computes a buffer that no checkpoint holds.
     """
     model.to_empty(device=device)
     model.tie_weights()  # _apply may have untied what is tied
-    for name, module in skeleton.named_modules():
-        if module._buffers:
-            _compute_buffers(name, module, model.get_submodule(name), skeleton._init_weights)
+    first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
+    unfilled = []
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            full = f"{name}.{key}" if name else key
+            if buffer is None:
+                continue
+            if torch.equal(first[full], second[full]):
+                buffer.copy_(first[full])
+            elif key in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer {key!r} in "
+                    "_init_weights, so the model cannot be built on the meta device; upgrade transformers or report "
+                    "the architecture"
+                )
+            else:
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+                unfilled.append(full)
+    return unfilled
 
 
 @torch.no_grad()
-def _compute_buffers(name: str, source: nn.Module, target: nn.Module, init: Callable[[nn.Module], None]) -> None:
-    source.to_empty(device="cpu", recurse=False)
-    results = []
-    for garbage in (0, 1):
-        for buffer in source.buffers(recurse=False):
-            buffer.fill_(garbage)
-        init(source)
-        results.append({key: buffer.clone() for key, buffer in source.named_buffers(recurse=False)})
-    for key, buffer in results[0].items():
-        if not torch.equal(buffer, results[1][key]):
-            raise ConfigError(
-                f"{type(source).__name__} at {name!r} does not compute its buffer {key!r} in _init_weights, so the "
-                "model cannot be built on the meta device; upgrade transformers or report the architecture"
-            )
-        target.get_buffer(key).copy_(buffer)
+def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, torch.Tensor]:
+    """The buffers, on the CPU, after all modules have initialised themselves over ``garbage``; parameters stay on meta.
+
+    Modules may compute buffers of those inside them (Falcon-H1), so each begins where the ones inside have ended.
+    """
+    for module in skeleton.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.full(buffer.shape, garbage, dtype=buffer.dtype, device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        for module, initialize in reversed(_initializers(skeleton)):
+            initialize(module)
+    return dict(skeleton.named_buffers(remove_duplicate=False))
+
+
+def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """Every module, parents before children, with the ``_init_weights`` of the model that it belongs to.
+
+    As in transformers, that is the innermost model around it (a vision tower initialises its own modules).
+    """
+    found: list[tuple[nn.Module, Callable[[nn.Module], None]]] = []
+
+    def walk(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        if isinstance(module, PreTrainedModel):
+            initialize = module._init_weights
+        found.append((module, initialize))
+        for child in module.children():
+            walk(child, initialize)
+
+    walk(model, model._init_weights)
+    return found
 
 
 @torch.no_grad()
@@ -159,6 +290,7 @@ def draw_weights(
         seed: together with a block's name, what the block is drawn from.
         blocks: the classes that are drawn whole (some models scale a block's inner weights).
     """
+    initializers = dict(_initializers(skeleton))
     for name, unit in _draw_units(skeleton, blocks):
         unit.to_empty(device="cpu")
         for drawn in unit.parameters():
@@ -166,7 +298,7 @@ def draw_weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
             for module in reversed(list(unit.modules())):  # children before parents, as transformers does
-                skeleton._init_weights(module)
+                initializers[module](module)
         for key, drawn in unit.named_parameters(prefix=name):
             if drawn.isnan().any():
                 raise ConfigError(f"{type(skeleton).__name__} does not draw {key!r} in _init_weights; load its weights")

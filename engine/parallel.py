@@ -209,7 +209,9 @@ def shard_model(
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPES[config.dtype], reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype]
+        param_dtype=COMPUTE_DTYPES[config.dtype],
+        reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
+        cast_forward_inputs=False,  # some blocks are meant to be given float32: rotary angles, a residual stream
     )
     reshard = config.fsdp.reshard_after_forward
     for module in reversed(list(model.modules())):  # blocks inside blocks first, as fully_shard wants it

@@ -72,7 +72,7 @@ class Export:
         """Of the engine ``name``, with the values of ``weights`` (see `staged_model`); None: with those it has."""
         engine, model = target.engines[name], target.state(name).model
         assert isinstance(model, PreTrainedModel), "`check_export` has looked"
-        base = engine.config.path if isinstance(engine, FSDPEngine) and Path(engine.config.path).is_dir() else None
+        base = str(engine.model_folder) if isinstance(engine, FSDPEngine) and engine.model_folder.is_dir() else None
         return cls(model if weights is None else staged_model(model, weights), request, base)
 
     def write(

@@ -20,7 +20,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from holdfast.engine import hf_import, hf_io
 from holdfast.engine.hf_checkpoint import save_hf
 from holdfast.engine.hf_import import load_hf
-from holdfast.engine.hf_layout import Place
+from holdfast.engine.hf_loading import Loading
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
 from tests.engine.test_hf_keys import CONVERSIONS
 from tests.helpers import run_ranks
@@ -306,21 +306,21 @@ def test_weights_of_which_the_files_do_not_hold_every_element_are_refused(tmp_pa
     for outcomes in run_ranks(_gaps, 2, tmp_path):
         for outcome in outcomes:
             assert outcome.startswith("CheckpointMismatchError")
-            assert "do not hold all elements of model.layers.0.self_attn.o_proj.weight" in outcome
+            assert "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs [16, 16]" in outcome
 
 
 def test_a_file_that_is_replaced_after_its_header_was_read_is_not_the_one_whose_values_are_read(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    match, folder = hf_import._match, tmp_path / "folder"
+    plan, folder = hf_import.plan_loading, tmp_path / "folder"
     shutil.copytree(root / "good", folder)
 
-    def replaced(*args: Any) -> dict[str, Place]:
+    def replaced(*args: Any) -> Loading:
         shutil.copy(root / "half" / "model.safetensors", folder / "new")
         os.replace(folder / "new", folder / "model.safetensors")
-        return match(*args)
+        return plan(*args)
 
-    monkeypatch.setattr(hf_import, "_match", replaced)
+    monkeypatch.setattr(hf_import, "plan_loading", replaced)
     model = tiny_model("qwen3_tied", seed=1)
     load_hf(model, folder)
     assert _same(model, _values(tiny_model("qwen3_tied")))

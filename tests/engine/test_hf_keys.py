@@ -1,10 +1,14 @@
 """Which model elements make up a file tensor: compared with what transformers' own conversion makes of real values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -17,9 +21,16 @@ from transformers.core_model_loading import (
 )
 
 from holdfast.engine.hf_checkpoint import save_hf
-from holdfast.engine.hf_keys import FileTensor, Span, element_map, file_tensors, leave_no_gap, stored_tensors
+from holdfast.engine.hf_keys import (
+    FileTensor,
+    element_map,
+    file_tensors,
+    stored_tensors,
+    unsharded_class,
+)
 from holdfast.utils.errors import CheckpointMismatchError
-from tests.engine.hf_models import ARCHITECTURES, tiny_config, tiny_model
+from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
+from tests.helpers import run_ranks
 
 
 class Doubled(ConversionOps):
@@ -105,25 +116,6 @@ def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str,
         assert torch.equal(flat[elements].view(tensor.shape), expected[tensor.key])
 
 
-def test_a_gap_between_blocks_is_seen_whatever_their_strides() -> None:
-    def run(offset: int, numel: int) -> Span:
-        return Span("w", offset, (numel,), (1,), 0)
-
-    columns = [Span("w", column, (4, 2), (6, 1), 0) for column in (0, 2, 4)]
-    for spans in ([run(0, 24)], [run(10, 14), run(0, 12)], [Span("w", 0, (6, 4), (1, 6), 0)], columns):
-        assert leave_no_gap(spans, 24)
-    for spans in (
-        [run(0, 23)],
-        [run(1, 23)],
-        [run(0, 10), run(11, 13), run(0, 3)],
-        columns[:2],
-        [run(0, 9), *columns[1:]],
-        [Span("w", 0, (12, 2), (0, 23), 0)],
-    ):
-        assert not leave_no_gap(spans, 24)
-    assert leave_no_gap([], 0) and leave_no_gap([run(0, 0)], 0)
-
-
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), ()])
 def test_a_tensor_without_elements_or_dims_is_written_as_any_other(tmp_path: Path, shape: tuple[int, ...]) -> None:
     model = tiny_model("llama")
@@ -140,3 +132,34 @@ def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_a
     first.weight = second.weight
     with pytest.raises(CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"):
         stored_tensors(model)
+
+
+def _shard_and_replicate(model: PreTrainedModel) -> Any:
+    """Blocks of one class sharded, the rest replicated."""
+    for module in model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            fully_shard(module)
+    return replicate(model)
+
+
+WRAPPED: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "sharded": sharded,
+    "replicated": replicate,
+    "replicated by FSDP": replicate_with_fsdp,
+    "both": _shard_and_replicate,
+}
+
+
+def _classes_and_exports(rank: int, world_size: int, root: Path) -> None:
+    for name, wrap in WRAPPED.items():
+        plain, wrapped = tiny_model("llama"), wrap(tiny_model("llama"))
+        assert type(wrapped) is not type(plain), name
+        classes = [unsharded_class(module) for module in wrapped.modules()]
+        assert classes == [type(module) for module in plain.modules()], name
+        save_hf(wrapped, root / name)
+        assert (root / name / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes(), name
+
+
+def test_a_module_that_is_sharded_or_replicated_or_both_is_known_by_its_own_class(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    run_ranks(_classes_and_exports, 2, tmp_path)

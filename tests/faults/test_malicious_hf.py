@@ -45,6 +45,7 @@ def _pickle(marker: Path) -> bytes:
 Attack = Callable[[Path, Path], object]
 HUGE = {"model.norm.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
 NEGATIVE = {"model.norm.weight": {"dtype": "F32", "shape": [-1, -32], "data_offsets": [0, 128]}}
+ENDLESS = {"model.norm.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}}
 
 REFUSED: dict[str, tuple[Attack, str]] = {
     "a pickle as safetensors": (lambda folder, marker: (folder / WEIGHTS).write_bytes(_pickle(marker)), WEIGHTS),
@@ -79,6 +80,10 @@ REFUSED: dict[str, tuple[Attack, str]] = {
     "a tensor larger than the file": (lambda folder, _: (folder / WEIGHTS).write_bytes(_header(HUGE)), WEIGHTS),
     "a negative shape": (
         lambda folder, _: (folder / WEIGHTS).write_bytes(_header(NEGATIVE) + bytes(128)),
+        "model.norm.weight",
+    ),
+    "a shape of which no tensor can be": (
+        lambda folder, _: (folder / WEIGHTS).write_bytes(_header(ENDLESS)),
         "model.norm.weight",
     ),
 }

@@ -1,0 +1,113 @@
+"""The sharded model that an engine starts with: built, given memory, and filled from a folder or from a seed.
+
+Every step that does not itself consist of collectives ends on all ranks together: what goes wrong on one of them is an
+error on all.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ..utils.distributed import all_ranks_succeed
+from ..utils.errors import ConfigError
+from ..utils.logging import get_logger
+from ..utils.remote import FETCH_FIRST, require_local
+from .config import TrainEngineConfig
+from .hf_import import load_hf
+from .hf_io import WeightReader
+from .hf_loading import plan_loading
+from .model import block_classes, build_causal_on_meta, build_on_meta, cast_buffers, draw_weights, give_memory
+from .model_folder import is_first_of_its_node
+from .packing import check_packing
+from .parallel import ProcessGroups, shard_model
+from .quantized import refuse_quantized
+
+logger = get_logger(__name__)
+
+
+def build_initial_model(config: TrainEngineConfig, folder: Path, groups: ProcessGroups) -> PreTrainedModel:
+    """The model of ``folder``, sharded, with the weights to start from; every rank calls this.
+
+    Args:
+        config: ``path`` is not looked at; ``folder`` stands for it.
+        folder: local folder of a Hugging Face model.
+        groups: of all ranks.
+
+    Raises:
+        ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized`, `check_packing`.
+        CheckpointError: the weights do not load; see `load_hf`.
+        PeerError: only other ranks failed.
+    """
+    config = replace(config, path=str(folder))
+    if config.trust_remote_code:
+        _import_code(config, groups.control)
+    with all_ranks_succeed(f"building the model of {folder}", groups.control):
+        refuse_quantized(folder)
+        if not config.init_from_scratch:
+            with WeightReader(folder) as reader:
+                refuse_quantized(folder, reader.layout())
+        model, skeleton = build_on_meta(config), build_on_meta(config)
+        blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
+        cast_buffers(model, config)
+    shard_model(model, config, blocks, groups.device)
+    if config.pack_sequences:  # before the model has memory, which a twin of it takes for a moment
+        check_packing(model, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
+    with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
+        unfilled = give_memory(model, skeleton, groups.device)
+        if config.init_from_scratch or config.is_critic:
+            draw_weights(model, skeleton, config.seed, blocks)
+    if not config.init_from_scratch:
+        fresh = load_weights(model, folder, config, groups.control)
+        unfilled = [name for name in unfilled if name in fresh]
+    if unfilled:
+        raise ConfigError(
+            f"{type(skeleton).__name__} does not compute its buffer {unfilled[0]!r} in _init_weights: it can only be "
+            "loaded, from a folder that has it (config key 'init_from_scratch' false)"
+        )
+    return model
+
+
+def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
+    """Let one rank a node copy the model's code to where transformers imports it from, before the others find it."""
+    first = is_first_of_its_node(group)
+    with all_ranks_succeed(f"importing the code of {config.path}", group):
+        if first:
+            build_on_meta(config)
+
+
+def load_weights(
+    model: PreTrainedModel, folder: str | Path, config: TrainEngineConfig, group: dist.ProcessGroup | None
+) -> list[str]:
+    """`load_hf` into an engine's model. A critic may be given a causal language model: its value head stays as it is.
+
+    Args:
+        model: of the engine.
+        folder: what to load.
+        config: of the engine; ``path`` is the local folder that the model was built from.
+        group: control group.
+
+    Returns:
+        What the folder does not hold, and was kept.
+    """
+    missing, unexpected = (), ()
+    if config.is_critic:
+        missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
+        with all_ranks_succeed(f"looking for a language-model head in {folder}", group):
+            unexpected = _head_of_causal_lm(require_local(folder, "loading", FETCH_FIRST), config)
+    fresh = load_hf(model, folder, group=group, allow_missing=missing, allow_unexpected=unexpected)
+    if fresh:
+        logger.warning("%s does not hold %s; kept as they were", folder, ", ".join(fresh))
+    return fresh
+
+
+def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
+    """Tensors of a folder that a causal language model has beside its base model, under the names they have there."""
+    causal = build_causal_on_meta(config)
+    if causal is None:
+        return []
+    with WeightReader(folder) as reader:
+        loading = plan_loading(causal, {name: place.shape for name, place in reader.layout().items()})
+    base = f"{causal.base_model_prefix}."
+    return [name for key, tensor in loading.filled.items() if not key.startswith(base) for name in tensor.sources]

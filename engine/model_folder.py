@@ -1,0 +1,131 @@
+"""The folder of the model to start from: a local one, or a snapshot of a model on the Hugging Face hub.
+
+A model on the hub is pinned first: rank 0 asks which commit the revision is, and every rank takes that commit, whatever
+is pushed meanwhile. One rank a node downloads it into the cache of `huggingface_hub`, from which the others then take
+it. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they always do: offline, or when the hub
+cannot be reached, what the cache has of the revision is used if it is complete.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
+from ..utils.errors import ConfigError
+from ..utils.heartbeat import beat
+from ..utils.logging import get_logger
+from .config import TrainEngineConfig
+
+logger = get_logger(__name__)
+
+_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot"]
+_OTHER_FILES = ["*/*", "consolidated*.safetensors", ".*", *_OTHER_FORMATS]
+_ROUND_S = 2.0  # how often ranks that wait for a download show each other that they live
+
+
+def require_model_folder(path: str) -> Path:
+    """``path`` as it is, if it is a local folder of a Hugging Face model; ConfigError else."""
+    if not path or not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model, or the id "
+            "of a model on the hub ('Qwen/Qwen3-0.6B')"
+        )
+    return Path(path)
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder as it stands there; empty where there is none, or it is no JSON object."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:
+    """The local folder of the model at ``config.path``, downloaded if need be; every rank of ``group`` calls this.
+
+    Raises:
+        ConfigError: ``path`` is neither a folder with a ``config.json`` nor a model that the hub, or the cache when
+            offline, has; ``revision`` is given for a local folder.
+        PeerError: only other ranks have no such folder, or could not download.
+    """
+    path = config.path
+    if not _is_on_hub(path, group):
+        with all_ranks_succeed(f"finding the model at {path!r}", group):
+            if config.revision is not None:
+                raise ConfigError(f"config key 'revision' is {config.revision!r}, but 'path' is a local folder: {path}")
+            return require_model_folder(path)
+    ignored = [*_OTHER_FILES, *([] if config.trust_remote_code else ["*.py"])]
+    if config.init_from_scratch:
+        ignored.append("*.safetensors")
+    commit = rank_zero_decides(lambda: _from_hub(path, config.revision, allow_patterns=["config.json"]).name, group)
+    _wait_for(
+        (lambda: _from_hub(path, commit, ignore_patterns=ignored)) if is_first_of_its_node(group) else None, path, group
+    )
+    with all_ranks_succeed(f"finding {path} in the cache", group):
+        folder = _from_hub(path, commit, ignore_patterns=ignored, local_files_only=True)
+    if get_rank(group) == 0:
+        logger.info("%s is %s", path, folder)
+    return folder
+
+
+def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``path`` is the id of a model on the hub; the same on every rank: a folder on one of them is a folder."""
+    if any(gather_objects(Path(path).exists(), group)):
+        return False
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return bool(path)
+
+
+def _from_hub(path: str, revision: str | None, **options: object) -> Path:
+    try:
+        return Path(snapshot_download(path, revision=revision, **options))  # type: ignore[arg-type]
+    except (OSError, ValueError) as error:  # an OSError: every error of the hub's and the cache's
+        reason = str(error).strip().splitlines()[0]
+        revised = "" if revision is None else f" (revision {revision})"
+        raise ConfigError(
+            f"config key 'path' is {path!r}{revised}: there is no such folder, and no such model could be had from "
+            f"{constants.ENDPOINT} or the cache {constants.HF_HUB_CACHE}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def is_first_of_its_node(group: dist.ProcessGroup | None) -> bool:
+    """Whether no rank before this one uses the same cache on the same host."""
+    caches = gather_objects((socket.gethostname(), str(constants.HF_HUB_CACHE)), group)
+    return caches.index(caches[get_rank(group)]) == get_rank(group)
+
+
+def _wait_for(work: Callable[[], object] | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Run ``work`` on the ranks that have some until all are done, however long that takes; it fails on all ranks.
+
+    Ranks meet every few seconds meanwhile: one that waited in a single collective would give up after its timeout.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=run, name="hub-download", daemon=True)  # Ctrl-C does not wait for gigabytes
+    thread.start()
+    while any(gather_objects(thread.is_alive(), group)):
+        thread.join(_ROUND_S)
+        beat()
+    with all_ranks_succeed(f"downloading {path}", group):
+        if errors:
+            raise errors[0]

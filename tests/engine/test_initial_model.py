@@ -1,0 +1,357 @@
+"""Models people bring start as transformers starts them: nested models, buffers, dtypes, heads; errors on all ranks."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    BertConfig,
+    FalconH1Config,
+    Gemma3nTextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    MiniMaxConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    ViTConfig,
+)
+
+from holdfast.engine import FSDPConfig, FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig
+from holdfast.engine.config import FSDPWrapPolicy
+from holdfast.utils.errors import ConfigError
+from tests.engine.hf_models import tiny_model
+from tests.engine.test_fsdp_engine import SPEC
+from tests.engine.test_hf_loading import MULTIMODAL, TEXT, write_multimodal
+from tests.helpers import run_ranks
+
+IDS = torch.randint(3, 28, (1, 9), generator=torch.Generator().manual_seed(0))
+
+BROUGHT: dict[str, PretrainedConfig] = {
+    "buffers computed by the model around": FalconH1Config(
+        **TEXT, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8
+    ),
+    "parameters and buffers that only the constructor computes": ApertusConfig(**TEXT),
+    "settings of a nested model": Gemma3nTextConfig(
+        **TEXT
+        | {
+            "num_hidden_layers": 4,
+            "intermediate_size": [24] * 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "vocab_size_per_layer_input": 31,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        }
+    ),
+    "decays that are buffers": MiniMaxConfig(
+        **TEXT,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=4,
+    ),
+    "no sdpa attention": GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1),
+    "rotary angles in float32": Olmo2Config(**TEXT),
+    "embeddings that are not to be split, and tied": BertConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, is_decoder=True
+    ),
+}
+
+
+def write_brought(folder: Path, config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape) * 0.05)
+    model.save_pretrained(folder)
+
+
+def start(folder: str | Path, **changes: Any) -> Any:
+    config: dict[str, Any] = {"dtype": "float32", "device": "cpu", "pack_sequences": False, "optimizer": None}
+    engine = FSDPEngine(TrainEngineConfig(path=str(folder), **config | changes))
+    engine.create_process_group()
+    try:
+        engine.initialize(None, SPEC)
+    except BaseException:
+        engine.destroy()
+        raise
+    return engine
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: str) -> dict[str, Any]:
+    """Engine of every folder under ``root``; name -> whether it computes exactly what transformers does."""
+    alike = {}
+    for folder in sorted(root.iterdir()):
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        engine = start(folder, dtype=dtype)
+        engine.eval()
+        state = engine.model.state_dict()
+        assert all(value.dtype == torch.float32 for value in state.values() if value.is_floating_point()), folder
+        for key, value in expected.state_dict().items():
+            assert torch.equal(_whole(state[key]).to(value.dtype), value), f"{folder}: {key}"
+        logits = engine.model(input_ids=IDS, use_cache=False).logits
+        alike[folder.name] = torch.equal(logits, expected(input_ids=IDS, use_cache=False).logits)
+        engine.destroy()
+    return alike
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_of_a_folder_computes_what_transformers_computes_in_that_dtype(
+    dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    for name, config in BROUGHT.items():
+        write_brought(tmp_path / name, config)
+    for name in ("Qwen3.5", "Gemma3"):
+        write_multimodal(tmp_path / name, MULTIMODAL[name])
+    for alike in run_ranks(_starts_as_from_pretrained, world_size, tmp_path, dtype):
+        assert alike == dict.fromkeys([*BROUGHT, "Qwen3.5", "Gemma3"], True)
+
+
+def test_buffers_are_exported_as_before_whatever_is_computed_with_them(tmp_path: Path) -> None:
+    write_brought(tmp_path / "base", BROUGHT["decays that are buffers"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    engine = start(tmp_path / "base", dtype="bfloat16")
+    engine.save(SaveLoadMeta(str(tmp_path / "ours"), "hf", with_optim=False))
+    engine.save(SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=False))
+    ours, theirs = (tmp_path / whose / "model.safetensors" for whose in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    engine.destroy()
+    engine = start(tmp_path / "base", dtype="float32")
+    engine.load(SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=False))
+    assert all(torch.equal(_whole(value), model.state_dict()[key]) for key, value in engine.model.state_dict().items())
+    engine.destroy()
+
+
+def test_a_model_trains_a_step_with_buffers_that_are_cast_and_blocks_that_are_recomputed(tmp_path: Path) -> None:
+    write_brought(tmp_path, BROUGHT["decays that are buffers"])
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS)}
+    losses = []
+    for checkpointing in (False, True):
+        engine = start(
+            tmp_path, dtype="bfloat16", gradient_checkpointing=checkpointing, optimizer=OptimizerConfig(lr=1e-2)
+        )
+        step = [
+            engine.train_batch(
+                batch, lambda logits, mb: logits.float().square().mean(), lambda mb: mb["loss_mask"].sum()
+            )
+            for _ in range(2)
+        ]
+        losses.append([stats["loss"] for stats in step])
+        engine.destroy()
+    assert losses[0] == losses[1]
+    assert losses[0][1] < losses[0][0]
+
+
+def test_weights_that_nothing_draws_are_asked_for_when_a_model_is_to_start_from_scratch(tmp_path: Path) -> None:
+    write_brought(tmp_path, BROUGHT["parameters and buffers that only the constructor computes"])
+    with pytest.raises(ConfigError, match=r"does not draw .*act_fn.alpha_p.*; load its weights"):
+        start(tmp_path, init_from_scratch=True)
+
+
+def test_a_nested_model_draws_its_own_weights(tmp_path: Path) -> None:
+    MULTIMODAL["Gemma3"].save_pretrained(tmp_path)
+    engine = start(tmp_path, init_from_scratch=True)
+    state = {key: _whole(value) for key, value in engine.model.state_dict().items()}
+    assert all(value.isfinite().all() for value in state.values())
+    probe = next(
+        value for key, value in state.items() if key.endswith("vision_tower.embeddings.position_embedding.weight")
+    )
+    assert float(probe.std()) == pytest.approx(16**-0.5, rel=0.3), "Siglip's spread, not Gemma's"
+    engine.destroy()
+
+
+NEOX = GPTNeoXConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+HEADS = {
+    "gpt_neox": (NEOX, "embed_out"),
+    "bert": (BROUGHT["embeddings that are not to be split, and tied"], "cls"),
+    "Qwen3.5": (MULTIMODAL["Qwen3.5"], "lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_critic_starts_from_a_causal_language_model_whatever_its_head_is_called(name: str, tmp_path: Path) -> None:
+    config, head = HEADS[name]
+    base = tmp_path / "base"
+    (write_multimodal if name in MULTIMODAL else write_brought)(base, config)
+    assert any(key.startswith(head) for key in load_file(base / "model.safetensors"))
+    engine = start(base, is_critic=True)
+    assert engine.model(input_ids=IDS, use_cache=False).logits.shape == (1, 9, 1)
+    critic = AutoModelForTokenClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
+    for key, value in critic.base_model.state_dict().items():
+        assert torch.equal(_whole(engine.model.base_model.state_dict()[key]), value), key
+    engine.save(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
+    engine.load(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
+    engine.load(SaveLoadMeta(str(base), "hf", with_optim=False))
+    engine.destroy()
+
+
+def test_an_architecture_without_the_wanted_head_is_told_so_in_one_line_that_names_the_key(tmp_path: Path) -> None:
+    BROUGHT["rotary angles in float32"].save_pretrained(tmp_path / "olmo2")
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    for folder, changes, message in (
+        (
+            "olmo2",
+            {"is_critic": True},
+            r"config key 'is_critic' is true, but transformers has no olmo2 model for token cl",
+        ),
+        (
+            "vit",
+            {},
+            r"config key 'path': \S*vit holds a vit model, for which transformers has no causal language model",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message) as refusal:
+            start(tmp_path / folder, init_from_scratch=True, **changes)
+        assert "\n" not in str(refusal.value)
+
+
+def test_the_attention_that_transformers_takes_by_itself_is_the_default_and_another_may_be_asked_for(
+    tmp_path: Path,
+) -> None:
+    write_brought(tmp_path / "gpt_oss", BROUGHT["no sdpa attention"])
+    write_brought(tmp_path / "olmo2", BROUGHT["rotary angles in float32"])
+    for folder, asked, taken in (("gpt_oss", None, "eager"), ("olmo2", None, "sdpa"), ("olmo2", "eager", "eager")):
+        engine = start(tmp_path / folder, **({} if asked is None else {"attn_impl": asked}))
+        assert engine.model.config._attn_implementation == taken
+        engine.destroy()
+    with pytest.raises(ConfigError, match="config key 'attn_impl' 'sdpa': GptOssForCausalLM does not support"):
+        start(tmp_path / "gpt_oss", attn_impl="sdpa")
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class BroughtConfig(LlamaConfig):
+    model_type = "brought"
+
+class BroughtForCausalLM(LlamaForCausalLM):
+    config_class = BroughtConfig
+"""
+
+
+def write_own_code(folder: Path) -> None:
+    """A folder of an architecture that only its own Python code knows."""
+    tiny_model("llama").save_pretrained(folder)
+    (folder / "brought.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "brought.BroughtConfig", "AutoModelForCausalLM": "brought.BroughtForCausalLM"}
+    config |= {"model_type": "brought", "architectures": ["BroughtForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _own_code(rank: int, world_size: int, root: Path) -> str:
+    engine = start(root / "own", trust_remote_code=True, pack_sequences=True)
+    engine.save(SaveLoadMeta(str(root / "exported"), "hf", with_optim=False))
+    state = {key: _whole(value) for key, value in engine.model.state_dict().items()}
+    assert all(torch.equal(value, state[key]) for key, value in tiny_model("llama").state_dict().items())
+    name = engine.model.config.model_type
+    engine.destroy()
+    return name
+
+
+def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    write_own_code(tmp_path / "own")
+    with pytest.raises(
+        ConfigError, match=r"config.json cannot be used: .*Python code of its own.*'trust_remote_code' true"
+    ):
+        start(tmp_path / "own")
+    assert run_ranks(_own_code, 2, tmp_path) == ["brought"] * 2
+    assert (tmp_path / "exported" / "brought.py").is_file()
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 2000)
+
+
+def _quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+
+
+def _other_config(folder: Path) -> None:
+    ViTConfig().save_pretrained(folder)
+
+
+def _fine(folder: Path) -> None:
+    pass
+
+
+PROBLEMS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "no config": (_no_config, {}, "ConfigError: config key 'path' is"),
+    "no weights": (_no_weights, {}, "CheckpointNotFoundError: "),
+    "a truncated file": (_truncated, {}, "CheckpointCorruptError: "),
+    "quantized weights": (_quantized, {}, "ConfigError: "),
+    "no such head": (_other_config, {}, "ConfigError: config key 'path': "),
+    "no such attention": (_fine, {"attn_impl": "no-such"}, "ConfigError: "),
+    "no such block": (
+        _fine,
+        {"fsdp": FSDPConfig(wrap_policy=FSDPWrapPolicy(["NoSuchLayer"]))},
+        "ConfigError: config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names 'NoSuchLayer'",
+    ),
+}
+"""What is wrong on rank 1 alone: with its folder, with its config; and what that rank says."""
+
+
+def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
+    outcomes = {}
+    for problem, (spoil, changes, _) in PROBLEMS.items():
+        folder = root / f"{problem} {rank}"
+        shutil.copytree(root / "good", folder)
+        if rank == 1:
+            spoil(folder)
+        engine = FSDPEngine(TrainEngineConfig(path=str(folder), device="cpu", **(changes if rank == 1 else {})))
+        engine.create_process_group()
+        began = time.monotonic()
+        try:
+            engine.initialize(None, SPEC)
+        except Exception as error:
+            outcomes[problem] = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - began < 20, f"{problem}: it waited"
+        shutil.copytree(root / "good", folder, dirs_exist_ok=True)  # mended, the same engine starts
+        engine.config = TrainEngineConfig(path=str(folder), device="cpu")
+        engine.initialize(None, SPEC)
+        assert engine.model_folder == folder
+        engine.destroy()
+    return outcomes
+
+
+def test_what_goes_wrong_with_a_start_on_one_rank_is_an_error_on_all_at_once_and_a_second_try_may_succeed(
+    tmp_path: Path,
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "good")
+    first, second = run_ranks(_one_rank_fails, 2, tmp_path, timeout_s=60)
+    for problem, (*_, message) in PROBLEMS.items():
+        assert second[problem].startswith(message), problem
+        assert first[problem].startswith("PeerError: "), problem
+        assert f"rank 1: {message}" in first[problem], problem
