@@ -36,10 +36,17 @@ class BackgroundSave:
         model: the engine's.
         group: where its ranks agree.
         timeout_s: how long they wait for each other while they write.
+        base_dtype: of Hugging Face exports for which no dtype is chosen; None keeps each weight's.
     """
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._model, self._group = model, group
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        base_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._group, self._base_dtype = model, group, base_dtype
         self._staging = Staging(model)
         self._aside = new_group_aside(group, timeout_s)
         self._outcome: Future[None] | None = None
@@ -63,7 +70,7 @@ class BackgroundSave:
             else:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
-                write = partial(self._export, model, meta.path, meta.hf_options())
+                write = partial(self._export, model, meta.path, meta.hf_options(self._base_dtype))
         self._outcome = Future()
         Thread(target=_fulfil, args=(self._outcome, write, torch.get_num_threads()), name="background save").start()
 

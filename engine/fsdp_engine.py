@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..utils.distributed import rank_zero_decides
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
@@ -34,6 +35,8 @@ from .counters import EngineCounters
 from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
+from .hf_companions import adopt_generation_config
+from .hf_dtypes import base_dtype
 from .hf_import import load_hf
 from .microbatch import MicroBatch, split_batch, unpack
 from .model import block_classes, build_on_meta, draw_weights, give_memory
@@ -51,6 +54,9 @@ class FSDPEngine:
 
     Args:
         config: see `TrainEngineConfig`.
+
+    Attributes:
+        base_dtype: of the weights in the folder ``config.path``, once initialized; exports have it by default.
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -58,6 +64,7 @@ class FSDPEngine:
         self.counters = EngineCounters()
         self._groups = None
         self._model: PreTrainedModel | None = None
+        self.base_dtype: torch.dtype | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -93,6 +100,8 @@ class FSDPEngine:
         if not self.config.init_from_scratch:
             self._load_from_hf(model, self.config.path)
         self._model = model
+        adopt_generation_config(model, self.config.path)
+        self.base_dtype = rank_zero_decides(lambda: base_dtype(model, self.config.path), groups.control)
         if self.config.optimizer is not None:
             self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
             self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
@@ -301,7 +310,9 @@ class FSDPEngine:
         self._check_meta(meta)
         self.wait_for_save()
         if not blocking:
-            self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
+            self._background = self._background or BackgroundSave(
+                self.model, self.control_group, self.config.timeout_s, self.base_dtype
+            )
             self._background.begin(meta, self.dcp_state(self.optimizer is not None))
             return
         match meta.weight_format:
@@ -348,7 +359,7 @@ class FSDPEngine:
         load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
 
     def _save_to_hf(self, meta: SaveLoadMeta) -> None:
-        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options())
+        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options(self.base_dtype))
 
     def _load_from_hf(self, model: PreTrainedModel, path: str) -> None:
         missing, unexpected = (), ()
@@ -385,7 +396,7 @@ class FSDPEngine:
         if meta is None:
             raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
         version = self.get_version() if meta.version is None else meta.version
-        publish_weights(self.model, meta, version, self._servers, self.control_group, self.config.path)
+        publish_weights(self.model, meta, version, self._servers, self.control_group, self.config.path, self.base_dtype)
 
     def _require_groups(self) -> Any:
         if self._groups is None:

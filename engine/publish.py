@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from ..utils.files import remove_or_log
 from ..utils.logging import get_logger
 from ..utils.manifest import seal_files, write_manifest
 from ..utils.staging import as_write_error, staged_folder
-from .api import InferenceServer, WeightUpdateMeta
+from .api import InferenceServer, WeightUpdateMeta, export_dtype
 from .hf_checkpoint import write_hf
 
 logger = get_logger(__name__)
@@ -49,6 +50,7 @@ def publish_weights(
     servers: Sequence[InferenceServer],
     group: dist.ProcessGroup | None = None,
     base_model_path: str | None = None,
+    base_dtype: torch.dtype | None = None,
 ) -> Path:
     """Write the weights as ``version``, have every server load them, and retire old versions; all ranks call it.
 
@@ -59,6 +61,7 @@ def publish_weights(
         servers: told by rank 0, all at once; other ranks' are not used.
         group: control group.
         base_model_path: folder whose tokenizer and other files go along.
+        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is.
 
     Raises:
         CheckpointWriteError: any rank could not write; no server was told.
@@ -68,7 +71,8 @@ def publish_weights(
     final = version_path(meta.path, version)
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
-        names = write_hf(model, staging, group=group, base_model_path=base_model_path)
+        dtype = export_dtype(meta.dtype, base_dtype)
+        names = write_hf(model, staging, group=group, dtype=dtype, base_model_path=base_model_path)
         with all_ranks_succeed(f"sealing {final}", group), as_write_error(final):  # nobody gathers while one has failed
             sealed = seal_files(staging, names)
         entries = gather_objects(sealed, group)
