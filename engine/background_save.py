@@ -36,27 +36,21 @@ class BackgroundSave:
         model: the engine's.
         group: where its ranks agree.
         timeout_s: how long they wait for each other while they write.
-        base_dtype: of Hugging Face exports for which no dtype is chosen; None keeps each weight's.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-        base_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._model, self._group, self._base_dtype = model, group, base_dtype
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._model, self._group = model, group
         self._staging = Staging(model)
         self._aside = new_group_aside(group, timeout_s)
         self._outcome: Future[None] | None = None
 
-    def begin(self, meta: SaveLoadMeta, state: DCPState) -> None:
+    def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
         """Stage what `FSDPEngine.save` would write, and return; the save before must have been waited for.
 
         Args:
             meta: what to write.
             state: all of the engine's, whatever part of it is written.
+            base_dtype: see `SaveLoadMeta.hf_options`.
 
         Raises:
             ConfigError: the model is sharded so that it cannot be exported in the background.
@@ -70,7 +64,7 @@ class BackgroundSave:
             else:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
-                write = partial(self._export, model, meta.path, meta.hf_options(self._base_dtype))
+                write = partial(self._export, model, meta.path, meta.hf_options(base_dtype))
         self._outcome = Future()
         Thread(target=_fulfil, args=(self._outcome, write, torch.get_num_threads()), name="background save").start()
 

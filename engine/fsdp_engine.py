@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import rank_zero_decides
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
@@ -35,8 +34,7 @@ from .counters import EngineCounters
 from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
 from .hf_checkpoint import save_hf
-from .hf_companions import adopt_generation_config
-from .hf_dtypes import base_dtype
+from .hf_companions import adopt_base
 from .hf_import import load_hf
 from .microbatch import MicroBatch, split_batch, unpack
 from .model import block_classes, build_on_meta, draw_weights, give_memory
@@ -54,9 +52,6 @@ class FSDPEngine:
 
     Args:
         config: see `TrainEngineConfig`.
-
-    Attributes:
-        base_dtype: of the weights in the folder ``config.path``, once initialized; exports have it by default.
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -64,7 +59,7 @@ class FSDPEngine:
         self.counters = EngineCounters()
         self._groups = None
         self._model: PreTrainedModel | None = None
-        self.base_dtype: torch.dtype | None = None
+        self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -89,8 +84,7 @@ class FSDPEngine:
             ConfigError: the model cannot be built as configured; see `build_on_meta`, `check_packing`.
             CheckpointError: the weights at ``config.path`` do not load; see `load_hf`.
         """
-        groups = self._require_groups()
-        started = time.monotonic()
+        groups, started = self._require_groups(), time.monotonic()
         model, skeleton = build_on_meta(self.config), build_on_meta(self.config)
         blocks = block_classes(model, self.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         shard_model(model, self.config, blocks, groups.device)
@@ -99,9 +93,7 @@ class FSDPEngine:
             draw_weights(model, skeleton, self.config.seed, blocks)
         if not self.config.init_from_scratch:
             self._load_from_hf(model, self.config.path)
-        self._model = model
-        adopt_generation_config(model, self.config.path)
-        self.base_dtype = rank_zero_decides(lambda: base_dtype(model, self.config.path), groups.control)
+        self._model, self.base_dtype = model, adopt_base(model, self.config.path, groups.control)
         if self.config.optimizer is not None:
             self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
             self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
@@ -221,8 +213,7 @@ class FSDPEngine:
         losses = [
             self._weighted_loss(mb, weight / total, loss_fn) for mb, weight in zip(micro_batches, weights, strict=True)
         ]
-        loss = sum(float(loss) for loss in losses)
-        return torch.tensor(self.all_reduce_stats({"loss": loss})["loss"])
+        return torch.tensor(self.all_reduce_stats({"loss": sum(map(float, losses))})["loss"])
 
     @torch.no_grad()
     def forward_batch(
@@ -245,8 +236,8 @@ class FSDPEngine:
         for mb in micro_batches:
             mb = mb.to(self.device)
             outputs.append(post_fn(self._forward(mb), mb.data).float())
-        batch_size, seqlen = batch["input_ids"].shape
-        return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
+        ids = batch["input_ids"]
+        return unpack(outputs, micro_batches, *ids.shape).to(ids.device)
 
     def _default_post_fn(self, output: torch.Tensor, data: Batch) -> torch.Tensor:
         if self.config.is_critic:
@@ -310,10 +301,8 @@ class FSDPEngine:
         self._check_meta(meta)
         self.wait_for_save()
         if not blocking:
-            self._background = self._background or BackgroundSave(
-                self.model, self.control_group, self.config.timeout_s, self.base_dtype
-            )
-            self._background.begin(meta, self.dcp_state(self.optimizer is not None))
+            self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
+            self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
         match meta.weight_format:
             case "dcp":

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from ..utils.distributed import rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
-from .hf_dtypes import set_config_dtype
+from .hf_dtypes import base_dtype, own_dtypes, set_config_dtype
 from .hf_keys import unsharded_view
 
 logger = get_logger(__name__)
@@ -53,16 +55,27 @@ def write_companions(
         _copy_base_files(Path(base_model_path), folder)
 
 
-def adopt_generation_config(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Give ``model`` the generation config of the folder it was built from, as ``from_pretrained`` does.
+def adopt_base(
+    model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
+) -> torch.dtype:
+    """Learn from the folder that ``model`` was built from what exports are to have of it; all ranks call it.
 
-    Stop tokens and sampling of the base are in it. A file that transformers does not read, or would not write again
-    (options that contradict each other), goes into exports byte for byte as long as ``model.generation_config`` is left
-    alone.
+    The model gets the folder's generation config (stop tokens, sampling), as ``from_pretrained`` does.
+
+    Returns:
+        `base_dtype` of the folder that rank 0 sees: the layout of files, which must be the same on all, depends on it.
     """
+    _adopt_generation_config(model, Path(folder))
+    own_dtypes(model)
+    return rank_zero_decides(lambda: base_dtype(model, folder), group)
+
+
+def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """A file that transformers does not read, or would not write again (options that contradict each other), goes into
+    exports byte for byte, as long as ``model.generation_config`` is left alone."""
+    path = folder / GENERATION_CONFIG_NAME
     if not model.can_generate():
         return
-    path = Path(folder) / GENERATION_CONFIG_NAME
     if not path.is_file():
         read = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
         model.generation_config = read
