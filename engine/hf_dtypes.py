@@ -54,9 +54,10 @@ def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
     if (known := getattr(model, _OWN_DTYPES, None)) is not None:
         return known
     try:
+        model_class: Any = unsharded_class(model)
+        config = copy.deepcopy(model.config)
         with torch.device("meta"):
-            model_class: Any = unsharded_class(model)
-            twin = model_class._from_config(copy.deepcopy(model.config), dtype=torch.float64)
+            twin = model_class._from_config(config, dtype=torch.float64, attn_implementation="eager")
         state = twin.state_dict()
     except TypeError:
         state = {}

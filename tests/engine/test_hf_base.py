@@ -1,6 +1,7 @@
 """What exports and published weights have of the folder that the engine's model was made from: dtype, sidecar files."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.engine import SaveLoadMeta, WeightUpdateMeta, save_hf
+from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.utils.rng import capture_rng
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.models import tiny_qwen3
 from tests.engine.shelf import shelf_url
@@ -156,3 +159,29 @@ def test_an_export_of_a_bare_model_keeps_every_dtype_as_it_is(tmp_path: Path) ->
     model.save_pretrained(tmp_path / "expected")
     save_hf(model, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_model_is_asked_for_its_own_dtypes_once_by_the_caller_and_nothing_random_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("glm4_moe"), dtype=torch.float32)
+    before, threads = capture_rng(), []
+    build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
+
+    def built(cls: type, *args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread())
+        return build(cls, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "_from_config", classmethod(built))
+    config = RecoverConfig(fileroot=str(tmp_path), hf_freq_steps=1, hf_dtype="bfloat16")
+    state = DCPState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with RecoverHandler(config, SPEC) as handler:
+        handler.load(state)
+        for step in range(3):
+            handler.dump(state, step_info(step))
+    assert threads == [threading.main_thread()], "it changes torch's default dtype, for all threads"
+    assert torch.get_default_dtype() == torch.float32
+    after = capture_rng()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    exported = load_file(tmp_path / "experiment/trial/hf/global_step_2/model.safetensors")
+    assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.bfloat16", "torch.float32"}
