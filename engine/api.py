@@ -88,7 +88,7 @@ class WeightUpdateMeta:
         path: folder that holds the ``v<N>`` folders.
         version: the version to publish; None takes the engine's own.
         keep: how many of the newest versions stay.
-        timeout_s: how long the servers may take to load a version.
+        timeout_s: how long the servers may take to load a version; it may be longer than the engine's own timeout.
         dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from.
     """
 
