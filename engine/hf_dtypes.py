@@ -85,7 +85,7 @@ def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.
         folder: a local model folder, with or without weights; float32 when neither says anything.
     """
     config = type(model.config).from_pretrained(folder)  # of a multimodal folder, the part for the text
-    if isinstance(config.dtype, torch.dtype):
+    if isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1:  # eight bits are for quantized files
         return config.dtype
     try:
         with WeightReader(Path(folder)) as files:

@@ -26,6 +26,7 @@ GENERATION = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 3], "bo
 REFUSED = {"num_return_sequences": 3, "eos_token_id": [2, 3], "made_by": "somebody"}
 """Transformers does not read this again: several sequences without sampling."""
 
+SIDECARS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
 WAYS = ("saved", "in_background", "at_url", "published", "recovered")
 BASES = ("bfloat16", "no_dtype", "float16_moe")
 
@@ -44,6 +45,7 @@ def write_base(folder: Path, name: str) -> None:
     AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    (folder / "preprocessor_config.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (folder / "original").mkdir()
@@ -120,7 +122,7 @@ def test_float32_can_be_asked_for_wherever_weights_are_written(root: Path, tmp_p
 @pytest.mark.parametrize("way", WAYS)
 def test_sidecar_files_of_the_base_come_along(root: Path, way: str) -> None:
     found = _folder_of(root, "bfloat16", way)
-    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"):
+    for name in (*SIDECARS, "additional_chat_templates/tools.jinja"):
         assert (found / name).read_bytes() == (root / "base" / "bfloat16" / name).read_bytes()
     assert not (found / "original").exists(), "the weights in another format, and what belongs to them"
 

@@ -1,9 +1,15 @@
 """The table in docs/models.md is well-formed and gives reasons; what it says is true of some (fast) and all (slow)."""
 
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import transformers
 
-from tests.engine.architectures.checks import NO, NONE, PADDED, SILENT, YES, Verdict
+from tests.engine.architectures import matrix
+from tests.engine.architectures.checks import CHECKS, NO, NONE, PADDED, SILENT, YES, Verdict
 from tests.engine.architectures.matrix import Verdicts, judge
 from tests.engine.architectures.page import PAGE, read, render
 from tests.engine.architectures.tiny import model_types
@@ -46,6 +52,21 @@ def test_page_reads_back_as_it_was_written(page: dict[str, Verdicts]) -> None:
     reasons = [Verdict(YES), Verdict(NO, "one; two: three"), Verdict(NONE, "four / five")]
     row = dict(zip(page["qwen3"], [*reasons, *list(page["qwen3"].values())[3:]], strict=True))
     assert read(render({"qwen3": row}))[1] == {"qwen3": row}
+
+
+def _dies_in_one_check(rank: int, world_size: int, model_type: str, root: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if name == "step":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            matrix._note(root, name, Verdict(YES))
+
+
+def test_a_check_that_kills_its_process_costs_no_other_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "_judge", _dies_in_one_check)
+    found = matrix.judge("qwen3")
+    assert found.pop("step") == Verdict(NO, "a rank ended or hung: the process died without a word")
+    assert set(found.values()) == {Verdict(YES)} and len(found) == len(CHECKS) - 1
 
 
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
