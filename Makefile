@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint bench bench-compare clean
+.PHONY: help demo test test-all faults lint bench bench-compare clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights w
 
 test: $(INSTALLED)  ## Run all tests, with a quick subset of the faults
 	$(PY) -m pytest
+
+test-all: $(INSTALLED)  ## The same and the slow ones: every architecture of docs/models.md, six minutes more
+	$(PY) -m pytest -m "slow or not slow"
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest --timeout-method=signal tests/faults

@@ -27,6 +27,11 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 """What a Hugging Face export may be stored as."""
 
 
+def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtype | None:
+    """One of `EXPORT_DTYPES` by its name; None: that of the base folder, which is None for a model without one."""
+    return base_dtype if name is None else EXPORT_DTYPES[name]
+
+
 @dataclass
 class SaveLoadMeta:
     """What to save or load, and where.
@@ -39,8 +44,9 @@ class SaveLoadMeta:
         tokenizer: with ``"hf"``, saved beside the weights (chat template included).
         processor: with ``"hf"``, likewise.
         base_model_path: with ``"hf"``, a folder whose other files are copied unless written already.
-        dtype: with ``"hf"``, what floating-point weights are stored as: ``"float32"``, ``"bfloat16"`` or ``"float16"``;
-            None keeps each as it is.
+        dtype: with ``"hf"``, what floating-point weights are stored as: ``"float32"`` (every bit of the trained ones),
+            ``"bfloat16"`` or ``"float16"``, except those that transformers keeps in float32 then. None takes the dtype
+            of the folder that the engine's model was made from, as ``from_pretrained(dtype="auto")`` does.
         max_shard_size_bytes: with ``"hf"``, weights above this are split over several files; None is where
             ``save_pretrained`` starts a second one, or less at a URL (see `save_hf`).
     """
@@ -62,10 +68,10 @@ class SaveLoadMeta:
                 "dtype and max_shard_size_bytes are for weight_format 'hf'; 'dcp' keeps what training has"
             )
 
-    def hf_options(self) -> dict[str, Any]:
-        """What `save_hf` is told beside the model, the path and the group."""
+    def hf_options(self, base_dtype: torch.dtype | None) -> dict[str, Any]:
+        """What `save_hf` is told beside the model, the path and the group; ``base_dtype`` when ``dtype`` is None."""
         return {
-            "dtype": None if self.dtype is None else EXPORT_DTYPES[self.dtype],
+            "dtype": export_dtype(self.dtype, base_dtype),
             "tokenizer": self.tokenizer,
             "processor": self.processor,
             "base_model_path": self.base_model_path,
@@ -82,7 +88,8 @@ class WeightUpdateMeta:
         path: folder that holds the ``v<N>`` folders.
         version: the version to publish; None takes the engine's own.
         keep: how many of the newest versions stay.
-        timeout_s: how long the servers may take to load a version.
+        timeout_s: how long the servers may take to load a version; it may be longer than the engine's own timeout.
+        dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from.
     """
 
     type: str
@@ -90,6 +97,7 @@ class WeightUpdateMeta:
     version: int | None = None
     keep: int = 2
     timeout_s: float = 300.0
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.type != "disk":
@@ -99,6 +107,7 @@ class WeightUpdateMeta:
         object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
+        require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
 
 
 @dataclass(frozen=True)

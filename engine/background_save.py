@@ -44,12 +44,13 @@ class BackgroundSave:
         self._aside = new_group_aside(group, timeout_s)
         self._outcome: Future[None] | None = None
 
-    def begin(self, meta: SaveLoadMeta, state: DCPState) -> None:
+    def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
         """Stage what `FSDPEngine.save` would write, and return; the save before must have been waited for.
 
         Args:
             meta: what to write.
             state: all of the engine's, whatever part of it is written.
+            base_dtype: see `SaveLoadMeta.hf_options`.
 
         Raises:
             ConfigError: the model is sharded so that it cannot be exported in the background.
@@ -63,7 +64,7 @@ class BackgroundSave:
             else:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
-                write = partial(self._export, model, meta.path, meta.hf_options())
+                write = partial(self._export, model, meta.path, meta.hf_options(base_dtype))
         self._outcome = Future()
         Thread(target=_fulfil, args=(self._outcome, write, torch.get_num_threads()), name="background save").start()
 

@@ -39,6 +39,7 @@ from .dcp_checkpoint import load_dcp, save_dcp
 from .dcp_state import DCPState
 from .devices import free_cached_memory
 from .hf_checkpoint import save_hf
+from .hf_companions import adopt_base
 from .initial_model import build_initial_model, load_weights
 from .microbatch import MicroBatch, split_batch, unpack, weigh
 from .model_folder import find_model_folder
@@ -64,6 +65,7 @@ class FSDPEngine:
         self._groups = None
         self._model: PreTrainedModel | None = None
         self._folder: Path | None = None
+        self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -97,6 +99,7 @@ class FSDPEngine:
             if self.config.optimizer is not None:
                 self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._model, self._folder = model, folder
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
@@ -310,7 +313,7 @@ class FSDPEngine:
         self.wait_for_save()
         if not blocking:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
-            self._background.begin(meta, self.dcp_state(self.optimizer is not None))
+            self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
         match meta.weight_format:
             case "dcp":
@@ -356,7 +359,7 @@ class FSDPEngine:
         load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
 
     def _save_to_hf(self, meta: SaveLoadMeta) -> None:
-        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options())
+        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options(self.base_dtype))
 
     def _load_from_hf(self, meta: SaveLoadMeta) -> None:
         load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)
@@ -387,7 +390,9 @@ class FSDPEngine:
         if meta is None:
             raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
         version = self.get_version() if meta.version is None else meta.version
-        publish_weights(self.model, meta, version, self._servers, self.control_group, str(self.model_folder))
+        publish_weights(
+            self.model, meta, version, self._servers, self.control_group, str(self.model_folder), self.base_dtype
+        )
 
     def _require_groups(self) -> Any:
         if self._groups is None:

@@ -173,28 +173,23 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
 
 
 def file_tensors(
-    model: PreTrainedModel, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+    model: PreTrainedModel, stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[FileTensor]:
     """The tensors that ``save_pretrained`` of the unsharded model would write, in its order.
 
     Args:
         model: any transformers model, sharded or not.
         stored: its tensors, from `stored_tensors`.
-        dtype: what floating-point tensors are stored as; None keeps each as it is.
+        dtypes: what each of ``stored`` is stored as (`file_dtypes`); None keeps each as it is.
     """
     probes = {
-        key: torch.empty(value.shape, dtype=file_dtype(value.dtype, dtype), device="meta")
+        key: torch.empty(value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta")
         for key, value in stored.items()
     }
     origins = Origins(probes)
     with origins, torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), dict(probes))
     return [origins.describe(key, tensor) for key, tensor in results.items()]
-
-
-def file_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype a model tensor is exported with."""
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
 class Origins(TorchDispatchMode):

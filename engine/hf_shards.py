@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 
+from .hf_dtypes import file_dtypes
 from .hf_keys import FileTensor, Span, file_tensors
 from .hf_layout import Layout, TensorSpec, plan_layout
 
@@ -139,8 +140,9 @@ def plan_tensors(
     world_size: int,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Plan the export of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_tensors`."""
-    return plan_file_tensors(file_tensors(model, stored, dtype), stored, rank, world_size)
+    """Plan the export of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_dtypes`."""
+    tensors = file_tensors(model, stored, file_dtypes(model, stored, dtype))
+    return plan_file_tensors(tensors, stored, rank, world_size)
 
 
 def plan_file_tensors(

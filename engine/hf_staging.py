@@ -11,14 +11,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..utils.errors import ConfigError
+from .hf_dtypes import own_dtypes
 from .hf_keys import unsharded_view
 from .tensors import clean_name
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=PreTrainedModel)
 
 
 def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -45,6 +46,7 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
         model: nothing may have been computed with it since it was staged.
         weights: what `Staging.stage` returned as ``model``; they are read when the export is written.
     """
+    own_dtypes(model)  # learned now: it is nothing to do beside training
     live = [*model.named_parameters(), *model.named_buffers()]
     staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
     view = unsharded_view(model)

@@ -1,28 +1,32 @@
 """Hand each version of the weights to the inference servers: complete on disk first, then told, then confirmed.
 
 A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
-Rank 0 then tells every server and takes its word for the version it serves. Older versions go only after that, because
-a server may still be reading one; versions newer than the one published belong to a life that ended in a crash, and go
-first, as does what a killed publisher left half-written. One job publishes to a folder at a time.
+Rank 0 then tells every server and takes its word for the version it serves; the other ranks wait as long as that takes.
+Older versions go only after that, because a server may still be reading one; versions newer than the one published
+belong to a life that ended in a crash, and go first, as does what a killed publisher left half-written. One job
+publishes to a folder at a time.
 """
 
 import os
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
+from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides, rank_zero_decides_slowly
 from ..utils.errors import PublishError
 from ..utils.files import remove_or_log
 from ..utils.logging import get_logger
 from ..utils.manifest import seal_files, write_manifest
 from ..utils.staging import as_write_error, staged_folder
-from .api import InferenceServer, WeightUpdateMeta
+from ..utils.threads import on_daemon_thread
+from .api import InferenceServer, WeightUpdateMeta, export_dtype
 from .hf_checkpoint import write_hf
 
 logger = get_logger(__name__)
@@ -49,6 +53,7 @@ def publish_weights(
     servers: Sequence[InferenceServer],
     group: dist.ProcessGroup | None = None,
     base_model_path: str | None = None,
+    base_dtype: torch.dtype | None = None,
 ) -> Path:
     """Write the weights as ``version``, have every server load them, and retire old versions; all ranks call it.
 
@@ -59,6 +64,7 @@ def publish_weights(
         servers: told by rank 0, all at once; other ranks' are not used.
         group: control group.
         base_model_path: folder whose tokenizer and other files go along.
+        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is.
 
     Raises:
         CheckpointWriteError: any rank could not write; no server was told.
@@ -68,33 +74,31 @@ def publish_weights(
     final = version_path(meta.path, version)
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
-        names = write_hf(model, staging, group=group, base_model_path=base_model_path)
+        dtype = export_dtype(meta.dtype, base_dtype)
+        names = write_hf(model, staging, group=group, dtype=dtype, base_model_path=base_model_path)
         with all_ranks_succeed(f"sealing {final}", group), as_write_error(final):  # nobody gathers while one has failed
             sealed = seal_files(staging, names)
         entries = gather_objects(sealed, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
-    rank_zero_decides(lambda: _tell(servers, final, version, meta.timeout_s), group)
+    rank_zero_decides_slowly(lambda: _tell(servers, final, version, meta.timeout_s), group)
     rank_zero_decides(lambda: _retire(meta.path, meta.keep), group)
     logger.info("published weight version %d to %s in %.3f s", version, final, time.monotonic() - started)
     return final
 
 
 def _tell(servers: Sequence[InferenceServer], path: Path, version: int, timeout_s: float) -> None:
-    if not servers:
-        return
-    pool = ThreadPoolExecutor(len(servers))
-    try:
-        told = [pool.submit(server.update_weights_from_disk, str(path), version) for server in servers]
-        wait(told, timeout_s, return_when=FIRST_EXCEPTION)
-        for server, answer in zip(servers, told, strict=True):
-            if answer.done() and answer.result() != version:  # or raises what the server raised
-                served = answer.result()
-                raise PublishError(f"{server!r} serves version {served!r} after it was told to load version {version}")
-        if silent := [server for server, answer in zip(servers, told, strict=True) if not answer.done()]:
-            raise PublishError(f"{silent[0]!r} did not load {path} within {timeout_s:g} s ({len(silent)} silent)")
-    finally:
-        pool.shutdown(wait=False)
+    told = [
+        on_daemon_thread(partial(server.update_weights_from_disk, str(path), version), "weight update")
+        for server in servers
+    ]
+    wait(told, timeout_s, return_when=FIRST_EXCEPTION)
+    for server, answer in zip(servers, told, strict=True):
+        if answer.done() and answer.result() != version:  # or raises what the server raised
+            served = answer.result()
+            raise PublishError(f"{server!r} serves version {served!r} after it was told to load version {version}")
+    if silent := [server for server, answer in zip(servers, told, strict=True) if not answer.done()]:
+        raise PublishError(f"{silent[0]!r} did not load {path} within {timeout_s:g} s ({len(silent)} silent)")
 
 
 def _clear(final: Path, version: int) -> None:

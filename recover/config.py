@@ -57,7 +57,8 @@ class RecoverConfig:
     hf_engine: str | None = None
     """Which of several named engines is exported."""
     hf_dtype: str | None = None
-    """What floating-point weights are exported as: ``float32``, ``bfloat16``, ``float16``; None keeps each as it is."""
+    """What floating-point weights are exported as: ``float32``, ``bfloat16`` or ``float16``; None takes the dtype of
+    the folder that the engine's model was made from, and keeps each as it is of a model without an engine."""
     hf_max_to_keep: int | None = None
     """How many of the newest exports stay; None keeps all."""
     save_timeout_s: float = 1800.0

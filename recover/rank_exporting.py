@@ -64,6 +64,7 @@ class Export:
     model: PreTrainedModel
     request: ExportRequest
     base_model_path: str | None
+    base_dtype: torch.dtype | None
 
     @classmethod
     def of(
@@ -72,8 +73,9 @@ class Export:
         """Of the engine ``name``, with the values of ``weights`` (see `staged_model`); None: with those it has."""
         engine, model = target.engines[name], target.state(name).model
         assert isinstance(model, PreTrainedModel), "`check_export` has looked"
-        base = str(engine.model_folder) if isinstance(engine, FSDPEngine) and engine.model_folder.is_dir() else None
-        return cls(model if weights is None else staged_model(model, weights), request, base)
+        path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
+        base = str(path) if path is not None and path.is_dir() else None
+        return cls(model if weights is None else staged_model(model, weights), request, base, dtype)
 
     def write(
         self, folder: Path, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None
@@ -81,7 +83,7 @@ class Export:
         """See `write_hf`."""
         own, base = self.request, self.base_model_path
         meta = SaveLoadMeta(str(folder), "hf", False, own.tokenizer, own.processor, base, own.dtype)
-        write_hf(self.model, folder, group=group, gather_group=gather_group, **meta.hf_options())
+        write_hf(self.model, folder, group=group, gather_group=gather_group, **meta.hf_options(self.base_dtype))
 
 
 def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:

@@ -9,6 +9,7 @@ the same ranks. Waits are bounded by the timeout of the group.
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,8 +17,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .errors import CheckpointWriteError, PeerError
+from .threads import on_daemon_thread
 
 T = TypeVar("T")
+
+WORD_EVERY_S = 1.0
+"""How often ranks that wait for a slow decision hear that it is being made."""
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -167,6 +172,20 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`rank_zero_decides` for what may take longer than the timeout of ``group``, which must be above `WORD_EVERY_S`.
+
+    Rank 0 works on a thread of its own and tells the others, every so often, to go on waiting. The thread does not keep
+    the process from ending.
+    """
+    if get_world_size(group) == 1:
+        return decide()
+    outcome = on_daemon_thread(decide, "slow decision") if get_rank(group) == 0 else Future()
+    while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
+        pass
+    return rank_zero_decides(outcome.result, group)
 
 
 _DECISION = "the decision of rank 0"

@@ -2,10 +2,14 @@
 
 import os
 import resource
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +50,9 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def make_engine(folder: str) -> FSDPEngine:
-    engine = FSDPEngine(TrainEngineConfig(path=folder, init_from_scratch=True, dtype="float32", optimizer=None))
+def make_engine(folder: str, **options: Any) -> FSDPEngine:
+    config = TrainEngineConfig(path=folder, init_from_scratch=True, dtype="float32", optimizer=None, **options)
+    engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 8, 1))
     return engine
@@ -144,6 +149,59 @@ def _all(rank: int, world_size: int, folder: str, root: str) -> tuple[list[int],
     told = _versions_grow_and_old_ones_go(rank, world_size, folder, f"{root}/a")
     _no_failure_takes_an_older_version_away(rank, world_size, folder, f"{root}/b")
     return told, _a_recovered_run_replaces_what_it_had_published(rank, world_size, folder, f"{root}/c")
+
+
+class SlowServer:
+    """Needs some seconds to load a version; None: for ever."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        threading.Event().wait(self.seconds)
+        return version
+
+
+def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str, root: str) -> list[float]:
+    engine = make_engine(folder, timeout_s=2.0)
+    waited = []
+    for version, seconds in ((1, 3.5), (2, 0.0)):
+        started = time.monotonic()
+        engine.connect_engine([SlowServer(seconds)], WeightUpdateMeta("disk", root, timeout_s=30))
+        publish(engine, version)
+        waited.append(time.monotonic() - started)
+    engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", root, timeout_s=2.5))
+    with pytest.raises(PublishError, match=r"did not load .* within 2.5 s"):
+        publish(engine, 3)
+    engine.connect_engine([], WeightUpdateMeta("disk", root, version=4))
+    engine.update_weights()
+    assert published_versions(root) == [3, 4]
+    return waited
+
+
+def test_servers_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    for slow, quick in run_ranks(_servers_slower_than_the_ranks_wait, 2, str(folder), str(tmp_path / "weights")):
+        assert 3.5 <= slow < 9 and quick < 2
+
+
+def test_a_server_that_never_answers_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    script = f"""
+from holdfast.engine import WeightUpdateMeta
+from holdfast.utils.errors import PublishError
+from tests.engine.test_publish import SlowServer, make_engine
+engine = make_engine({str(folder)!r})
+engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", {str(tmp_path / "weights")!r}, timeout_s=0.5))
+try:
+    engine.update_weights()
+except PublishError as error:
+    print(error)
+engine.destroy()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40)
+    assert ended.returncode == 0, ended.stderr
+    assert "within 0.5 s" in ended.stdout
 
 
 @pytest.mark.timeout(90)

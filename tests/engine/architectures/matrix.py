@@ -1,0 +1,116 @@
+"""Judge architectures one after the other, each by two processes of its own: a crash or a hang costs one verdict."""
+
+import json
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+import transformers
+
+from holdfast.utils.distributed import gather_objects
+from holdfast.utils.errors import HoldfastError, PeerError
+from tests.engine.architectures.checks import CHECKS, NO, NONE, REFUSED, TIMEOUT_S, YES, Case, Unsupported, Verdict
+from tests.helpers import run_ranks
+
+Verdicts = dict[str, Verdict]
+"""By the name of the check."""
+
+_JUDGING_S = 240.0
+_MOST_WORDS = 240
+_VERDICTS_NAME = "verdicts.jsonl"
+
+
+def judge(model_type: str) -> Verdicts:
+    """Every check of one architecture."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-architecture-") as folder:
+        root = Path(folder)
+        while left := [name for name in CHECKS if name not in (found := _read(root))]:
+            trouble = ""
+            try:
+                run_ranks(_judge, 2, model_type, root, left, timeout_s=_JUDGING_S)
+            except AssertionError as error:
+                trouble = str(error)
+            if len(_read(root)) == len(found):  # not one check more than before
+                _note(root, left[0], Verdict(NO, f"a rank ended or hung: {_in_words(_last_line(trouble), root)}"))
+        return _read(root)
+
+
+def _judge(rank: int, world_size: int, model_type: str, root: Path, names: Sequence[str]) -> None:
+    """On one rank: run checks and write what they came to, until the ranks no longer agree on where they are."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    case = Case(model_type, root, rank)
+    report = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * TIMEOUT_S))
+    assert isinstance(report, dist.ProcessGroup)
+    if rank == 0 and not case.folder.exists():
+        _write_folder(case)
+    dist.barrier(report)
+    for name in names:
+        if name in (found := _read(root)):
+            return  # all others came to nothing
+        if found.get("starts", Verdict(YES)).word != YES:
+            verdicts = [Verdict(NONE)]
+        else:
+            verdicts = gather_objects(_verdict(case, name), report)
+        if rank == 0:
+            _note(root, name, min(verdicts, key=_interest))
+        if len({verdict.word for verdict in verdicts}) > 1:
+            return  # a rank may be inside of what the other has left
+        dist.barrier(report)
+
+
+def _write_folder(case: Case) -> None:
+    try:
+        case.write_folder()
+    except Unsupported as error:
+        for name in CHECKS:
+            _note(case.root, name, Verdict(NONE, _in_words(str(error), case.root) if name == "starts" else ""))
+
+
+def _verdict(case: Case, name: str) -> Verdict:
+    try:
+        return CHECKS[name](case)
+    except Unsupported as error:
+        word, why = NONE, str(error)
+    except PeerError:
+        return Verdict(YES)  # the other one says why
+    except HoldfastError as error:
+        word, why = REFUSED, str(error)
+    except Exception as error:
+        word, why = NO, f"{type(error).__name__}: {error}"
+    with suppress(KeyError):
+        del case.__dict__["engine"]  # an error may have left it in the middle of anything
+    return Verdict(word, _in_words(why, case.root))
+
+
+def _interest(verdict: Verdict) -> int:
+    return (NO, REFUSED, NONE).index(verdict.word) if verdict.word in (NO, REFUSED, NONE) else 3
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _in_words(text: str, root: Path) -> str:
+    """A message without what is different in every run: paths, and figures with a point or an exponent."""
+    text = re.sub(r"\d\.\d+(e-?\d+)?", "...", text.replace(str(root / "model"), "the folder").replace(str(root), ""))
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."
+
+
+def _note(root: Path, name: str, verdict: Verdict) -> None:
+    with open(root / _VERDICTS_NAME, "a", encoding="utf-8") as file:
+        file.write(json.dumps([name, verdict.word, verdict.why]) + "\n")
+
+
+def _read(root: Path) -> Verdicts:
+    if not (root / _VERDICTS_NAME).exists():
+        return {}
+    lines = (root / _VERDICTS_NAME).read_text(encoding="utf-8").splitlines()
+    return {name: Verdict(word, why) for name, word, why in map(json.loads, lines)}
