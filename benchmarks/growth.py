@@ -14,11 +14,11 @@ from shutil import rmtree
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.engine.api import StepInfo
+from holdfast.engine.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from holdfast.engine.dcp_metadata import read_metadata
 from holdfast.engine.dcp_plan import spread
 from holdfast.recover import GenerationStore, RecoverInfo
@@ -147,7 +147,7 @@ def _simulate_files(metadata: Metadata, root: Path, n_ranks: int, what: str, rou
         (staging / folder).mkdir()
     metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, StorageMeta()
     metadata.storage_data = {
-        MetadataIndex(name, chunk.offsets): _StorageInfo(f"__{number}_0.distcp", 0, 4 * chunk.sizes.numel())
+        MetadataIndex(name, chunk.offsets): StorageInfo(f"__{number}_0.distcp", 0, 4 * chunk.sizes.numel())
         for name, entry in metadata.state_dict_metadata.items()
         for number, chunk in enumerate(entry.chunks)  # type: ignore[union-attr]
     }

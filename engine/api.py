@@ -61,8 +61,11 @@ class SaveLoadMeta:
     max_shard_size_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        require_choice("weight_format", self.weight_format, ("dcp", "hf"))
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
         require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
+        if self.weight_format == "hf" and self.with_optim:
+            raise ConfigError("weight_format 'hf' holds weights only; use 'dcp', or with_optim=False")
         if self.weight_format == "dcp" and not (self.dtype is None and self.max_shard_size_bytes is None):
             raise ConfigError(
                 "dtype and max_shard_size_bytes are for weight_format 'hf'; 'dcp' keeps what training has"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .compat.torch_private import buffers_of, is_persistent
 from .tensors import clean_name
 
 PREFIX = "model."
@@ -29,8 +30,8 @@ class Slot(NamedTuple):
 def persistent_buffers(model: nn.Module) -> Iterator[Slot]:
     """The slots of the buffers that ``model.state_dict()`` has, under every name, by the name in the module."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if key not in module._non_persistent_buffers_set:
+        for key, buffer in buffers_of(module).items():
+            if is_persistent(module, key):
                 yield Slot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
 
 
@@ -69,8 +70,8 @@ def adopt_buffers(model: nn.Module, proposed: Mapping[str, torch.Tensor]) -> Non
     slots = [(PREFIX + clean_name(slot.name), slot) for slot in persistent_buffers(model)] if proposed else []
     new = {id(slot.buffer): proposed[name] for name, slot in slots if name in proposed and slot.buffer is not None}
     for module in model.modules() if new else ():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = new.get(id(buffer), buffer)
+        for key, buffer in buffers_of(module).items():
+            buffers_of(module)[key] = new.get(id(buffer), buffer)
     for name, slot in slots:
         if slot.buffer is None and name in proposed:
-            slot.module._buffers[slot.key] = proposed[name]
+            buffers_of(slot.module)[slot.key] = proposed[name]

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, ReadItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size
 from ..utils.errors import CheckpointError, CheckpointMismatchError
 from ..utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from ..utils.remote import FETCH_FIRST, require_local
 from ..utils.staging import staged_folder
+from .compat.torch_private import compute_local_shape_and_global_offset
 from .dcp_metadata import read_metadata, tensor_entry
 from .dcp_placing import Part, Placing
 from .dcp_reader import CheckedReader

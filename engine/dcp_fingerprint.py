@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..utils.distributed import get_rank
+from .compat.torch_private import compute_local_shape_and_global_offset
 
 SAMPLES = 64
 PARTS = ("model", "optim")

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from .compat.torch_private import StorageInfo
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -100,7 +100,7 @@ _DAMAGE = (
 """What unpickling and then using damaged bytes raises."""
 
 
-def _check_stored(name: str, entry: Any, stored: dict[MetadataIndex, _StorageInfo]) -> None:
+def _check_stored(name: str, entry: Any, stored: dict[MetadataIndex, StorageInfo]) -> None:
     """Raise unless every part of the entry ``name`` lies in a file, in as many bytes as it needs at least.
 
     So nobody can announce a tensor that takes more memory than the folder takes space.
@@ -179,7 +179,7 @@ def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]
     return None
 
 
-def _check_files(folder: Path, stored: dict[MetadataIndex, _StorageInfo]) -> None:
+def _check_files(folder: Path, stored: dict[MetadataIndex, StorageInfo]) -> None:
     ends: dict[str, int] = {}
     for info in stored.values():
         name = info.relative_path

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.plain_torch import load_plain, pack_plain
+from .compat.torch_private import children_of, loading_of, saving_of, tree_leaves
 from .tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)
@@ -114,11 +114,12 @@ def _added(model: nn.Module) -> dict[str, Any]:
 
 def _adds(module: nn.Module) -> bool:
     """Whether a module may add something of its own to the state dict."""
+    method, hooks = saving_of(module)
     return (
         type(module).get_extra_state is not nn.Module.get_extra_state
-        or _is_own(module._save_to_state_dict)
+        or _is_own(method)
         or _is_own(module.state_dict)
-        or any(map(_is_users, module._state_dict_hooks.values()))
+        or any(map(_is_users, hooks))
     )
 
 
@@ -127,10 +128,8 @@ def _takes(modules: Sequence[nn.Module], rest: str) -> bool:
     if rest == "_extra_state" and type(modules[-1]).set_extra_state is not nn.Module.set_extra_state:
         return True
     return any(
-        _is_own(module._load_from_state_dict)
-        or _is_own(module.load_state_dict)
-        or any(map(_is_users, module._load_state_dict_pre_hooks.values()))
-        for module in modules
+        _is_own(method) or _is_own(module.load_state_dict) or any(map(_is_users, hooks))
+        for module, (method, hooks) in zip(modules, map(loading_of, modules), strict=True)
     )
 
 
@@ -148,7 +147,7 @@ def _place(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
     """Of an entry by its clean name: its key in the state dict, the modules on the way to it, its name in the last."""
     modules, key, rest = [model], list[str](), name.split(".")
     while True:
-        children = modules[-1]._modules
+        children = children_of(modules[-1])
         step = rest[0] if rest[0] in children else next((wrapper for wrapper in WRAPPERS if wrapper in children), None)
         if step is None or (child := children[step]) is None:
             return ".".join([*key, *rest]), modules, ".".join(rest)

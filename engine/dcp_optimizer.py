@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
+from .compat.torch_private import made_sharded
 from .optimizer import materialize_state
 from .tensors import local_tensor
 
@@ -160,5 +160,4 @@ def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """``value`` as a DTensor that is sharded like ``param``, if it is a plain tensor of this rank's shard."""
     if not isinstance(param, DTensor) or isinstance(value, DTensor) or not _is_shard(param, value):
         return value
-    meta = TensorMeta(param.shape, param.stride(), value.dtype)
-    return DTensor(value, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
+    return made_sharded(value, param.device_mesh, param.placements, param.shape, param.stride())

@@ -22,13 +22,13 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import Metadata, ReadItem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..utils.errors import CheckpointCorruptError
 from ..utils.heartbeat import beat
+from .compat.torch_private import StorageInfo
 from .dcp_archive import archive_of
 from .dcp_metadata import tensor_entry
 from .tensors import bytes_of
@@ -219,7 +219,7 @@ class Placing:
 
 
 def _find(
-    file: IO[bytes], info: _StorageInfo, item: ReadItem, metadata: Metadata, target: torch.Tensor
+    file: IO[bytes], info: StorageInfo, item: ReadItem, metadata: Metadata, target: torch.Tensor
 ) -> _Piece | None:
     """Where the values of ``item`` lie in ``file``, if torch here would have written what surrounds them."""
     entry = tensor_entry(metadata, item.storage_index.fqn)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from ..utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
+from .compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from .dcp_archive import archive_of
 
 _SPREAD_BYTES = 64 << 10
@@ -93,7 +93,7 @@ def spread(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[SavePlanOfRank]:
-    stored: dict[MetadataIndex, _StorageInfo] = {}
+    stored: dict[MetadataIndex, StorageInfo] = {}
     files, names, lengths = [], [], []
     for rank, plan in enumerate(plans):
         at = 0
@@ -102,7 +102,7 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[SavePlanOfRank]:
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             n_bytes = archive_of(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype).bytes
-            stored[item.index] = _StorageInfo(files[-1], at, n_bytes)
+            stored[item.index] = StorageInfo(files[-1], at, n_bytes)
             at += n_bytes
         lengths.append(at)
     metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored

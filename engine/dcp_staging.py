@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..utils.errors import TornSnapshotError
+from .compat.torch_private import like_sharded, same_layout
 from .dcp_state import DCPState
 from .tensors import flatten, local_tensor, normal_tensors
 from .write_watch import WriteWatch
@@ -286,13 +287,12 @@ def _buffer_for(live: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
         return kept
     local = local_tensor(live)
     buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-    # (`DTensor.from_local` would move it to the mesh's device.)
-    return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
+    return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
 
 
 def _fits(buffer: torch.Tensor, live: torch.Tensor) -> bool:
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
-        return buffer._spec is live._spec or buffer._spec == live._spec  # shape and dtype are in there
+        return same_layout(buffer, live)
     if isinstance(buffer, DTensor) or isinstance(live, DTensor):
         return False
     return buffer.shape == live.shape and buffer.dtype == live.dtype

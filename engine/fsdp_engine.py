@@ -304,12 +304,13 @@ class FSDPEngine:
                 `destroy` do, one of which is to be called before the process ends.
 
         Raises:
-            ConfigError: the format is unknown, or cannot hold what is asked.
+            ConfigError: the optimizer is asked for, and there is none.
             CheckpointExistsError: the folder exists.
             CheckpointWriteError: any rank could not write.
             Exception: the save before failed in the background; this one is not made. Each failure is told once.
         """
-        self._check_meta(meta)
+        if meta.with_optim:
+            self._require_optimizer()
         self.wait_for_save()
         if not blocking:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
@@ -333,24 +334,15 @@ class FSDPEngine:
         """Load a checkpoint; nothing changes unless all of it is sound and fits on every rank.
 
         Raises:
-            ConfigError: the format is unknown, or cannot hold what is asked.
+            ConfigError: the optimizer is asked for, and there is none.
             CheckpointError: see `load_dcp` and `load_hf`.
             OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
         """
-        self._check_meta(meta)
         match meta.weight_format:
             case "dcp":
                 self._load_from_dcp(meta)
             case "hf":
                 self._load_from_hf(meta)
-
-    def _check_meta(self, meta: SaveLoadMeta) -> None:
-        if meta.weight_format not in ("dcp", "hf"):
-            raise ConfigError(f"weight_format is {meta.weight_format!r}; expected 'dcp' or 'hf'")
-        if meta.weight_format == "hf" and meta.with_optim:
-            raise ConfigError("weight_format 'hf' holds weights only; use 'dcp', or with_optim=False")
-        if meta.with_optim:
-            self._require_optimizer()
 
     def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
         save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..utils.distributed import rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
+from .compat.transformers_private import custom_object_save
 from .hf_dtypes import base_dtype, own_dtypes, set_config_dtype
 from .hf_keys import unsharded_view
 

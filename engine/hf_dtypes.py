@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..utils.errors import CheckpointNotFoundError
+from .compat.transformers_private import build_from_config, float32_patterns
 from .hf_io import WeightReader
 from .hf_keys import unsharded_class
 
@@ -37,7 +38,7 @@ def file_dtypes(
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
         return found
-    kept = {pattern.replace("*", ".*"): float32 for pattern, float32 in model._get_dtype_plan(dtype).items()}
+    kept = float32_patterns(model, dtype)
     own = own_dtypes(model)
     for key in (key for key, tensor in tensors.items() if tensor.is_floating_point()):
         planned = (kept[pattern] for pattern in kept if re.search(pattern, key))
@@ -57,7 +58,7 @@ def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
         model_class: Any = unsharded_class(model)
         config = copy.deepcopy(model.config)
         with torch.device("meta"):
-            twin = model_class._from_config(config, dtype=torch.float64, attn_implementation="eager")
+            twin = build_from_config(model_class, config, torch.float64, attn_implementation="eager")
         state = twin.state_dict()
     except TypeError:
         state = {}

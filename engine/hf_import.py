@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ..utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ..utils.remote import FETCH_FIRST, require_local
+from .compat.transformers_private import set_conversions
 from .dcp_staging import changing_weights
 from .hf_io import WeightReader
 from .hf_keys import FileTensor, stored_tensors, unsharded_class
@@ -101,7 +102,7 @@ def load_hf(
             for tensors in plan.opaque:
                 _read_opaque(reader, model, tensors, places, state)
     # As in `from_pretrained`: an export reverts them.
-    model._weight_conversions = loading.conversions  # type: ignore[assignment]
+    set_conversions(model, loading.conversions)
     return missing
 
 

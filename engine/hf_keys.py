@@ -22,12 +22,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ..utils.errors import CheckpointMismatchError
+from .compat.torch_private import (
+    TorchDispatchMode,
+    children_of,
+    replace_members,
+    storage_id,
+    tree_leaves,
+    writes_in_place,
+)
+from .compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -128,8 +134,9 @@ def unsharded_view(model: M) -> M:
     """
     views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
     for module, view in views.items():
-        children = {name: None if child is None else views[child] for name, child in module._modules.items()}
-        view.__dict__.update(module.__dict__, _modules=children)
+        view.__dict__.update(module.__dict__)
+        children = {name: None if child is None else views[child] for name, child in children_of(module).items()}
+        replace_members(view, children=children)
     return views[model]  # type: ignore[return-value]
 
 
@@ -143,7 +150,7 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
         CheckpointMismatchError: tensors share memory without being declared as tied, adapters or quantized weights are
             present, or an entry of the ``state_dict`` is not a tensor with memory.
     """
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
             f"{unsharded_class(model).__name__} is quantized or carries adapters; expected plain weights"
         )
@@ -152,7 +159,7 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
         raise CheckpointMismatchError(f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor")
     if empty := next((key for key, value in state.items() if value.is_meta), None):
         raise CheckpointMismatchError(f"{empty} is on the meta device; give it memory with to_empty() first")
-    for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
+    for key in keys_not_saved(model):
         state.pop(key, None)
     owners: dict[int, list[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -213,22 +220,22 @@ class Origins(TorchDispatchMode):
 
     def add(self, key: str, probe: torch.Tensor) -> None:
         """Take ``probe`` for the tensor named ``key``."""
-        self.roots[_storage(probe)] = key
-        self.inputs[_storage(probe)] = {key}
+        self.roots[storage_id(probe)] = key
+        self.inputs[storage_id(probe)] = {key}
         self.alive.append(probe)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (func._schema.is_mutable or _storage(tensor) not in self.inputs):
+            if isinstance(tensor, torch.Tensor) and (writes_in_place(func) or storage_id(tensor) not in self.inputs):
                 self._note(func, tensor, used, args)
         return result
 
     def _note(self, func: Any, made: torch.Tensor, used: list[torch.Tensor], args: Any) -> None:
-        storage, aten = _storage(made), torch.ops.aten
+        storage, aten = storage_id(made), torch.ops.aten
         self.alive += [made, *used]
-        known = (self.inputs.get(_storage(tensor), set()) for tensor in (made, *used))
+        known = (self.inputs.get(storage_id(tensor), set()) for tensor in (made, *used))
         self.inputs[storage] = set().union(*known)
         self.roots.pop(storage, None)  # written in place: no longer the probe's own elements
         self.pieces.pop(storage, None)
@@ -243,7 +250,7 @@ class Origins(TorchDispatchMode):
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
         """What a result of the conversion, to be called ``key``, is made of; ``sources`` are names of probes."""
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         sources = tuple(sorted(self.inputs.get(storage, ())))
         if not sources:
             raise CheckpointMismatchError(
@@ -255,7 +262,7 @@ class Origins(TorchDispatchMode):
         return FileTensor(key, tuple(tensor.shape), tensor.dtype, sources, spans, storage, nbytes)
 
     def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
-        storage = _storage(view)
+        storage = storage_id(view)
         if storage in self.roots:
             shape, stride = tuple(view.shape), tuple(view.stride())
             return [Span(self.roots[storage], int(view.storage_offset()), shape, stride, at)]
@@ -338,10 +345,6 @@ def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> t
     if len(dict(walked)) < len(walked) or any(size > room.get(step, 0) for step, size in walked):
         return None
     return copied.as_strided(view.shape, [stride_of.get(step, 0) for step in view.stride()], offset)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def element_map(

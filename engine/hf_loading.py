@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from ..utils.errors import CheckpointMismatchError
+from .compat.torch_private import buffers_of, parameters_of, replace_members
+from .compat.transformers_private import conversions_of, drop_tolerated_keys, load_state
 from .hf_keys import FileTensor, Origins, Span, unsharded_class, unsharded_view
 
 _MOST_RUNS = 4096
@@ -75,7 +75,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     with origins:
         twin, info = _load_twin(model, shapes, probe)
     state, missing = twin.state_dict(), set(info.missing_keys)
-    twin._adjust_missing_and_unexpected_keys(info)
+    drop_tolerated_keys(twin, info)
     filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
     used = {source for tensor in filled.values() for source in tensor.sources}
     return Loading(
@@ -84,7 +84,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
         optional=missing - set(info.missing_keys),
         unexpected=set(info.unexpected_keys),
         unused=taken - used,
-        conversions=list(getattr(twin, "_weight_conversions", ())),
+        conversions=conversions_of(twin),
     )
 
 
@@ -147,10 +147,8 @@ def _load_twin(
         The twin, and transformers' account of what was missing or unexpected.
     """
     twin, name = _twin(model), unsharded_class(model).__name__
-    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(twin))  # type: ignore[arg-type]
-    stand_ins = {key: _StandIn(key, materialize) for key in shapes}
     with _no_progress_bar():
-        info, _ = PreTrainedModel._load_pretrained_model(twin, stand_ins, None, config)
+        info = load_state(twin, {key: _StandIn(key, materialize) for key in shapes})
     for key, found, wanted in sorted(info.mismatched_keys):
         raise CheckpointMismatchError(f"{key} has shape {list(found)}, the model needs {list(wanted)}")
     for key, error in info.conversion_errors.items():
@@ -165,10 +163,12 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     for module in twin.modules():
         parameters = {
             name: param if param is None else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
-            for name, param in module._parameters.items()
+            for name, param in parameters_of(module).items()
         }
-        buffers = {name: buffer if buffer is None else _memoryless(buffer) for name, buffer in module._buffers.items()}
-        module.__dict__.update(_parameters=parameters, _buffers=buffers, _state_dict_pre_hooks={})
+        buffers = {
+            name: buffer if buffer is None else _memoryless(buffer) for name, buffer in buffers_of(module).items()
+        }
+        replace_members(module, parameters=parameters, buffers=buffers)
     return twin
 
 

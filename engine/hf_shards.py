@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 
+from .compat.torch_private import made_sharded
 from .hf_dtypes import file_dtypes
 from .hf_keys import FileTensor, Span, file_tensors
 from .hf_layout import Layout, TensorSpec, plan_layout
@@ -192,8 +192,7 @@ def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGr
     if (first, last) != (0, tensor.shape[0]):
         shape = torch.Size((last - first, *tensor.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        spec = DTensorSpec(mesh, tensor.placements, tensor_meta=TensorMeta(shape, stride, tensor.dtype))
-        tensor = DTensor(tensor.to_local()[first:last], spec, requires_grad=False)  # `from_local` may move staged ones
+        tensor = made_sharded(tensor.to_local()[first:last], mesh, tensor.placements, shape, stride)
     return replace(whole_part(whole_tensor(tensor, group), first), replica=replica, replicas=replicas)
 
 

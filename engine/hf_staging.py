@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..utils.errors import ConfigError
+from .compat.torch_private import buffers_of, parameters_of, replace_members
 from .hf_dtypes import own_dtypes
 from .hf_keys import unsharded_view
 from .tensors import clean_name
@@ -51,10 +52,11 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
     view = unsharded_view(model)
     for module in view.modules():
-        tensors = {kind: dict(getattr(module, kind)) for kind in ("_parameters", "_buffers")}
-        for of_kind in tensors.values():
-            of_kind.update({name: staged.get(id(tensor), tensor) for name, tensor in of_kind.items()})
-        module.__dict__.update(tensors, _state_dict_pre_hooks={})  # FSDP2's would reshard the live model
+        parameters, buffers = (
+            {name: staged.get(id(tensor), tensor) for name, tensor in members.items()}
+            for members in (parameters_of(module), buffers_of(module))
+        )
+        replace_members(module, parameters=parameters, buffers=buffers)
     configs = {name: copy.deepcopy(view.__dict__.get(name)) for name in ("config", "generation_config")}
     view.__dict__.update({name: config for name, config in configs.items() if config is not None})
     return view

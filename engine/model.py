@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ import xxhash
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +33,8 @@ from transformers import (
 
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
+from .compat.torch_private import Dropout, buffers_of, is_persistent
+from .compat.transformers_private import float32_patterns, has_head, initialize_module, unsplit_classes
 from .config import TrainEngineConfig
 from .hf_keys import unsharded_class
 from .model_folder import require_model_folder
@@ -94,7 +96,7 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
                 "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
             )
         raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {reason}") from error
-    if type(hf_config) in factory._model_mapping or factory.__name__ in (getattr(hf_config, "auto_map", None) or {}):
+    if has_head(factory, hf_config) or factory.__name__ in (getattr(hf_config, "auto_map", None) or {}):
         return hf_config
     if config.is_critic:
         raise ConfigError(
@@ -129,7 +131,7 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     if dtype == model.dtype:
         return
     reference = _construct(config, dtype)
-    kept = [re.compile(pattern.replace("*", ".*")) for pattern in reference._get_dtype_plan(dtype)]
+    kept = [re.compile(pattern) for pattern in float32_patterns(reference, dtype)]
     strict = [name for name, _ in reference.named_parameters() if any(pattern.search(name) for pattern in kept)]
     if strict:
         logger.warning(
@@ -141,13 +143,13 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         )
     classes: dict[Any, type[nn.Module]] = {}
     for prefix, module in model.named_modules():
-        given = reference.get_submodule(prefix)._buffers
-        for name, buffer in module._buffers.items():
+        given = buffers_of(reference.get_submodule(prefix))
+        for name, buffer in buffers_of(module).items():
             other = given[name]
             if buffer is None or other is None or other.dtype == buffer.dtype:
                 continue
-            if name in module._non_persistent_buffers_set:
-                module._buffers[name] = buffer.to(other.dtype)
+            if not is_persistent(module, name):
+                buffers_of(module)[name] = buffer.to(other.dtype)
             elif not any(pattern.search(f"{prefix}.{name}") for pattern in kept):
                 cls = type(module)
                 reading = classes.setdefault((cls, name), _reading_as(cls, name, other.dtype))
@@ -156,8 +158,12 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
 
 def _reading_as(cls: type[nn.Module], name: str, dtype: torch.dtype) -> type[nn.Module]:
     """``cls``, whose buffer ``name`` is cast when it is read as an attribute, as a model's code does."""
-    read = property(lambda module: module._buffers[name].to(dtype))
-    return type(cls.__name__, (cls,), {name: read, "__module__": cls.__module__})
+
+    def read(module: nn.Module) -> torch.Tensor | None:
+        buffer = buffers_of(module)[name]
+        return None if buffer is None else buffer.to(dtype)
+
+    return type(cls.__name__, (cls,), {name: property(read), "__module__": cls.__module__})
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
@@ -171,7 +177,7 @@ def _disable_dropout(model: PreTrainedModel) -> None:
         if isinstance(copied, PretrainedConfig):
             _zero_dropout_attributes(copied)
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         if module is not model and isinstance(config := getattr(module, "config", None), PretrainedConfig):
             module.config = copies.get(id(config), config)
@@ -192,7 +198,7 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
     Raises:
         ConfigError: a named class does not occur in the model.
     """
-    wanted = set(names or model._no_split_modules or ())
+    wanted = set(names or unsplit_classes(model))
     found = {type(module).__name__: type(module) for module in model.modules()}
     if names and (unknown := sorted(wanted - found.keys())):
         raise ConfigError(
@@ -226,13 +232,13 @@ def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch
     first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
     unfilled = []
     for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             full = f"{name}.{key}" if name else key
             if buffer is None:
                 continue
             if torch.equal(first[full], second[full]):
                 buffer.copy_(first[full])
-            elif key in module._non_persistent_buffers_set:
+            elif not is_persistent(module, key):
                 raise ConfigError(
                     f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer {key!r} in "
                     "_init_weights, so the model cannot be built on the meta device; upgrade transformers or report "
@@ -251,9 +257,9 @@ def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, t
     Modules may compute buffers of those inside them (Falcon-H1), so each begins where the ones inside have ended.
     """
     for module in skeleton.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[key] = torch.full(buffer.shape, garbage, dtype=buffer.dtype, device="cpu")
+                buffers_of(module)[key] = torch.full(buffer.shape, garbage, dtype=buffer.dtype, device="cpu")
     with torch.random.fork_rng(devices=[]):
         for module, initialize in reversed(_initializers(skeleton)):
             initialize(module)
@@ -269,12 +275,12 @@ def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.
 
     def walk(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
         if isinstance(module, PreTrainedModel):
-            initialize = module._init_weights
+            initialize = partial(initialize_module, module)
         found.append((module, initialize))
         for child in module.children():
             walk(child, initialize)
 
-    walk(model, model._init_weights)
+    walk(model, partial(initialize_module, model))
     return found
 
 

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..utils.distributed import gather_objects, get_rank
 from ..utils.errors import ConfigError
+from .compat.transformers_private import attention_of, build_from_config
 from .hf_keys import unsharded_class
 from .microbatch import MicroBatch
 from .model import give_memory
@@ -98,7 +99,7 @@ def _comes_out_alike(
     text = config.get_text_config(decoder=True)
     for key in small:
         setattr(text, key, _WINDOW_TOKENS)
-    dtype = torch.bfloat16 if "flash" in str(text._attn_implementation) else torch.float32  # its kernels take no other
+    dtype = torch.bfloat16 if "flash" in attention_of(text) else torch.float32  # its kernels take no other
     most = getattr(text, "max_position_embeddings", None) or 0
     length = min(_LENGTH, most) if most > 0 else _LENGTH
     generator = torch.Generator().manual_seed(0)
@@ -120,8 +121,7 @@ def _twin(
     """A model of the same class, sharded like ``model``, with random weights that hide nothing."""
     with torch.device("meta"):
         twin, skeleton = (
-            unsharded_class(model)._from_config(copy.deepcopy(config), dtype=dtype).eval()  # type: ignore[operator]
-            for _ in range(2)
+            build_from_config(unsharded_class(model), copy.deepcopy(config), dtype).eval() for _ in range(2)
         )
     mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
     for name, module in reversed(list(model.named_modules())):  # children first, as fully_shard wants it

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -28,6 +27,7 @@ from ..utils.distributed import gather_objects
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
 from .api import ParallelStrategy
+from .compat.torch_private import abort_process_group
 from .config import TrainEngineConfig
 from .devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from .model import COMPUTE_DTYPES
@@ -160,7 +160,7 @@ def _all_leave(control: dist.ProcessGroup) -> bool:
 
 def _abort() -> None:
     """Give up NCCL's communicators and every group of this process; what is under way in them fails."""
-    thread = Thread(target=_abort_process_group, name="abort", daemon=True)
+    thread = Thread(target=abort_process_group, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_S)
     if thread.is_alive():

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..utils.errors import ConfigError, PeerError, WorkerLost
 from ..utils.logging import get_logger
 from .collective_errors import collective_broke
+from .compat.ray_private import draining_deadlines
 
 ERROR_GRACE_S = 1.0
 """How long after a rank's error others may still turn out to be dead, or answer."""
@@ -145,16 +146,15 @@ def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
     None of them when Ray does not answer in time. Ray shows this only to its own libraries (Serve, Train), so a version
     that does so in another way is warned about, and has none.
     """
-    control = getattr(ray.get_runtime_context().worker, "gcs_client", None)
-    ask = getattr(control, "get_draining_nodes", None)
-    if ask is None:
-        _warn_of_no_drain_notices()
-        return {}
     try:
-        return {node: end_ms / 1000 or None for node, end_ms in ask(timeout=timeout_s).items()}
+        deadlines = draining_deadlines(timeout_s)
     except RayError as error:
         logger.warning("Ray could not say which nodes are drained: %s", headline(error))
         return {}
+    if deadlines is None:
+        _warn_of_no_drain_notices()
+        return {}
+    return {node: end_ms / 1000 or None for node, end_ms in deadlines.items()}
 
 
 @cache

@@ -13,6 +13,7 @@ from threading import Lock
 
 import torch
 
+from .compat.torch_private import n_writes
 from .tensors import local_tensor
 
 SAMPLES = 8
@@ -70,8 +71,7 @@ class WriteWatch:
 
 def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
     """How many operations torch has counted: those on a DTensor, and those on its local tensor."""
-    count = 0 if local.is_inference() else local._version
-    return count if tensor is local or tensor.is_inference() else count + tensor._version
+    return n_writes(local) if tensor is local else n_writes(local) + n_writes(tensor)
 
 
 def _count(tensor: torch.Tensor) -> int:

@@ -16,6 +16,10 @@ class ConfigError(HoldfastError, ValueError):
     """A configuration key or value that cannot be used; the message names the key."""
 
 
+class UnsupportedVersionError(HoldfastError, ImportError):
+    """A library is installed in a version that Holdfast does not work with."""
+
+
 class BatchError(HoldfastError, ValueError):
     """A batch whose keys, shapes or contents cannot be trained on."""
 

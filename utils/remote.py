@@ -316,7 +316,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
     if "://" not in text:
         return Path(path)
     if text.partition("://")[0] in LocalFileSystem.protocol:
-        return Path(LocalFileSystem._strip_protocol(text))
+        return Path(fsspec.core.strip_protocol(text))
     return None
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from holdfast.engine.compat.torch_private import StorageInfo
 from holdfast.engine.dcp_checkpoint import load_dcp, read_dcp, save_dcp
 from holdfast.engine.dcp_metadata import check_coverage, read_metadata
 from holdfast.engine.dcp_reader import CheckedReader
@@ -169,7 +169,7 @@ def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Pa
         metadata = read_metadata(folder)
         torch.save(other, folder / "other.distcp")
         size = (folder / "other.distcp").stat().st_size
-        metadata.storage_data[MetadataIndex("app.w", torch.Size([0, 0]))] = _StorageInfo("other.distcp", 0, size)
+        metadata.storage_data[MetadataIndex("app.w", torch.Size([0, 0]))] = StorageInfo("other.distcp", 0, size)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(
             CheckpointCorruptError, match=r"app\.w holds .*; \.metadata announces \[4, 3\] torch.float32"

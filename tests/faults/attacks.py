@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from holdfast.engine.compat.torch_private import StorageInfo
 from holdfast.engine.dcp_metadata import read_metadata
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.files import file_digest
@@ -82,7 +82,7 @@ def _plant_entry(name: str, data: bytes, as_bytes: bool, folder: Path) -> None:
     file = folder / "actor" / "__0_0.distcp"
     before = file.read_bytes()
     replace_bytes(file, before + data)
-    place = _StorageInfo(file.name, len(before), len(data))
+    place = StorageInfo(file.name, len(before), len(data))
 
     def point(metadata: Metadata) -> None:
         for index in _indices(metadata, name):
@@ -143,7 +143,7 @@ def _point_outside(path: str, folder: Path) -> None:
     def point(metadata: Metadata) -> None:
         for index in _indices(metadata, WEIGHT):
             place = metadata.storage_data[index]
-            metadata.storage_data[index] = _StorageInfo(path, place.offset, place.length)
+            metadata.storage_data[index] = StorageInfo(path, place.offset, place.length)
 
     change_metadata(point, folder)
 

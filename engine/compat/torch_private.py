@@ -1,0 +1,164 @@
+"""What torch keeps to itself: how a module and a sharded tensor hold what is theirs, and DCP's records of files."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from . import Private, require
+
+_CUT = "know which part of a tensor is this rank's"
+_MADE_UP = "make sharded tensors of what it holds already"
+_VIEW = "look at a model's modules and tensors without its hooks"
+
+NAMES = (
+    Private(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+        _CUT,
+        ("global_shape", "mesh", "placements"),
+    ),
+    Private("torch.distributed.tensor._dtensor_spec:DTensorSpec", _MADE_UP, ("mesh", "placements", "tensor_meta")),
+    Private("torch.distributed.tensor._dtensor_spec:TensorMeta", _MADE_UP, ("shape", "stride", "dtype")),
+    Private("torch.distributed.tensor:DTensor._spec", _MADE_UP),
+    Private(
+        "torch.distributed.checkpoint.filesystem:_StorageInfo",
+        "read and write .metadata of DCP",
+        ("relative_path", "offset", "length"),
+    ),
+    Private("torch.distributed.checkpoint.filesystem:CURRENT_DCP_VERSION", "write .metadata of DCP"),
+    Private("torch.distributed.distributed_c10d:_abort_process_group", "leave NCCL when a peer is dead", ("group",)),
+    Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
+    Private("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "follow conversions of weights"),
+    Private("torch.utils._pytree:tree_leaves", "follow conversions of weights", ("tree",)),
+    Private("torch:ops.aten.clone.default._schema.is_mutable", "follow conversions of weights"),
+    Private("torch:UntypedStorage._cdata", "tell whether tensors share memory"),
+    Private("torch:Tensor._version", "notice that a tensor was written to while it was copied"),
+    Private("torch.nn:Module._modules", _VIEW),
+    Private("torch.nn:Module._parameters", _VIEW),
+    Private("torch.nn:Module._buffers", _VIEW),
+    Private("torch.nn:Module._state_dict_pre_hooks", _VIEW),
+    Private("torch.nn:Module._non_persistent_buffers_set", "tell which buffers checkpoints hold"),
+    Private("torch.nn:Module._state_dict_hooks", "tell which modules add to their state dict"),
+    Private("torch.nn:Module._save_to_state_dict", "tell which modules add to their state dict"),
+    Private("torch.nn:Module._load_state_dict_pre_hooks", "tell which modules take what they added"),
+    Private("torch.nn:Module._load_from_state_dict", "tell which modules take what they added"),
+)
+require("torch", NAMES)
+
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "Dropout",
+    "StorageInfo",
+    "TorchDispatchMode",
+    "abort_process_group",
+    "buffers_of",
+    "children_of",
+    "compute_local_shape_and_global_offset",
+    "is_persistent",
+    "like_sharded",
+    "loading_of",
+    "made_sharded",
+    "n_writes",
+    "parameters_of",
+    "replace_members",
+    "same_layout",
+    "saving_of",
+    "storage_id",
+    "tree_leaves",
+    "writes_in_place",
+]
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its submodules, by name; a dict that may be written to."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Its own parameters, by name, not those of submodules; a dict that may be written to."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Its own buffers, by name, not those of submodules; a dict that may be written to."""
+    return module._buffers
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether the state dict has the module's buffer of this name."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def replace_members(
+    module: nn.Module,
+    *,
+    children: Mapping[str, nn.Module | None] | None = None,
+    parameters: Mapping[str, torch.Tensor | None] | None = None,
+    buffers: Mapping[str, torch.Tensor | None] | None = None,
+) -> None:
+    """Give a view of a module others than those that it shares with the module; None leaves them.
+
+    With parameters or buffers of its own it no longer runs state-dict pre-hooks: FSDP2's would reshard the live model.
+    """
+    new = {"_modules": children, "_parameters": parameters, "_buffers": buffers}
+    module.__dict__.update({kind: members for kind, members in new.items() if members is not None})
+    if parameters is not None or buffers is not None:
+        module.__dict__["_state_dict_pre_hooks"] = {}
+
+
+def saving_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+    """What fills the module's part of a state dict: a method, and the hooks after it."""
+    return module._save_to_state_dict, list(module._state_dict_hooks.values())
+
+
+def loading_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+    """What takes the module's part of a state dict: a method, and the hooks before it."""
+    return module._load_from_state_dict, list(module._load_state_dict_pre_hooks.values())
+
+
+def made_sharded(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of this shape and stride with ``local`` for this rank's part, which stays on its device.
+
+    (`DTensor.from_local` moves it to the mesh's.)
+    """
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like_sharded(local: torch.Tensor, sharded: DTensor) -> DTensor:
+    """A DTensor of the layout, shape and dtype of ``sharded`` with ``local`` for this rank's part: `made_sharded`."""
+    return DTensor(local, sharded._spec, requires_grad=False)
+
+
+def same_layout(one: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors have the same mesh, placements, shape, stride and dtype."""
+    return one._spec is other._spec or one._spec == other._spec
+
+
+def n_writes(tensor: torch.Tensor) -> int:
+    """The operations on a tensor or its views that torch has counted as writes; it counts none of inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for all tensors in one memory, on the meta device too, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def writes_in_place(operator: Any) -> bool:
+    """Whether an operator, as ``__torch_dispatch__`` gets it, changes one of its inputs."""
+    return operator._schema.is_mutable
