@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..utils.distributed import rank_zero_decides
+from ..utils.distributed import all_ranks_succeed, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError
 from ..utils.logging import get_logger
 from ..utils.manifest import MANIFEST_NAME
@@ -64,9 +64,14 @@ def adopt_base(
 
     Returns:
         `base_dtype` of the folder that rank 0 sees: the layout of files, which must be the same on all, depends on it.
+
+    Raises:
+        OSError: the generation config cannot be read here.
+        PeerError: on another rank.
     """
-    _adopt_generation_config(model, Path(folder))
-    own_dtypes(model)
+    with all_ranks_succeed(f"reading {folder}", group):
+        _adopt_generation_config(model, Path(folder))
+        own_dtypes(model)
     return rank_zero_decides(lambda: base_dtype(model, folder), group)
 
 
@@ -81,21 +86,31 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = read
         return
     try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    try:
         read = GenerationConfig.from_pretrained(folder)
         with tempfile.TemporaryDirectory(prefix="holdfast-generation-") as scratch:
             read.save_pretrained(scratch)
         model.generation_config = read
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # values may be of any type
         logger.warning("%s goes into exports as it is; transformers would not write it again: %s", path, error)
-        setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), path.read_bytes()))
+        setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), data))
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """What is invalid is written too: hours of training are not to be lost over it."""
+    config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
-    if replaced is not None and replaced == model.generation_config:
+    if replaced is not None and replaced == config:
         (folder / GENERATION_CONFIG_NAME).write_bytes(data)
-    else:
-        model.generation_config.save_pretrained(folder)
+        return
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        logger.warning("%s of the export is what the model has, but: %s", GENERATION_CONFIG_NAME, error)
+        config.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:
