@@ -263,7 +263,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     from_hf = make_engine(f"{out}/hf", optimizer=None)
     weights = {n: t.full_tensor() for n, t in from_hf.model.state_dict().items()}
     assert all(torch.equal(weights[n.removeprefix("model.")], t) for n, t in saved.items() if n.startswith("model."))
-    with pytest.raises(ConfigError, match="'torch'; expected 'dcp' or 'hf'"):
+    with pytest.raises(ConfigError, match="'torch'; expected one of 'dcp', 'hf'"):
         engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))
     with pytest.raises(ConfigError, match="weights only"):
         engine.save(SaveLoadMeta(f"{out}/x", "hf", with_optim=True))
