@@ -217,7 +217,7 @@ def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
         find_model_folder(TrainEngineConfig(path=str(tmp_path), revision="main"))
 
 
-@pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b"])
+@pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b", "a" * 300, "a\0b"])
 def test_what_is_neither_a_folder_nor_the_name_of_a_model_is_refused_without_asking_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=r"config key 'path' is .*; expected a folder with the config\.json"):
         find_model_folder(TrainEngineConfig(path=path))
