@@ -160,6 +160,12 @@ def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> No
     assert _holds(root / "offline" / case, 2 if case == "branch" else 1)
 
 
+def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub: Any) -> None:
+    root, server, online, _ = hub  # the server has ended
+    again = reports(root / "unreachable", {"model": ONLINE["model"]}, HF_HOME=f"{root}/cache", HF_ENDPOINT=server.url)
+    assert [report["model"] for report in again] == [report["model"] for report in online]
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
