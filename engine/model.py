@@ -74,9 +74,10 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
         with torch.device("meta"):
             return factory.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options)
     except _UNUSABLE as error:
+        attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
-            f"config key 'path': {config.path}/config.json ({hf_config.model_type}) cannot be built with config key "
-            f"'attn_impl' {config.attn_impl!r}: {_reason(error)}"
+            f"config key 'path': transformers cannot build the {hf_config.model_type} model of "
+            f"{config.path}/config.json{attention}: {_reason(error)}"
         ) from error
 
 

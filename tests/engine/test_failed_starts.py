@@ -24,7 +24,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError"),
     "a negative size": ({"intermediate_size": -1}, "RuntimeError"),
     "a dtype that torch does not have": ({"dtype": "float12"}, "AttributeError"),
-    "a layer type that there is not": ({"layer_types": ["sideways", "sideways"]}, "sideways"),
+    "a layer type that there is not": ({"layer_types": ["sideways", "sideways"]}, ".*sideways"),
 }
 
 
@@ -33,7 +33,7 @@ def test_a_config_that_describes_no_model_is_an_error_that_names_the_file(what: 
     changes, reason = NONSENSE[what]
     tiny_model("llama").save_pretrained(tmp_path)
     _change_config(tmp_path, changes)
-    with pytest.raises(ConfigError, match=rf"config key 'path': {tmp_path}/config\.json .*{reason}") as refusal:
+    with pytest.raises(ConfigError, match=rf"config key 'path': .*{tmp_path}/config\.json.*: {reason}") as refusal:
         start(tmp_path)
     assert "\n" not in str(refusal.value)
 
