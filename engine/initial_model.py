@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed
-from ..utils.errors import ConfigError
+from ..utils.errors import CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.remote import FETCH_FIRST, require_local
 from .config import TrainEngineConfig
@@ -57,14 +57,14 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         unfilled = give_memory(model, skeleton, groups.device)
         if config.init_from_scratch or config.is_critic:
-            draw_weights(model, skeleton, config.seed, blocks)
+            unfilled += draw_weights(model, skeleton, config.seed, blocks)
     if not config.init_from_scratch:
         fresh = load_weights(model, folder, config, groups.control)
         unfilled = [name for name in unfilled if name in fresh]
     if unfilled:
         raise ConfigError(
-            f"{type(skeleton).__name__} does not compute its buffer {unfilled[0]!r} in _init_weights: it can only be "
-            "loaded, from a folder that has it (config key 'init_from_scratch' false)"
+            f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it can only be loaded, "
+            "from a folder that has it (config key 'init_from_scratch' false)"
         )
     return model
 
@@ -108,6 +108,10 @@ def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
     if causal is None:
         return []
     with WeightReader(folder) as reader:
-        loading = plan_loading(causal, {name: place.shape for name, place in reader.layout().items()})
+        shapes = {name: place.shape for name, place in reader.layout().items()}
+    try:
+        loading = plan_loading(causal, shapes)
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{folder}: {error}") from error
     base = f"{causal.base_model_prefix}."
     return [name for key, tensor in loading.filled.items() if not key.startswith(base) for name in tensor.sources]

@@ -43,6 +43,12 @@ logger = get_logger(__name__)
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_UNUSABLE = (
+    *(OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError),
+    StrictDataclassError,
+)
+"""What transformers and torch raise for a ``config.json`` that describes no model; they do not check it first."""
+
 
 def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
     """The model of ``config.path``, a local folder, in float32 without memory, with a language-model or a value head.
@@ -69,10 +75,11 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
     try:
         with torch.device("meta"):
             return factory.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options)
-    except (ValueError, ImportError) as error:
+    except _UNUSABLE as error:
+        attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
-            f"{config.path} ({hf_config.model_type}; config key 'path') cannot be built with config key 'attn_impl' "
-            f"{config.attn_impl!r}: {error}"
+            f"config key 'path': transformers cannot build the {hf_config.model_type} model of "
+            f"{config.path}/config.json{attention}: {_reason(error)}"
         ) from error
 
 
@@ -89,8 +96,8 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
     folder, factory = require_model_folder(config.path), _factory(config)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+    except _UNUSABLE as error:
+        reason = _reason(error)
         if not config.trust_remote_code and "trust_remote_code" in reason:
             reason = (
                 "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
@@ -107,6 +114,11 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
         f"config key 'path': {folder} holds a {hf_config.model_type} model, for which transformers has no causal "
         "language model; name another folder"
     )
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
@@ -287,7 +299,7 @@ def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.
 @torch.no_grad()
 def draw_weights(
     model: PreTrainedModel, skeleton: PreTrainedModel, seed: int, blocks: tuple[type[nn.Module], ...]
-) -> None:
+) -> list[str]:
     """Draw every parameter as transformers would, one block at a time; the same values at every world size.
 
     Args:
@@ -295,8 +307,11 @@ def draw_weights(
         skeleton: the same model on meta, not sharded; used up by this.
         seed: together with a block's name, what the block is drawn from.
         blocks: the classes that are drawn whole (some models scale a block's inner weights).
+
+    Returns:
+        Names of the parameters that nothing drew, which only a checkpoint can fill; they hold NaN.
     """
-    initializers = dict(_initializers(skeleton))
+    initializers, undrawn = dict(_initializers(skeleton)), []
     for name, unit in _draw_units(skeleton, blocks):
         unit.to_empty(device="cpu")
         for drawn in unit.parameters():
@@ -307,9 +322,10 @@ def draw_weights(
                 initializers[module](module)
         for key, drawn in unit.named_parameters(prefix=name):
             if drawn.isnan().any():
-                raise ConfigError(f"{type(skeleton).__name__} does not draw {key!r} in _init_weights; load its weights")
+                undrawn.append(key)
             keep_own_shard(model.get_parameter(key), drawn)
         unit.to_empty(device="meta")
+    return undrawn
 
 
 def _draw_units(skeleton: nn.Module, blocks: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ cannot be reached, what the cache has of the revision is used if it is complete.
 """
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ _ROUND_S = 2.0  # how often ranks that wait for a download show each other that 
 
 def require_model_folder(path: str) -> Path:
     """``path`` as it is, if it is a local folder of a Hugging Face model; ConfigError else."""
-    if not path or not (Path(path) / "config.json").is_file():
+    if not path or not os.path.isfile(os.path.join(path, "config.json")):  # pathlib's raises OSError
         raise ConfigError(
             f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model, or the id "
             "of a model on the hub ('Qwen/Qwen3-0.6B')"
@@ -80,7 +81,7 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
     """Whether ``path`` is the id of a model on the hub; the same on every rank: a folder on one of them is a folder."""
-    if any(gather_objects(Path(path).exists(), group)):
+    if any(gather_objects(os.path.exists(path), group)):  # pathlib's may raise: the others would wait
         return False
     try:
         validate_repo_id(path)

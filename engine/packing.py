@@ -129,12 +129,13 @@ def _twin(
             fully_shard(twin.get_submodule(name), mesh=mesh)
     for name in give_memory(twin, skeleton, device):
         twin.get_buffer(name).fill_(1)
+    experts = {value for key, value in vars(config.get_text_config(decoder=True)).items() if "expert" in key}
     own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + get_rank(), 0))
     for param in twin.parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         if param.dim() < 2:
             local.normal_(1.0, 0.1, generator=own)
-        elif param.dim() == 2:
+        elif param.dim() == 2 or param.shape[0] not in experts:
             local.normal_(0.0, param.shape[-1] ** -0.5, generator=own)
         else:  # equal experts: which of them rounding makes a router choose does not matter
             one = torch.empty(param.shape[1:], dtype=dtype, device=device)

@@ -157,7 +157,7 @@ class TrainWorker:
 
     def export(self, path: str) -> None:
         """Write the policy as a Hugging Face folder."""
-        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=self.engine.config.path)
+        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder))
         self.engine.save(meta)
 
     def destroy(self) -> None:

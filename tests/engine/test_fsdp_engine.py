@@ -433,7 +433,7 @@ def _bad_models(rank: int, world_size: int, folder: str) -> None:
         engine.config.fsdp.wrap_policy.transformer_layer_cls_to_wrap = ["NoSuchBlock"]
         engine.create_process_group()
         engine.initialize(None, SPEC)
-    with pytest.raises(ConfigError, match="cannot be built"):
+    with pytest.raises(ConfigError, match=r"cannot build .*flash_attention_9"):
         make_engine(folder, attn_impl="flash_attention_9")
 
 

@@ -160,6 +160,12 @@ def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> No
     assert _holds(root / "offline" / case, 2 if case == "branch" else 1)
 
 
+def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub: Any) -> None:
+    root, server, online, _ = hub  # the server has ended
+    again = reports(root / "unreachable", {"model": ONLINE["model"]}, HF_HOME=f"{root}/cache", HF_ENDPOINT=server.url)
+    assert [report["model"] for report in again] == [report["model"] for report in online]
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -217,7 +223,7 @@ def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
         find_model_folder(TrainEngineConfig(path=str(tmp_path), revision="main"))
 
 
-@pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b"])
+@pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b", "a" * 300, "a\0b"])
 def test_what_is_neither_a_folder_nor_the_name_of_a_model_is_refused_without_asking_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=r"config key 'path' is .*; expected a folder with the config\.json"):
         find_model_folder(TrainEngineConfig(path=path))

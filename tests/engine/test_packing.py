@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     RwkvConfig,
+    XLNetConfig,
 )
 
 from holdfast.engine import MicroBatchSpec
@@ -74,6 +75,9 @@ LEAKY: dict[str, PretrainedConfig] = {
     "attention with linear biases": BloomConfig(**SIZES, n_layer=2, n_head=2),
     "rotary attention that takes no hint from position_ids": FalconConfig(
         **SIZES, num_hidden_layers=2, num_attention_heads=2
+    ),
+    "attention whose projections have three dims": XLNetConfig(
+        vocab_size=15, d_model=32, n_layer=2, n_head=2, d_inner=48
     ),
     "short convolutions": Lfm2Config(**MORE, num_hidden_layers=3, layer_types=CONVOLUTION),
     "short convolutions beside experts": Lfm2MoeConfig(
