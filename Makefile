@@ -1,10 +1,13 @@
 # Every target makes .venv and installs by itself; `make help` lists them.
 #   make PYTHON=python3.12 test       another interpreter (3.11 or newer), after make clean
+#   make VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt test
+#                                     the oldest supported versions of everything
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 #                                     torch without CUDA on Linux: gigabytes less to fetch
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
@@ -42,9 +45,9 @@ clean:  ## Remove what these targets made, .venv included; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than both files exactly when what they ask for is installed.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
