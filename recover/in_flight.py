@@ -44,11 +44,13 @@ class InFlight:
     staged_bytes: Callable[[], int]
     began_s: float
     was_in_the_way: bool = False
+    _thread: Thread = field(init=False)
 
     def start(self, ranks: Ranks) -> None:
         """Begin with the jobs."""
         # A daemon: a rank that hangs must not keep this process from its exit.
-        Thread(target=self._fulfil, args=(ranks,), name="snapshot", daemon=True).start()
+        self._thread = Thread(target=self._fulfil, args=(ranks,), name="snapshot", daemon=True)
+        self._thread.start()
 
     def done(self) -> bool:
         """Whether all jobs came to an end."""
@@ -57,6 +59,9 @@ class InFlight:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when they did, or after ``timeout_s``."""
         wait([job.outcome for job in self.jobs], timeout_s)
+        if self.done():
+            # It frees tensors at its end; a process that ends meanwhile is aborted by torch (SIGABRT).
+            self._thread.join()
 
     def linger(self, save_s: float) -> None:
         """Return when they did, or when nothing has moved for too long.
@@ -72,6 +77,7 @@ class InFlight:
             self.wait(_POLL_S)
             if (progress := self._progress()) != seen:
                 seen, moved_s = progress, time.monotonic()
+        self.wait(0)  # for the thread, should they have been done before
 
     def lost_snapshot(self) -> str | None:
         """Why there is no generation of the step, once nothing is waited for any more; None if there is, or none was to

@@ -1,5 +1,6 @@
 """What one rank reads of a generation: a share of its files to verify it, its engines' shards, its process's state."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     """Compare the bytes of this rank's share of a generation's files with their digests; what is wrong, or None.
 
     What its ``.metadata`` says of an engine's tensors must make a whole, too: a writer's fault has the right digest.
-    A share each keeps the wait of any rank for the others short: the whole of a large checkpoint takes minutes.
+    The files are divided among the ranks (see `share_of`): one rank alone would take minutes for a large checkpoint.
 
     Args:
         holder: see `rank_target`.
@@ -37,9 +38,9 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     Raises:
         CheckpointNotFoundError: this rank does not see a file that is there. That is no verdict on the generation.
     """
-    for name, entry in list(files.items())[get_rank() :: get_world_size()]:
+    for name in share_of({name: entry["bytes"] for name, entry in files.items()}, get_rank(), get_world_size()):
         try:
-            verify_file(generation, name, entry)
+            verify_file(generation, name, files[name])
             if Path(name).name == ".metadata":
                 read_metadata(Path(generation, name).parent)
         except CheckpointCorruptError as error:
@@ -50,6 +51,33 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
                 "need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
             ) from error
     return None
+
+
+_OF_RANK = re.compile(r".+/__(\d+)_\d+\.distcp|state/rank_(\d+)\.pt")
+
+
+def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
+    """The files of a generation that ``rank`` verifies; every file is in the share of exactly one rank.
+
+    At the world size that it was saved with, a rank verifies its own data files and its own process state: it reads
+    them next, and finds them in the page cache of its machine. All other files, and at another world size all files,
+    are assigned from the largest to the smallest, each to the rank with the fewest bytes so far.
+
+    Args:
+        files: name -> bytes.
+        rank: whose share.
+        world_size: number of ranks.
+    """
+    owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
+    if set(owners.values()) != set(range(world_size)):
+        owners = {}
+    shares: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for name in sorted(files, key=lambda name: (name not in owners, -files[name], name)):
+        owner = owners.get(name, loads.index(min(loads)))
+        shares[owner].append(name)
+        loads[owner] += files[name]
+    return shares[rank]
 
 
 def check_rank(holder: Any, generation: str) -> None:

@@ -98,6 +98,27 @@ def test_a_child_of_the_process_that_trains_has_no_snapshot_to_finish(tmp_path: 
     assert float(said.rpartition("for ")[2]) < in_flight.LINGER_S / 2
 
 
+SLOW_TO_END = """
+handler.wait()
+from holdfast.recover import in_flight
+class SlowToEnd(in_flight.Thread):
+    def run(self):
+        super().run()
+        for _ in range(100_000):
+            torch.ones(1)
+in_flight.Thread = SlowToEnd
+handler.dump(state, StepInfo(0, 1, 1, 6))
+"""
+
+
+@pytest.mark.parametrize("how", ["", "handler.wait()", "handler.close()"])
+def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_path: Path, how: str) -> None:
+    """torch ends the process with SIGABRT when such a thread wants the interpreter back."""
+    code, said = end(tmp_path, SLOW_TO_END + how, write_s=0.0)
+    assert code == 0, said
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]
+
+
 def _grow(seconds: float) -> Callable[..., Any]:
     """A writer that has much to write."""
     write = writing.write_rank
