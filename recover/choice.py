@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, StepInfo
+from ..utils.distributed import rank_zero_decides_slowly
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, MirrorError
 from ..utils.files import file_digest
 from ..utils.logging import get_logger
@@ -22,7 +23,7 @@ from .config import RecoverConfig
 from .info import RecoverInfo
 from .mirror import Mirror
 from .rank_reading import check_bytes
-from .ranks import Ranks, decide_slowly
+from .ranks import Ranks
 from .store import GenerationStore
 
 logger = get_logger(__name__)
@@ -59,7 +60,7 @@ class ResumeChoice:
         Raises:
             as `choose`, of what can be seen so.
         """
-        found = decide_slowly(self._look, group)
+        found = rank_zero_decides_slowly(self._look, group)
         self._told = [found]
         return found
 

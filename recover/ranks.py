@@ -7,23 +7,25 @@ handler, decides, and sends the ranks their part.
 
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Thread
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 
 from ..engine.api import Stateful
 from ..engine.dcp_state import DCPState
-from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, rank_zero_decides
+from ..utils.distributed import (
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+    rank_zero_decides_slowly,
+)
 from ..utils.errors import ConfigError
 
 T = TypeVar("T")
-
-WORD_EVERY_S = 5.0
-"""How often ranks that wait for a slow decision hear that it is being made; far less than any group's timeout."""
 
 
 @runtime_checkable
@@ -99,24 +101,6 @@ def rank_target(holder: Any) -> RankTarget:
     return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
 
 
-def decide_slowly(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`rank_zero_decides` for what may take longer than the group's timeout: the others are told to go on waiting."""
-    outcome = Future[T]()
-    if get_rank(group) == 0:
-        # A daemon: work that hangs must not keep the process from its exit.
-        Thread(target=_fulfil, args=(outcome, work), name="decision", daemon=True).start()
-    while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
-        pass
-    return rank_zero_decides(outcome.result, group)
-
-
-def _fulfil(outcome: Future[T], work: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(work())
-    except BaseException as error:
-        outcome.set_exception(error)
-
-
 class LocalRanks:
     """This process is one of the ranks; all of them call the handler.
 
@@ -154,7 +138,7 @@ class LocalRanks:
 
     def decide_slowly(self, work: Callable[[], T]) -> T:
         """`decide` for what may take longer than the group's timeout."""
-        return decide_slowly(work, self._group)
+        return rank_zero_decides_slowly(work, self._group)
 
     def here(self, step: Callable[[], T]) -> list[T]:
         """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""

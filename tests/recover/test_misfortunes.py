@@ -157,9 +157,9 @@ time.sleep(6)
 
 def _wait_for_the_lock(rank: int, world_size: int, root: str) -> float:
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
-    import holdfast.recover.ranks as ranks
+    import holdfast.utils.distributed as distributed
 
-    ranks.WORD_EVERY_S = 0.5
+    distributed.WORD_EVERY_S = 0.5
     plain = make_handler(root, lock_timeout_s=30.0)
     handler, started = RecoverHandler(plain.config, plain.ft_spec, group=group), time.monotonic()
     assert handler.load(Tiny().state) is None
