@@ -134,7 +134,9 @@ class RecoverHandler:
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job. Nothing was changed.
-            ConfigError: an export was asked for that cannot be made. Nothing was changed.
+            ConfigError: an export was asked for that cannot be made: nothing was changed; or the state could not be
+                saved (see `DCPState.state_dict`).
+            OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -150,7 +152,7 @@ class RecoverHandler:
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
-        ranks.run_all(open_writer, self._key, aside_s, self._exports.request)
+        ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
         self._loaded, self._opened = True, ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
