@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ..utils.cores import reading_threads
 from ..utils.errors import CheckpointCorruptError
 from ..utils.heartbeat import beat
-from ..utils.threads import reading_threads
 from .dcp_archive import archive_of
 from .dcp_metadata import tensor_entry
 from .host_blocks import HostBlocks
