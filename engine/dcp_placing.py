@@ -4,9 +4,9 @@ Planning finds out where in a file the values lie: if what is before them is, by
 before a tensor of that shape and dtype (see `dcp_archive`), they begin right behind it, and no archive is parsed.
 Anything else (another version of torch, a strided tensor) is left to `CheckedReader`.
 
-Files are read in the order of their bytes, by as many threads as torch may use, with read(2) into the tensors
+Files are read in the order of their bytes, by as many threads as `reading_threads` says, with read(2) into the tensors
 themselves: nothing is faster from the page cache, and a disk that fails is an `OSError`, where a memory map would end
-the process. What goes to a device, or not side by side, goes through a buffer of a few megabytes a thread.
+the process. What goes to a device, or not side by side, goes through blocks of a few megabytes a thread (`HostBlocks`).
 """
 
 import math
@@ -26,15 +26,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ..utils.cores import reading_threads
 from ..utils.errors import CheckpointCorruptError
 from ..utils.heartbeat import beat
 from .compat.torch_private import StorageInfo
 from .dcp_archive import archive_of
 from .dcp_metadata import tensor_entry
+from .host_blocks import HostBlocks
 from .tensors import bytes_of
 
 BLOCK_BYTES = 8 << 20
-"""What is read at once; also the size of the buffer."""
+"""What is read at once."""
 
 
 @dataclass(frozen=True)
@@ -97,37 +99,38 @@ class _Piece:
     box: tuple[tuple[int, int], ...]
     target: torch.Tensor
 
-    def copy(self, file: IO[bytes], buffer: "_Buffer") -> None:
+    def copy(self, file: IO[bytes], blocks: HostBlocks) -> None:
         """Read the values."""
         before = _elements_before(self.stored, self.box)
         lazy = self.target.is_conj() or self.target.is_neg()  # its bytes are not its values
         if before is not None and self.target.is_contiguous() and not lazy:
-            self._copy_run(file, self.at + before * self.target.itemsize, buffer)
+            self._copy_run(file, self.at + before * self.target.itemsize, blocks)
         else:
-            self._copy_rows(file, buffer)
+            self._copy_rows(file, blocks)
 
-    def _copy_run(self, file: IO[bytes], begin: int, buffer: "_Buffer") -> None:
+    def _copy_run(self, file: IO[bytes], begin: int, blocks: HostBlocks) -> None:
         for at, values in _split(bytes_of(self.target)):
             if values.is_cpu:
                 _read(file, begin + at, values)
             else:
-                values.copy_(buffer.read(file, begin + at, len(values)))
+                blocks.copy(values, _read(file, begin + at, blocks.take(len(values))))
 
-    def _copy_rows(self, file: IO[bytes], buffer: "_Buffer") -> None:
+    def _copy_rows(self, file: IO[bytes], blocks: HostBlocks) -> None:
         """Read whole rows as they are stored, at least one at a time, and take the part that is wanted."""
         if not self.box:
-            self.target.copy_(buffer.read(file, self.at, self.target.itemsize).view(self.target.dtype).view(()))
+            value = _read(file, self.at, blocks.take(self.target.itemsize))
+            blocks.copy(self.target, value.view(self.target.dtype).view(()))
             return
         first, n_rows = self.box[0]
         row_bytes = math.prod(self.stored[1:]) * self.target.itemsize
         step = max(1, BLOCK_BYTES // row_bytes)
         for row in range(0, n_rows, step):
             target = self.target[row : row + step]
-            data = buffer.read(file, self.at + (first + row) * row_bytes, len(target) * row_bytes)
+            data = _read(file, self.at + (first + row) * row_bytes, blocks.take(len(target) * row_bytes))
             rows = data.view(target.dtype).view(len(target), *self.stored[1:])
             for dim, (begin, length) in enumerate(self.box[1:], 1):
                 rows = rows.narrow(dim, begin, length)
-            target.copy_(rows)
+            blocks.copy(target, rows)
 
 
 def _split(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -194,11 +197,12 @@ class Placing:
             CheckpointCorruptError: one has. The tensors hold what is not to be trusted.
             OSError: a file cannot be read; likewise, and it says so.
         """
-        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="placing") as pool:
+        n_threads = reading_threads()
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="placing") as pool:
             for name, pieces in self._pieces.items():
                 try:
                     with open(self._folder / name, "rb", buffering=0) as file:
-                        list(pool.map(partial(_copy_pieces, file), _shares(pieces, torch.get_num_threads())))
+                        list(pool.map(partial(_copy_pieces, file), _shares(pieces, n_threads)))
                 except (OSError, CheckpointCorruptError) as error:
                     problem = f"{self._folder} could not be read to its end; what is loaded is half of it: load again"
                     if isinstance(error, CheckpointCorruptError):
@@ -247,31 +251,18 @@ def _shares(pieces: list[_Piece], n: int) -> list[list[_Piece]]:
 
 @torch.no_grad()  # which every thread has to say for itself
 def _copy_pieces(file: IO[bytes], pieces: list[_Piece]) -> None:
-    device = next((piece.target.device for piece in pieces if piece.target.is_cuda), None)
-    buffer = _Buffer(pinned=device is not None)
+    device = next((piece.target.device for piece in pieces if piece.target.is_cuda), torch.device("cpu"))
+    blocks = HostBlocks(BLOCK_BYTES, device)
     # A new thread is on device 0, where pinning memory would make every rank a context.
-    with nullcontext() if device is None else torch.cuda.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for piece in pieces:
-            piece.copy(file, buffer)
+            piece.copy(file, blocks)
+        blocks.settle()
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     """What is another when a file was replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-class _Buffer:
-    """Host memory that is used again and again."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def read(self, file: IO[bytes], begin: int, length: int) -> torch.Tensor:
-        """``[length]`` uint8, good until the next read."""
-        if length > len(self._memory):
-            n_bytes = max(length, BLOCK_BYTES)
-            self._memory = torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        return _read(file, begin, self._memory[:length])
 
 
 def _read(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ Stock ``dcp.load`` reads what is written. Making the folder's entries durable an
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ..utils.manifest import FileEntry, write_sealed
 from ..utils.staging import as_write_error
 from .dcp_archive import archive_of
 from .dcp_plan import SavePlanOfRank, make_plan, structure_of
+from .host_blocks import HostBlocks
 from .tensors import bytes_of, flatten, local_tensor
 
 ROOT = "dcp"
@@ -50,7 +51,7 @@ class DCPSaver:
     ) -> list[FileEntry]:
         """Write ``values`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
 
-        Takes no more memory than a block; on the device as much as a tensor that is not contiguous.
+        Takes no more memory than two blocks; on the device as much as a tensor that is not contiguous.
 
         Args:
             values: what `DCPState.state_dict` returns, or a copy of it: nested dicts of DTensors (or their copies, with
@@ -88,27 +89,39 @@ class DCPSaver:
 
 
 def _write_data(folder: Path, plan: SavePlanOfRank, tensors: list[torch.Tensor]) -> FileEntry:
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:
-        file.write_views(_archived(tensors))
+        if device is None:
+            file.write_views(piece.numpy().data for piece in pieces)
+        else:
+            for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
+                file.write(block)
         if file.bytes != plan.n_bytes:  # what .metadata says of it would be wrong
             raise CheckpointWriteError(f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it")
     return FileEntry(plan.file, file.bytes, file.digest)
 
 
-def _archived(tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a data file."""
+def _archived(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of a data file: each tensor as torch stores it, from any device, and what is around it."""
     for tensor in tensors:
         archive = archive_of(tuple(tensor.shape), tensor.dtype)
-        yield archive.prefix
-        yield from _blocks(tensor)
-        yield archive.suffix
+        yield torch.frombuffer(bytearray(archive.prefix), dtype=torch.uint8)
+        yield bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        if archive.suffix:  # that of an empty tensor is in the prefix
+            yield torch.frombuffer(bytearray(archive.suffix), dtype=torch.uint8)
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor as torch stores them, from any device."""
-    values = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
-    for at in range(0, len(values), BLOCK_BYTES):
-        yield memoryview(cast(Any, values[at : at + BLOCK_BYTES].cpu().numpy()))
+def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of a file, cut at every multiple of `BLOCK_BYTES`."""
+    room = BLOCK_BYTES
+    for values in file:
+        while len(values) >= room:
+            yield values[:room]
+            values, room = values[room:], BLOCK_BYTES
+        if len(values):
+            yield values
+            room -= len(values)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ..utils.errors import TornSnapshotError
 from .compat.torch_private import like_sharded, same_layout
 from .dcp_state import DCPState
+from .host_memory import host_copies_of
 from .tensors import flatten, local_tensor, normal_tensors
 from .write_watch import WriteWatch
 
@@ -51,6 +52,17 @@ class Staging:
         _STAGINGS.add(self)
 
     @normal_tensors()
+    def prepare(self, state: DCPState, *, weights_only: bool = False) -> None:
+        """Make the buffers that `stage` will need; pinning memory takes seconds a shard.
+
+        Raises:
+            ConfigError: see `DCPState.state_dict`.
+            OSError, RuntimeError: there is no memory for the buffers.
+        """
+        live = (DCPState(state.model) if weights_only else state).state_dict()
+        self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
+
+    @normal_tensors()
     def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 
@@ -59,13 +71,12 @@ class Staging:
 
         Raises:
             ConfigError: see `DCPState.state_dict`.
-            RuntimeError: torch has no memory for the buffers, or the device failed.
+            OSError, RuntimeError: there is no memory for the buffers, or the device failed.
         """
         self.wait()
         live = (DCPState(state.model) if weights_only else state).state_dict()
         tensors = dict(flatten(live))
-        kept = self._buffers
-        self._buffers = {name: _buffer_for(tensor, kept.get(name)) for name, tensor in tensors.items()}
+        kept, self._buffers = self._buffers, _buffers_for(tensors, self._buffers)
         changing = any(_share_modules(model, state.model) for model in _CHANGING)
         later = {} if changing else state.changed_in_step(tensors)
         for copy in _copies({name: tensor for name, tensor in tensors.items() if name not in later}, self._buffers):
@@ -281,16 +292,21 @@ def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: 
     }
 
 
-def _buffer_for(live: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """``kept``, if it fits, else a new one."""
-    if kept is not None and _fits(kept, live):
-        return kept
-    local = local_tensor(live)
-    buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A buffer for each live tensor: that of its name in ``kept``, if it fits, else a new one."""
+    fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
+    new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
+    return fitting | {name: _like(live[name], buffer) for name, buffer in new.items()}
+
+
+def _like(live: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer`` as a DTensor if ``live`` is one."""
     return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
 
 
-def _fits(buffer: torch.Tensor, live: torch.Tensor) -> bool:
+def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
+    if buffer is None:
+        return False
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
         return same_layout(buffer, live)
     if isinstance(buffer, DTensor) or isinstance(live, DTensor):

@@ -1,22 +1,25 @@
 """The bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
 
 Writing: several processes write one file at the same time, each its own ranges. What needs neither a cast nor a copy is
-written from where it lies; everything else passes through one kept buffer of `WRITE_BYTES` (pinned for CUDA). The
-kernel is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
+written from where it lies; everything else passes through kept blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel
+is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
 little left to wait for.
 
 Reading: values that the file keeps as the model does are read straight into the model. Others are cast from a map of
 the file, which spares a copy (a sixth of the time of a load, even against a buffer that stays in the cache), in windows
 of `READ_BYTES`. A window is populated before it is touched, so that a file that became shorter, or a disk that fails,
 is an error and not a signal; only a file that is cut in the milliseconds while a window of it is cast still is one.
-After that the window is dropped. Where that cannot be done (an old kernel, a file system without maps), and to learn
-what is wrong with a window, it is read into a buffer instead. Nothing stays mapped.
+After that the window is dropped. Where that cannot be done (an old kernel, a file system without maps), to learn what
+is wrong with a window, and on the way to a GPU, which casts for itself, values are read into blocks instead (see
+`HostBlocks`). Nothing stays mapped.
 """
 
 import mmap
 import os
 from collections.abc import Iterator
+from functools import partial
 from io import BufferedReader
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,6 +28,7 @@ from ..utils.errors import CheckpointCorruptError
 from ..utils.files import start_writeback
 from ..utils.heartbeat import beat
 from .hf_layout import Place, WeightFile, read_layout
+from .host_blocks import HostBlocks
 from .tensors import bytes_of
 
 WRITE_BYTES = 4 << 20
@@ -41,20 +45,17 @@ class Encoder:
     """Values as the bytes of a file, a chunk at a time."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._blocks: dict[torch.device, HostBlocks] = {}
 
     def chunks(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         """The bytes of ``values`` (any strides, dtype and device) as ``dtype``, each chunk valid until the next."""
-        for chunk in chunks_of(values, WRITE_BYTES // dtype.itemsize):
-            yield _bytes_of(self._ready(chunk, dtype))
-
-    def _ready(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of ``chunk``, contiguous, on the CPU, and of ``dtype``; valid until the next call."""
-        if chunk.dtype == dtype and chunk.device.type == "cpu" and chunk.is_contiguous():
-            return chunk
-        if not len(self._buffer):
-            self._buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=chunk.is_cuda)
-        return self._buffer.view(dtype)[: chunk.numel()].view(chunk.shape).copy_(chunk)
+        most = WRITE_BYTES // dtype.itemsize
+        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
+        for as_it_is, some in groupby(chunks_of(values, most), partial(_is_in_memory, dtype=dtype)):
+            if as_it_is:
+                yield from map(_bytes_of, some)
+            else:
+                yield from blocks.pack(some, dtype)
 
 
 class WeightWriter:
@@ -126,12 +127,14 @@ class WeightReader:
         self._folder = folder
         self._files: dict[str, BufferedReader] = {}
         self._maps: dict[str, mmap.mmap | None] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._blocks: dict[torch.device, HostBlocks] = {}
 
     def __enter__(self) -> "WeightReader":
         return self
 
     def __exit__(self, *_: object) -> None:
+        for blocks in self._blocks.values():
+            blocks.settle()
         self._maps.clear()  # each is unmapped with the last tensor that shows a part of it
         for file in self._files.values():
             file.close()
@@ -155,14 +158,10 @@ class WeightReader:
             OSError: it cannot be read.
         """
         for piece in chunks_of(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
-            if piece.dtype == place.dtype and piece.device.type == "cpu" and piece.is_contiguous():
+            if _is_in_memory(piece, place.dtype):
                 self._fill(piece, place, at)
-            elif not self._copy_mapped(piece, place, at):
-                if not len(self._buffer):
-                    self._buffer = torch.empty(READ_BYTES, dtype=torch.uint8, device="cpu")
-                values = self._buffer.view(place.dtype)[: piece.numel()]
-                self._fill(values, place, at)
-                _copy(values, piece)
+            elif piece.is_cuda or not self._copy_mapped(piece, place, at):
+                self._copy_read(piece, place, at)
             at += piece.numel()
             beat()
 
@@ -176,6 +175,13 @@ class WeightReader:
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
                 return False
         return True
+
+    def _copy_read(self, piece: torch.Tensor, place: Place, at: int) -> None:
+        """Fill ``piece`` by way of a block; on a GPU in the order of its stream."""
+        blocks = self._blocks.setdefault(piece.device, HostBlocks(READ_BYTES, piece.device))
+        values = blocks.take(piece.numel() * place.dtype.itemsize)
+        self._fill(values, place, at)
+        blocks.copy(piece, values.view(place.dtype).view(piece.shape))
 
     def _copy_mapped(self, piece: torch.Tensor, place: Place, at: int) -> bool:
         """Fill ``piece`` from the mapped file; False where that cannot be done."""
@@ -192,7 +198,8 @@ class WeightReader:
             mapped.madvise(_MADV_POPULATE_READ, *window)
         except OSError:
             return False
-        _copy(torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start), piece)
+        values = torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start)
+        piece.copy_(values.view(piece.shape))
         mapped.madvise(mmap.MADV_DONTNEED, *window)
         return os.fstat(self._files[place.file].fileno()).st_size >= stop  # the last page of a file goes on with zeros
 
@@ -215,8 +222,9 @@ def _map(fd: int) -> mmap.mmap | None:
         return None
 
 
-def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(values.view(target.shape).to(target.device))  # cast where it is to be
+def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of ``values`` lie side by side in host memory as ``dtype`` has them."""
+    return values.dtype == dtype and values.device.type == "cpu" and values.is_contiguous()
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -150,7 +150,9 @@ class RecoverHandler:
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job, or not the one that `peek`
                 told; or ``dataloader`` is not where it was once it was restored. No engine was changed.
-            ConfigError: an export was asked for that cannot be made. Nothing was changed.
+            ConfigError: an export was asked for that cannot be made: nothing was changed; or the state could not be
+                saved (see `DCPState.state_dict`).
+            OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -166,7 +168,7 @@ class RecoverHandler:
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
-        ranks.run_all(open_writer, self._key, aside_s, self._exports.request)
+        ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
         self._opened = ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()

@@ -161,6 +161,13 @@ class RankWriter:
             self._stagings[capture.name][1].finish()
         capture.export.write(folder, self.aside, self.aside)
 
+    def prepare(self, target: RankTarget, snapshots: bool) -> None:
+        """Take the host memory that `capture` will need with ``staged``: of the weights alone without ``snapshots``."""
+        names = list(target.engines) if snapshots else [] if self._request is None else [self._request.name(target)]
+        for name in names:
+            state = target.state(name)
+            self._staging_of(name, state).prepare(state, weights_only=not snapshots)
+
     def _staging_of(self, name: str, state: DCPState) -> Staging:
         """Of this engine's name and no other: two may share a model, and have optimizers of their own."""
         model, staging = self._stagings.get(name, (None, None))
@@ -181,18 +188,28 @@ class RankWriter:
 _WRITERS: dict[str, RankWriter] = {}
 
 
-def open_writer(holder: Any, key: str, timeout_s: float | None, request: ExportRequest | None = None) -> None:
-    """Make this rank's `RankWriter` for the handler ``key``; all ranks call it.
+def open_writer(
+    holder: Any, key: str, timeout_s: float | None, snapshots: bool, request: ExportRequest | None = None
+) -> None:
+    """Make this rank's `RankWriter` for the handler ``key``, with the memory it needs; all ranks call it.
 
     Args:
         holder: see `rank_target`.
         key: unique to the handler.
         timeout_s: how long ranks wait for each other in the background; None when nothing is written there.
+        snapshots: whether any is ever due.
         request: what is exported besides; None: nothing.
+
+    Raises:
+        ConfigError: see `DCPState.state_dict`.
+        OSError, RuntimeError: there is no memory to stage in.
     """
     close_writer(holder, key)
-    aside = None if timeout_s is None else new_group_aside(rank_target(holder).group, timeout_s)
+    target = rank_target(holder)
+    aside = None if timeout_s is None else new_group_aside(target.group, timeout_s)
     _WRITERS[key] = RankWriter(aside, request)
+    if timeout_s is not None:
+        _WRITERS[key].prepare(target, snapshots)
 
 
 def capture_rank(holder: Any, key: str, staged: bool, snapshot: bool, export: bool) -> None:

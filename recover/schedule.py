@@ -45,6 +45,11 @@ class SnapshotSchedule:
         self._last_s = clock()
         self._last_step: int | None = None
 
+    @property
+    def is_ever_due(self) -> bool:
+        """Whether there is a frequency."""
+        return (self._freq_epochs, self._freq_steps, self._freq_secs) != (None, None, None)
+
     def due(self, step_info: StepInfo) -> bool:
         """Whether the step ``step_info``, just trained, should be snapshotted now.
 

@@ -4,7 +4,8 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -179,11 +180,8 @@ def test_what_torch_wrote_with_checksums_or_without_is_read(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.dcp_placing.reading_threads", lambda: 3)
 
 
 def _layers(n: int) -> DCPState:
@@ -197,6 +195,27 @@ def test_several_threads_bring_every_value_to_its_place(tmp_path: Path, n_layers
     source, target = _layers(n_layers), _layers(n_layers)
     save_dcp(tmp_path / "a", source)
     load_dcp(tmp_path / "a", target)
+    assert _bytes_of(target) == _bytes_of(source)
+
+
+def test_a_rank_reads_with_its_cores_although_torch_may_use_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, read = _layers(50), _layers(50), os.preadv
+    save_dcp(tmp_path / "a", source)
+    load = read_dcp(tmp_path / "a", target)
+    all_three, met = threading.Barrier(3), threading.local()
+
+    def meet_once(*args: Any) -> int:
+        if not hasattr(met, "before"):
+            met.before = all_three.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", meet_once)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as torchrun and Ray have it
+    load.apply()
     assert _bytes_of(target) == _bytes_of(source)
 
 

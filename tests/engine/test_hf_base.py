@@ -206,8 +206,8 @@ def test_a_generation_config_that_was_changed_into_an_invalid_one_does_not_fail_
     engine.destroy()
     for way in WAYS:
         written = json.loads((_folder_of(tmp_path, "", way) / "generation_config.json").read_text())
-        written.pop("transformers_version")
-        assert written == UNUSED | {"pad_token_id": 1}, way
+        wanted = UNUSED | {"pad_token_id": 1}
+        assert {key: written.get(key) for key in wanted} == wanted, way
 
 
 def _read_generation_configs(rank: int, world_size: int, root: Path) -> None:

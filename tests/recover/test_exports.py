@@ -172,7 +172,9 @@ def test_a_run_that_goes_back_renames_the_exports_it_gives_up_and_makes_the_one_
     with make(tmp_path, freq_steps=2) as handler:
         info = handler.load(again.state)
         assert info is not None and info.last_step_info.global_step == 3
-        (aside,) = exports(tmp_path, hidden=True)
+        found = exports(tmp_path, hidden=True)  # with the staging folder of step 3, while that is written
+        assert ".staging-3-0123456789ab" not in found
+        (aside,) = (name for name in found if not name.startswith(".staging-3-"))
         assert aside.startswith(".rejected-global_step_4-the-run-went-back")
         handler.wait()
         assert _contents(tmp_path / "before") == _contents(tmp_path / "e/t/hf/global_step_3")

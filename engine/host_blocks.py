@@ -1,0 +1,99 @@
+"""Blocks of host memory, used in turn for what goes from files to a device and back.
+
+While the device copies to or from one block, the file is read into, or written from, the other. Both are pinned: a copy
+to or from pageable memory keeps the thread waiting, and goes through a pinned buffer of CUDA's own. On the CPU, where a
+copy is done when it returns, there is one block.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class _Event(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class HostBlocks:
+    """The blocks of one thread.
+
+    Args:
+        n_bytes: of a block; it is made when it is needed, and larger when more is asked for.
+        device: that values are copied to or from.
+    """
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        n_blocks = 1 if device.type == "cpu" else 2
+        self._n_bytes, self._pinned = n_bytes, device.type == "cuda"
+        self._blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * n_blocks
+        self._copies = [dict[torch.device, _Event]() for _ in range(n_blocks)]
+        self._turn = 0
+
+    def take(self, n_bytes: int) -> torch.Tensor:
+        """``[n_bytes]`` uint8, good until the next call; what `copy` did with the block before is done."""
+        self._turn = (self._turn + 1) % len(self._blocks)
+        self._wait(self._turn)
+        if len(self._blocks[self._turn]) < n_bytes:
+            size = max(n_bytes, self._n_bytes)
+            self._blocks[self._turn] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        return self._blocks[self._turn][:n_bytes]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy values from or to what was taken last; they are cast on the device.
+
+        On the device it is ordered before what the thread's current stream is given next.
+        """
+        device, event = _begin_copy(target, source)
+        if event is not None:
+            self._copies[self._turn][device] = event
+
+    def settle(self) -> None:
+        """Return when all is copied."""
+        for turn in range(len(self._blocks)):
+            self._wait(turn)
+
+    def pack(self, pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
+
+        Yields:
+            as many whole pieces as fit into a block, good until the next is asked for; the next is copied meanwhile.
+        """
+        packed = deque[tuple[int, memoryview]]()
+        block, used = self.take(self._n_bytes), 0
+        for piece in pieces:
+            n_bytes = piece.numel() * dtype.itemsize
+            if used and used + n_bytes > len(block):
+                packed.append((self._turn, block[:used].numpy().data))
+                if len(packed) == len(self._blocks):
+                    yield self._copied(*packed.popleft())
+                block, used = self.take(max(n_bytes, self._n_bytes)), 0
+            self.copy(block[used : used + n_bytes].view(dtype).view(piece.shape), piece)
+            used += n_bytes
+        packed.append((self._turn, block[:used].numpy().data))
+        for turn, values in packed:
+            yield self._copied(turn, values)
+
+    def _copied(self, turn: int, values: memoryview) -> memoryview:
+        self._wait(turn)
+        return values
+
+    def _wait(self, turn: int) -> None:
+        for event in self._copies[turn].values():
+            event.synchronize()
+        self._copies[turn].clear()
+
+
+def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, _Event | None]:
+    """Copy on the current stream of the device of either; without one at once, and there is no event."""
+    device = target.device if target.is_cuda else source.device
+    if device.type != "cuda":
+        target.copy_(source)
+        return device, None
+    if target.is_cuda and source.dtype != target.dtype:
+        source = source.to(device, non_blocking=True)  # else torch casts on the host
+    target.copy_(source, non_blocking=True)
+    event: Any = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return device, event

@@ -1,0 +1,20 @@
+"""How many threads read a file: a rank's share of the cores of its host, whatever torch may use."""
+
+import os
+
+import pytest
+
+from holdfast.utils.cores import reading_threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"), [(1, "1", 1), (2, None, 2), (16, "8", 2), (4, "8", 1), (192, "8", 8), (6, "", 6)]
+)
+def test_the_cores_are_shared_among_the_ranks_of_the_host(
+    cores: int, ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert reading_threads() == expected
