@@ -112,7 +112,7 @@ class WorkerGroup:
             resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
                 empty, unless ``env`` sets it), so that they compute on the CPU.
             process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
-                WORLD_SIZE and LOCAL_RANK in its environment either way.
+                WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment either way.
             process_group_timeout_s: how long a collective may wait.
             start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
             build_timeout_s: how long the constructors may take, of which loading a large model is a part.
@@ -194,7 +194,8 @@ class WorkerGroup:
         for rank, actor in enumerate(self._actors):
             device = self._places[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
+            counts = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank]))}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **counts}
             joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous)
         self._gather("the rendezvous", joined, start_timeout_s)
         joined_s = time.monotonic() - began - started_s
