@@ -10,9 +10,12 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+GPU_VENV := .venv-gpu
+GPU_PY := $(GPU_VENV)/bin/python
+GPU_INSTALLED := $(GPU_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults lint bench bench-compare clean
+.PHONY: help demo test test-all faults lint bench bench-compare gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -40,14 +43,30 @@ bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torc
 bench-compare: $(INSTALLED)  ## Compare that with the saved baseline (RESULTS=bench_out/results.json: of a run there was)
 	$(PY) -m benchmarks.compare $(RESULTS)
 
+gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHON; their figures are kept in gpu_out/
+	@$(GPU_PY) -c 'import torch; exit(not torch.cuda.is_available())' \
+		|| { echo "The torch of $(GPU_PY) sees no CUDA device: see docs/performance.md, \"On GPUs\""; exit 1; }
+	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
+
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info demo_out bench_out faults_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info demo_out bench_out faults_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define check_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
+endef
 
 # The stamp is newer than both files exactly when what they ask for is installed.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
+	$(check_python)
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+# What PYTHON has installed is taken as it is, its torch first of all: no constraints.
+$(GPU_INSTALLED): pyproject.toml
+	$(check_python)
+	test -x $(GPU_VENV)/bin/pip || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	$(GPU_PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

@@ -106,9 +106,9 @@ def _measure_memory(session: Session, group: str, key: str) -> dict[str, dict[st
         way.save(path)
         way.wait()
 
-    peaks = {f"{group}_save": {case.save: _peak_bytes(session, save)}}
+    peaks = {f"{group}_save": {case.save: peak_bytes(session, save)}}
     if case.load is not None:
-        peaks[f"{group}_load"] = {case.load: _peak_bytes(session, lambda: way.load(path))}
+        peaks[f"{group}_load"] = {case.load: peak_bytes(session, lambda: way.load(path))}
     if isinstance(way, ours.Dump):
         way.close()
     engine.destroy()
@@ -141,7 +141,8 @@ def _measure_bytes(session: Session, group: str) -> dict[str, list[float]]:
     return ratios
 
 
-def _peak_bytes(session: Session, call: Callable[[], None]) -> int:
+def peak_bytes(session: Session, call: Callable[[], object]) -> int:
+    """By how much the host memory of this rank grows while it makes the call."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free already would be used without being seen
     session.barrier()

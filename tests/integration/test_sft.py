@@ -2,79 +2,32 @@
 
 import random
 import runpy
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.copy_task import EOS_ID, CopyPrompts, encode, reward, write_model_folder
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.stats import read_stats
+from tests.integration.sft_runs import SCRIPT, finish, kill_after, start, tree_bytes
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
 STEPS = 60
-OVERRIDES = ("trainer.total_epochs=6", "trainer.save_freq=7", "trainer.tensorboard=false")
+OVERRIDES = ("trainer.total_epochs=6", "trainer.save_freq=7")
 EXPORT = f"hf/global_step_{STEPS - 1}"
-
-
-def start(run: Path, ranks: int = 2, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
-    command = command if ranks > 1 else [sys.executable, str(SCRIPT)]
-    arguments = [f"trainer.default_local_dir={run}", *OVERRIDES, *overrides]
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(job: subprocess.Popen[str]) -> str:
-    try:
-        output, _ = job.communicate(timeout=80)
-    except subprocess.TimeoutExpired:
-        kill_tree(job)
-        raise
-    assert job.returncode == 0, output
-    return output
-
-
-def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
-    """SIGKILL torchrun and all that it started, or torchrun alone: its ranks must not outlive it."""
-    launcher = psutil.Process(job.pid)
-    tree = [*launcher.children(recursive=True), launcher]
-    for process in [launcher] if launcher_only else tree:
-        process.kill()
-    job.wait(timeout=20)
-    _, alive = psutil.wait_procs(tree, timeout=5)
-    assert not alive
-
-
-def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: float, launcher_only: bool) -> None:
-    """Kill the job ``delay_s`` after it has logged ``step``."""
-    deadline = time.monotonic() + 60
-    while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline, f"the job did not reach step {step}"
-        time.sleep(0.01)
-    time.sleep(delay_s)
-    kill_tree(job, launcher_only)
-
-
-def tree_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.timeout(150)
 def test_a_run_killed_at_two_random_moments_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    reference = start(whole, 2, "trainer.tensorboard=true")
+    reference = start(whole, 2, *OVERRIDES, "trainer.tensorboard=true")
     moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
     print(f"killing at (step, seconds after it) {moments}")
     for launcher_only, (step, delay_s) in zip((False, True), moments, strict=True):
-        kill_after(start(killed), killed / "stats.jsonl", step, delay_s, launcher_only)
+        kill_after(start(killed, 2, *OVERRIDES), killed / "stats.jsonl", step, delay_s, launcher_only)
         assert not (killed / EXPORT).exists()
-    resumed = finish(start(killed))
+    resumed = finish(start(killed, 2, *OVERRIDES))
     finish(reference)
 
     assert f"step   0/{STEPS}" not in resumed, resumed
@@ -88,7 +41,8 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_bytes_of_one_that_was_
         kept = sorted(path.name for path in (run / "recover").iterdir())
         assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt"]
     assert answers(killed / EXPORT, range(0, 1000, 7)) > 0.95
-    assert "this run has finished" in finish(start(killed, 1))  # the same command on one rank: nothing left to do
+    on_one_rank = finish(start(killed, 1, *OVERRIDES))  # the same command: nothing is left to do
+    assert "this run has finished" in on_one_rank
 
 
 def answers(export: Path, numbers: range) -> float:

@@ -1,0 +1,106 @@
+"""Which machine the list runs on, and where its figures go.
+
+``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``; ``HOLDFAST_GPU_TESTS_PARAMETERS`` the size of the model
+that is saved and loaded; ``HOLDFAST_GPU_TESTS_OUT`` the folder for the figures (default ``gpu_out``).
+"""
+
+import io
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.harness import Options, describe_machine
+from tests.gpu.figures import JSON, PAGE, Figures
+
+DEVICE = os.environ.get("HOLDFAST_GPU_TESTS_DEVICE", "cuda")
+_FIGURES = pytest.StashKey[Figures]()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to train on.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        devices: GPUs; on the CPU as many as the list would like to have.
+    """
+
+    device: str
+    devices: int
+
+    @property
+    def ranks(self) -> int:
+        """Of the jobs that take more than one where they can."""
+        return min(2, self.devices)
+
+    @property
+    def on(self) -> str:
+        """For the column that says what a figure is of."""
+        return f"{self.ranks} rank(s)"
+
+    def options(self, scratch: Path) -> Options:
+        """For the jobs on a model of some size."""
+        parameters = float(os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if self.device == "cuda" else "1e6"))
+        rounds = 5 if self.device == "cuda" else 2
+        return Options(int(parameters), self.ranks, rounds, self.device, scratch, quick=self.device == "cpu")
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """This one; the test is skipped where it has no GPU."""
+    if DEVICE == "cpu":
+        return Machine("cpu", 3)
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs CUDA: torch {torch.__version__} sees no CUDA device (see docs/performance.md)")
+    return Machine("cuda", torch.cuda.device_count())
+
+
+@pytest.fixture
+def two_gpus(machine: Machine) -> Machine:
+    """This machine; the test is skipped where it has fewer."""
+    if machine.devices < 2:
+        pytest.skip(f"needs two CUDA GPUs, found {machine.devices}")
+    return machine
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> Figures:
+    """Where the tests put what they measure."""
+    return pytestconfig.stash[_FIGURES]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One collection of figures a session."""
+    if DEVICE not in ("cuda", "cpu"):
+        raise pytest.UsageError(f"HOLDFAST_GPU_TESTS_DEVICE is {DEVICE!r}; expected 'cuda' or 'cpu'")
+    config.stash[_FIGURES] = Figures()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the figures, keep them, and say where they go."""
+    figures = config.stash[_FIGURES]
+    if not figures.all:
+        return
+    folder = Path(os.environ.get("HOLDFAST_GPU_TESTS_OUT", "gpu_out"))
+    outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    machine = describe_machine(Options(0, 0, 0, DEVICE, folder))
+    gpu = f"{torch.cuda.device_count()} x {machine['gpu']}" if DEVICE == "cuda" else "CPU, to see that the list works"
+    title = f"{time.strftime('%Y-%m-%d')}: {gpu}, torch {torch.__version__}, {machine['cores']} cores."
+    figures.save(folder, title, machine, outcomes)
+    text = io.StringIO()
+    width = max(100, terminalreporter._tw.fullwidth)
+    Console(file=text, width=width, force_terminal=bool(terminalreporter.isatty)).print(figures.table(title))
+    terminalreporter.write_line("")
+    terminalreporter.write(text.getvalue())
+    kept = f"kept as {folder / JSON} and {folder / PAGE}"
+    if DEVICE == "cpu":
+        terminalreporter.write_line(f"{kept}; these are of a rehearsal and belong nowhere")
+    else:
+        terminalreporter.write_line(
+            f'{kept}; the latter takes the place of the block under "On GPUs" in docs/performance.md'
+        )

@@ -1,0 +1,62 @@
+"""The figures of a run of the list: on the terminal, as JSON, and as the block for docs/performance.md."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+JSON, PAGE = "figures.json", "performance-gpu.md"
+BEGIN, END = "<!-- gpu: the block that `make gpu` writes -->", "<!-- end of gpu -->"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number.
+
+    Attributes:
+        name: what was measured.
+        value: the number.
+        unit: of the number, ``s``, ``GB/s`` ...; empty for a ratio.
+        of: on what.
+    """
+
+    name: str
+    value: float
+    unit: str
+    of: str
+
+    def cells(self) -> tuple[str, str, str]:
+        """A row of the table."""
+        return self.name, f"{self.value:.3g} {self.unit}".strip(), self.of
+
+
+class Figures:
+    """All of a session, in the order in which they were measured."""
+
+    def __init__(self) -> None:
+        self.all: list[Figure] = []
+
+    def add(self, name: str, value: float, unit: str, of: str) -> None:
+        """Keep one; see `Figure`."""
+        self.all.append(Figure(name, value, unit, of))
+
+    def table(self, title: str) -> Table:
+        """The table that people are shown."""
+        table = Table("figure", "value", "of", title=title)
+        for figure in self.all:
+            table.add_row(*figure.cells())
+        return table
+
+    def page(self, title: str) -> str:
+        """The block for docs/performance.md, markers included."""
+        rows = [f"| {' | '.join(cells)} |" for cells in [figure.cells() for figure in self.all]]
+        return "\n".join([BEGIN, "", title, "", "| figure | value | of |", "|---|---:|---|", *rows, "", END, ""])
+
+    def save(self, folder: Path, title: str, machine: dict[str, Any], outcomes: dict[str, int]) -> None:
+        """Write both files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        document = {"machine": machine, "tests": outcomes, "figures": [asdict(figure) for figure in self.all]}
+        (folder / JSON).write_text(json.dumps(document, indent=2) + "\n")
+        (folder / PAGE).write_text(self.page(title))

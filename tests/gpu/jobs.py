@@ -1,0 +1,217 @@
+"""What is measured and provoked on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the CPU."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from shutil import rmtree
+from statistics import median
+
+import torch
+
+from benchmarks import ours
+from benchmarks.footprint import peak_bytes
+from benchmarks.limits import WarmBuffer
+from benchmarks.model import (
+    SPEC,
+    build_engine,
+    bytes_of,
+    dense_batch,
+    folder_bytes,
+    train,
+    training_tensors,
+    weight_tensors,
+)
+from benchmarks.ranks import Session
+from holdfast.engine import FSDPEngine, StepInfo
+from holdfast.engine.dcp_staging import Staging
+from holdfast.engine.dcp_state import flatten, local_tensor
+from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.utils.errors import HoldfastError
+
+N_LATER = 4
+"""Snapshots in the background after the first."""
+BUSY_CYCLES = 500_000_000
+"""Of a GPU: a quarter of a second or more."""
+
+
+@dataclass(frozen=True)
+class StagingMemory:
+    """Host memory for one staged snapshot, over the bytes of the shard; each of the rank that needs most.
+
+    Attributes:
+        buffers: the memory that the copy lies in.
+        resident: by how much the process grew.
+        pinned_by_torch: what torch's own pinned memory grew by, which is none of the buffers.
+        all_pinned: whether every buffer is pinned, on every rank.
+    """
+
+    buffers: float
+    resident: float
+    pinned_by_torch: float
+    all_pinned: bool
+
+
+def staging_memory(session: Session) -> StagingMemory:
+    """Stage one snapshot."""
+    engine = build_engine(session)
+    shard_bytes = bytes_of(training_tensors(engine))
+    staging, staged, before = Staging(engine.model), {}, _pinned_by_torch(session)
+
+    def stage() -> None:
+        staged.update(staging.stage(engine.dcp_state()))
+        staging.finish()
+
+    resident = peak_bytes(session, stage)
+    copies = [local_tensor(tensor) for _, tensor in flatten(staged)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (copy.untyped_storage() for copy in copies)}
+    by_torch = _pinned_by_torch(session) - before
+    shares = session.all((sum(storages.values()) / shard_bytes, resident / shard_bytes, by_torch / shard_bytes))
+    all_pinned = all(session.all(all(copy.is_pinned() for copy in copies if copy.numel())))
+    staging.release()
+    engine.destroy()
+    buffers, resident, by_torch = (max(of_ranks) for of_ranks in zip(*shares, strict=True))
+    return StagingMemory(buffers, resident, by_torch, all_pinned)
+
+
+def _pinned_by_torch(session: Session) -> int:
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if session.device.type == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Seconds that training waits, of the slowest rank.
+
+    Attributes:
+        prepare_s: `RecoverHandler.load` of a new run, which may make the buffers.
+        first_s: the first `RecoverHandler.dump`.
+        later_s: the median of those after it.
+        written_s: the median time until those are committed.
+        copy_s: the median copy of the shard into warm (pinned) memory.
+        committed: how many snapshots there are in the end.
+    """
+
+    prepare_s: float
+    first_s: float
+    later_s: float
+    written_s: float
+    copy_s: float
+    committed: int
+
+
+def stalls(session: Session) -> Stalls:
+    """Snapshot in the background after each of a few steps."""
+    engine = build_engine(session)
+    batch, started = dense_batch(engine), time.perf_counter()
+    dump = ours.Dump(session, engine, "stalls")
+    prepare_s = time.perf_counter() - started
+    stalled, written = [], []
+    for _ in range(1 + N_LATER):
+        train(engine, batch)
+        session.barrier()
+        started = time.perf_counter()
+        dump.save(session.options.scratch)
+        stalled.append(max(session.all(time.perf_counter() - started)))
+        dump.wait()
+        written.append(max(session.all(time.perf_counter() - started)))
+    committed = len(list(dump.root.glob("global_step_*")))  # retention keeps two
+    buffer = WarmBuffer(training_tensors(engine))
+    copies = [session.seconds(buffer.copy) for _ in range(1 + session.options.rounds)]
+    prepare_s = max(session.all(prepare_s))
+    dump.close()
+    engine.destroy()
+    return Stalls(prepare_s, stalled[0], median(stalled[1:]), median(written[1:]), median(copies[1:]), committed)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One format both ways.
+
+    Attributes:
+        n_bytes: of its files.
+        save_s: median seconds until they are durable.
+        load_s: median seconds to read them from the page cache and put them on the device.
+        came_back: whether every tensor on every rank is what it was, after it had been overwritten.
+    """
+
+    n_bytes: int
+    save_s: float
+    load_s: float
+    came_back: bool
+
+
+def transfers(session: Session) -> dict[str, Transfer]:
+    """Save and load a training state, and export and import weights as they are and in bfloat16."""
+    engine = build_engine(session)
+    dcp, hf, half = (ours.EngineSave(engine, *given) for given in (("dcp",), ("hf",), ("hf", "bfloat16")))
+    results = {
+        "DCP": _both_ways(session, engine, dcp, training_tensors),
+        "Hugging Face, float32": _both_ways(session, engine, hf, weight_tensors),
+        "Hugging Face, bfloat16": _both_ways(session, engine, half, weight_tensors, torch.bfloat16),
+    }
+    engine.destroy()
+    return results
+
+
+def _both_ways(
+    session: Session,
+    engine: FSDPEngine,
+    way: ours.EngineSave,
+    tensors_of: Callable[[FSDPEngine], list[torch.Tensor]],
+    dtype: torch.dtype | None = None,
+) -> Transfer:
+    path, n_bytes, saves, loads, same = session.options.scratch / "transfer", 0, [], [], True
+    for _ in range(1 + session.options.rounds):
+        saves.append(session.seconds(lambda: way.save(path)))
+        n_bytes, tensors = folder_bytes(path), tensors_of(engine)
+        expected = [tensor.to(dtype).to(tensor.dtype) if dtype else tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.fill_(1)
+        loads.append(session.seconds(lambda: way.load(path)))
+        same &= all(map(torch.equal, tensors_of(engine), expected))
+        session.barrier()
+        if session.rank == 0:
+            rmtree(path)
+        session.barrier()
+    return Transfer(n_bytes, median(saves[1:]), median(loads[1:]), all(session.all(same)))
+
+
+@dataclass(frozen=True)
+class Torn:
+    """What became of a snapshot whose parameters changed before the next step.
+
+    Attributes:
+        errors: name of the error and its message, of each rank.
+        generations: on the disk in the end.
+    """
+
+    errors: list[tuple[str, str]]
+    generations: list[str]
+
+
+def torn_snapshot(session: Session) -> Torn:
+    """Snapshots of steps 0, 1 and 2; right after the call for 1 every parameter is written to, outside of a step."""
+    engine = build_engine(session)
+    batch, step = dense_batch(engine), StepInfo(0, 0, 0, SPEC.steps_per_epoch)
+    root = str(session.options.scratch)
+    config = RecoverConfig("gpu", "torn", fileroot=root, freq_steps=1, max_ckpt_to_keep=None, stop_signals=[])
+    error = ("none", "")
+    with RecoverHandler(config, SPEC, group=engine.control_group) as handler:
+        handler.load(engine)
+        for number in range(3):
+            train(engine, batch)
+            session.barrier()
+            if session.device.type == "cuda":
+                torch.cuda._sleep(BUSY_CYCLES)  # the copy begins after it; the write is asked for before it ends
+            handler.dump(engine, step)
+            if number == 1:
+                with torch.no_grad():
+                    for parameter in engine.model.parameters():
+                        parameter.mul_(1.5)
+            try:
+                handler.wait()
+            except HoldfastError as told:
+                error = (type(told).__name__, str(told))
+            step = step.next()
+    errors = session.all(error)
+    engine.destroy()
+    return Torn(errors, sorted(path.name for path in config.recover_root.glob("global_step_*")))
