@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..utils.distributed import gather_objects, get_rank
 from ..utils.errors import ConfigError
+from .collective_errors import collective_broke
 from .compat.transformers_private import attention_of, build_from_config
 from .hf_keys import unsharded_class
 from .microbatch import MicroBatch
@@ -108,9 +109,21 @@ def _comes_out_alike(
     positions = torch.cat([torch.arange(_BEFORE), torch.arange(length)])[None].to(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
         twin = _twin(model, config, dtype, device)
-        behind = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0, _BEFORE:].float()
-        alone = twin(input_ids=ids[:, _BEFORE:], position_ids=positions[:, _BEFORE:], use_cache=False).logits[0].float()
-        _free(twin)
+        try:
+            behind, alone = (
+                twin(input_ids=ids[:, start:], position_ids=positions[:, start:], use_cache=False).logits[0].float()
+                for start in (0, _BEFORE)
+            )
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
+                raise
+            raise ConfigError(
+                f"{unsharded_class(model).__name__} fails at a packed row ({type(error).__name__}: {error}); set "
+                "config key 'pack_sequences' to false"
+            ) from error
+        finally:
+            _free(twin)
+    behind = behind[_BEFORE:]
     difference = float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt())
     return all(seen <= _LIMITS[dtype] for seen in gather_objects(difference, group))
 

@@ -26,6 +26,7 @@ from holdfast.engine import MicroBatchSpec
 from holdfast.engine.microbatch import split_batch
 from holdfast.engine.packing import check_packing, model_output
 from holdfast.utils.errors import ConfigError
+from tests.engine.architectures import tiny as architectures
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks
 
@@ -124,6 +125,16 @@ def test_a_model_whose_packed_sequences_see_each_other_is_refused_whatever_its_w
     with torch.no_grad():
         WEIGHTS[weights](model)
     with pytest.raises(ConfigError, match=r"lets packed sequences see each other.*'pack_sequences' to false"):
+        check_packing(model, CPU)
+
+
+def test_a_model_that_fails_at_a_packed_row_is_refused_with_the_reason() -> None:
+    """Reformer takes rows of whole chunks only."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architectures.tiny_config("reformer"), dtype=torch.float32)
+    with pytest.raises(
+        ConfigError, match=r"^ReformerModelWithLMHead fails at a packed row \(.*'pack_sequences' to false"
+    ):
         check_packing(model, CPU)
 
 
