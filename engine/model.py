@@ -34,10 +34,16 @@ from transformers import (
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
 from .compat.torch_private import Dropout, buffers_of, is_persistent
-from .compat.transformers_private import float32_patterns, has_head, initialize_module, unsplit_classes
+from .compat.transformers_private import (
+    float32_patterns,
+    has_head,
+    initialize_module,
+    unsplit_classes,
+)
 from .config import TrainEngineConfig
 from .hf_keys import unsharded_class
 from .model_folder import require_model_folder
+from .value_model import build_value_model, value_model_class
 
 logger = get_logger(__name__)
 
@@ -74,7 +80,11 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
     options = {} if config.attn_impl is None else {"attn_implementation": config.attn_impl}
     try:
         with torch.device("meta"):
-            return factory.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options)
+            if _is_made(factory, hf_config):
+                return factory.from_config(
+                    hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
+                )
+            return build_value_model(hf_config, dtype, **options)
     except _UNUSABLE as error:
         attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
@@ -103,17 +113,23 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
                 "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
             )
         raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {reason}") from error
-    if has_head(factory, hf_config) or factory.__name__ in (getattr(hf_config, "auto_map", None) or {}):
+    if _is_made(factory, hf_config) or (config.is_critic and value_model_class(hf_config) is not None):
         return hf_config
     if config.is_critic:
         raise ConfigError(
-            f"config key 'is_critic' is true, but transformers has no {hf_config.model_type} model for token "
-            f"classification, which a value head takes; set it to false, or 'path' ({folder}) to another model"
+            f"config key 'is_critic' is true, but of {hf_config.model_type} transformers has neither a model for token "
+            "classification, which a value head takes, nor a causal language model on whose body one could be put; set "
+            f"it to false, or 'path' ({folder}) to another model"
         )
     raise ConfigError(
         f"config key 'path': {folder} holds a {hf_config.model_type} model, for which transformers has no causal "
         "language model; name another folder"
     )
+
+
+def _is_made(factory: type[Any], hf_config: PretrainedConfig) -> bool:
+    """Whether an auto class, or the folder's own code, has a model for the config."""
+    return has_head(factory, hf_config) or factory.__name__ in (getattr(hf_config, "auto_map", None) or {})
 
 
 def _reason(error: Exception) -> str:

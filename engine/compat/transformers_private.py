@@ -42,6 +42,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 __all__ = [
     "attention_of",
     "build_from_config",
+    "class_with_head",
     "conversions_of",
     "custom_object_save",
     "drop_tolerated_keys",
@@ -120,6 +121,12 @@ def has_adapters(model: PreTrainedModel) -> bool:
 def has_head(factory: Any, config: PretrainedConfig) -> bool:
     """Whether an auto class (``AutoModelForCausalLM``) has a model for a config of this class."""
     return type(config) in factory._model_mapping
+
+
+def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """What an auto class makes for a config of this class; None if it makes nothing."""
+    found = factory._model_mapping[type(config)] if has_head(factory, config) else None
+    return found[0] if isinstance(found, tuple | list) else found
 
 
 def attention_of(config: PretrainedConfig) -> str:

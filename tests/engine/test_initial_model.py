@@ -20,11 +20,14 @@ from transformers import (
     MiniMaxConfig,
     Olmo2Config,
     PretrainedConfig,
+    PreTrainedModel,
     ViTConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig
 from holdfast.utils.errors import ConfigError
+from tests.engine.architectures import tiny as architectures
 from tests.engine.hf_models import tiny_model
 from tests.engine.test_fsdp_engine import SPEC
 from tests.engine.test_hf_loading import MULTIMODAL, TEXT, write_multimodal
@@ -210,14 +213,36 @@ def test_a_critic_starts_from_a_causal_language_model_whatever_its_head_is_calle
     engine.destroy()
 
 
+@pytest.mark.parametrize("model_type", ["olmo2", "lfm2", "mamba", "llama4_text", "opt"])
+def test_where_transformers_has_no_classifier_a_critic_is_a_layer_on_the_body_of_the_causal_model(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = architectures.tiny_config(model_type)
+    assert type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    write_brought(tmp_path / "base", config)
+    engine = start(tmp_path / "base", is_critic=True)
+    causal = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    body = next(child for child in causal.children() if isinstance(child, PreTrainedModel))
+    score = {key: _whole(value) for key, value in engine.model.score.state_dict().items()}
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(body(IDS).last_hidden_state, **score)
+        values = engine.eval().model(input_ids=IDS, use_cache=False).logits
+    assert torch.allclose(values, expected, atol=1e-6) and values.std() > 0
+    engine.save(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
+    engine.destroy()
+    again = start(tmp_path / "critic", is_critic=True)
+    with torch.no_grad():
+        assert torch.equal(again.eval().model(input_ids=IDS, use_cache=False).logits, values)
+    again.destroy()
+
+
 def test_an_architecture_without_the_wanted_head_is_told_so_in_one_line_that_names_the_key(tmp_path: Path) -> None:
-    BROUGHT["rotary angles in float32"].save_pretrained(tmp_path / "olmo2")
     ViTConfig().save_pretrained(tmp_path / "vit")
     for folder, changes, message in (
         (
-            "olmo2",
+            "vit",
             {"is_critic": True},
-            r"config key 'is_critic' is true, but transformers has no olmo2 model for token cl",
+            r"config key 'is_critic' is true, but of vit transformers has neither a model for token classification",
         ),
         (
             "vit",
