@@ -82,6 +82,7 @@ class ResumeChoice:
             choice = ranks.decide_slowly(partial(self._candidate, mirror, only_look=False))
             ranks.here(partial(self._check_told, choice))
             if choice is None:
+                self._told = []
                 return None
             path = choice[0]
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
