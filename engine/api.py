@@ -1,5 +1,6 @@
 """The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -163,12 +164,24 @@ class FinetuneSpec:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where a run is. Steps count from 0; ``global_step`` is the step this is about."""
+    """Where a run is. Steps count from 0; ``global_step`` is the step this is about.
+
+    Raises:
+        ConfigError: a value is not a whole number. One of another type than int (a NumPy integer, 3.0) becomes an int.
+    """
 
     epoch: int
     epoch_step: int
     global_step: int
     steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value
+            try:
+                object.__setattr__(self, name, operator.index(whole))
+            except TypeError as error:
+                raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
 
     def next(self) -> "StepInfo":
         """The step after this one: where a run that restored this step goes on."""

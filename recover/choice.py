@@ -82,6 +82,7 @@ class ResumeChoice:
             choice = ranks.decide_slowly(partial(self._candidate, mirror, only_look=False))
             ranks.here(partial(self._check_told, choice))
             if choice is None:
+                self._told = []
                 return None
             path = choice[0]
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
@@ -156,7 +157,8 @@ class ResumeChoice:
 
     def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
         """The mirror's newest sound generation that is newer than the local one, fetched unless ``only_look``."""
-        for step in mirror.steps():
+        last_resort = mirror.steps(damaged=True) if local is None else []  # reads may be right again; all are verified
+        for step in mirror.steps() + last_resort:
             if local is not None and step <= local[1].last_step_info.global_step:
                 return None
             if step in self._fetched:  # and refused since: this disk damages what is written to it
@@ -175,7 +177,8 @@ class ResumeChoice:
         if local is None and (traces := mirror.traces()):
             raise CheckpointCorruptError(
                 f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is complete and sound (there is "
-                f"something of steps {traces}; see the log). Look at them, or move them away to start from step 0"
+                f"something of steps {traces}; see the log. A .damaged-global_step_<step> there marks a copy that was "
+                "read wrong twice, and alike). Look at them, or move them away to start from step 0"
             )
         return None
 

@@ -32,14 +32,15 @@ class EngineFacts:
     Attributes:
         optimizer_steps: updates made; None without an optimizer.
         lr: of the first parameter group; None without an optimizer.
-        schedule_step: how often the schedule has advanced; None without one.
+        schedule_step: how often the schedule has advanced, or to which epoch if it is stepped by fractions of one; None
+            without one.
         fingerprints: ``model``, and with an optimizer ``optim`` -> sampled fingerprint, in hex.
         moved: whether any sampled moment is not zero; before that steps need not change anything.
     """
 
     optimizer_steps: int | None
     lr: float | None
-    schedule_step: int | None
+    schedule_step: float | None
     fingerprints: dict[str, str]
     moved: bool
 
@@ -50,7 +51,7 @@ class EngineSample:
 
     optimizer_steps: int | None
     lr: float | None
-    schedule_step: int | None
+    schedule_step: float | None
     sample: dict[str, int | bool]
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..engine.api import StepInfo
-from ..utils.errors import CheckpointCorruptError
+from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.typed_json import from_json
 from .facts import EngineFacts
 
@@ -42,8 +42,20 @@ class RecoverInfo:
     rng: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """UTF-8 JSON."""
-        return json.dumps(asdict(self), indent=1).encode()
+        """UTF-8 JSON that `parse` takes.
+
+        Raises:
+            ConfigError: a value is not of the type of its field: who resumes would have to refuse it.
+        """
+        try:
+            data = json.dumps(asdict(self), indent=1).encode()
+            from_json(RecoverInfo, json.loads(data), "info")
+        except TypeError as error:
+            raise ConfigError(
+                f"the snapshot of step {self.last_step_info.global_step} could not be resumed from: {error}. Look at "
+                "the StepInfo that dump was given, the engines' get_version() and their schedulers' last_epoch"
+            ) from error
+        return data
 
     @classmethod
     def read(cls, generation: Path) -> "RecoverInfo":
@@ -51,6 +63,7 @@ class RecoverInfo:
 
         Raises:
             CheckpointCorruptError: it is missing or not what `to_json` writes.
+            CheckpointMismatchError: a value has another type than this version gives it: whole, but of another one.
         """
         path = generation / INFO_NAME
         try:
@@ -64,7 +77,12 @@ class RecoverInfo:
         try:
             info = from_json(cls, document := json.loads(data), "info")
             if "engines" not in document:  # what is restored could not be compared with anything
-                raise TypeError("info.engines is missing")
+                raise ValueError("info.engines is missing")
             return info
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        except TypeError as error:  # nobody's damage: its digest was compared before
+            raise CheckpointMismatchError(
+                f"{path}: {error}; another version of Holdfast wrote it. Resume with that one, or move the generation "
+                "away to go on from the one before it"
+            ) from error
+        except (ValueError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

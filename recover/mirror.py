@@ -2,11 +2,11 @@
 
     <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` put there last
     <url>/.copying-global_step_120            of a copy that is under way: the manifest of the generation it is of
-    <url>/.damaged-global_step_120            the manifest of a copy whose files are not those it names
+    <url>/.damaged-global_step_120            the manifest of a copy with a file that was read wrong twice, and alike
 
 A generation counts as soon as its manifest is there, and is verified byte by byte against it when it is fetched. What
 a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other. A copy that
-was found damaged is not taken again.
+was found damaged is taken again only where there is nothing else.
 
 Cost: one background thread in the process that decides. It reads every file twice, for the digest and for the upload
 (the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
@@ -80,14 +80,15 @@ class Mirror:
         """Where the copies are, without the secrets that were in the URL."""
         return self._remote.url
 
-    def steps(self) -> list[int]:
-        """The steps of the complete generations there that were not found damaged, newest first.
+    def steps(self, *, damaged: bool = False) -> list[int]:
+        """The steps of the complete generations there that were not found damaged, or of those that were, newest first.
 
         Raises:
             MirrorError: the mirror does not answer.
         """
         manifests = {step: self._remote.read(_manifest(step)) for step in self.traces()}
-        return [step for step, found in manifests.items() if found not in (None, self._remote.read(_damaged(step)))]
+        complete = [(step, found) for step, found in manifests.items() if found is not None]
+        return [step for step, found in complete if (self._remote.read(_damaged(step)) == found) == damaged]
 
     def traces(self) -> list[int]:
         """The steps of which there is anything, complete or not, newest first.
@@ -132,7 +133,8 @@ class Mirror:
         """Bring a generation into the store, verified while it is read; it becomes visible when all of it is sound.
 
         Raises:
-            CheckpointCorruptError: the copy is damaged or incomplete, and marked as such; an older one may not be.
+            CheckpointCorruptError: the copy is damaged, incomplete, or was read wrong; an older one may not be. It is
+                marked as damaged where a file had the same wrong bytes in two reads.
             CheckpointMismatchError: the copy has a format newer than this code knows.
             CheckpointExistsError: the store has this generation.
             CheckpointWriteError: the local file system refused.
@@ -142,12 +144,8 @@ class Mirror:
         staging = store.open_staging(step)
         with ExitStack() as undo:
             undo.callback(store.discard, staging)
-            try:
-                with as_write_error(staging):
-                    fetched_bytes = self._download(step, manifest, staging)
-            except CheckpointCorruptError:
-                self._mark_damaged(step, manifest)
-                raise
+            with as_write_error(staging):
+                fetched_bytes = self._download(step, manifest, staging)
             generation = store.adopt(staging, step)
             undo.pop_all()
         seconds = time.monotonic() - started
@@ -255,11 +253,13 @@ class Mirror:
         self._remote.remove_file(_marker(step))
         self._remote.remove_file(_damaged(step))
 
-    def _mark_damaged(self, step: int, manifest: bytes) -> None:
+    def _mark_damaged(self, step: int, manifest: bytes) -> str:
+        """What was done, in words."""
         try:
             self._remote.put_bytes(_damaged(step), manifest)
         except MirrorError as error:
-            logger.warning("the copy of step %d at %s is damaged and cannot be marked so: %s", step, self.url, error)
+            return f"the copy cannot be marked as damaged: {error}"
+        return f"{self.url}/{_damaged(step)} says so from now on"
 
     def _read_manifest(self, step: int) -> bytes:
         manifest = self._remote.read(_manifest(step))
@@ -275,11 +275,25 @@ class Mirror:
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        """Every file of a generation into a folder, each verified; how many bytes that was."""
+        """Every file of a generation into a folder, each verified; how many bytes that was.
+
+        A wrong digest is one bad read as a rule (a cache, a proxy, memory), so the file is read again.
+        """
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
-            self._download_file(f"{_folder(step)}/{name}", staging / name, entry["bytes"], entry["digest"])
+            path, target = f"{_folder(step)}/{name}", staging / name
+            found = self._download_file(path, target, entry["bytes"])
+            if found == entry["digest"]:
+                continue
+            target.unlink()
+            again = self._download_file(path, target, entry["bytes"])
+            problem = f"{self.url}/{path} has digest {found}, the manifest says {entry['digest']}"
+            if again == entry["digest"]:
+                logger.warning("%s: that was a bad read, the second one is right", problem)
+                continue
+            what = self._mark_damaged(step, manifest) if again == found else f"in a second read it has {again}"
+            raise CheckpointCorruptError(f"{problem}; {what}")
         return sum(entry["bytes"] for entry in files.values())
 
     def _check_size(self, path: str, expected: Any) -> None:
@@ -293,7 +307,8 @@ class Mirror:
         if size != expected:
             raise CheckpointCorruptError(f"{self.url}/{path} has {size} bytes, the manifest says {expected}")
 
-    def _download_file(self, path: str, target: Path, size: int, digest: str) -> None:
+    def _download_file(self, path: str, target: Path, size: int) -> str:
+        """The digest of what was read."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with DurableFile(target) as file:
             try:
@@ -301,8 +316,7 @@ class Mirror:
                     file.write(chunk)
             except FileNotFoundError as error:
                 raise CheckpointCorruptError(f"{self.url}/{path} was removed while it was read") from error
-        if file.digest != digest:
-            raise CheckpointCorruptError(f"{self.url}/{path} has digest {file.digest}, the manifest says {digest}")
+        return file.digest
 
 
 def _folder(step: int) -> str:

@@ -28,7 +28,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     """Compare the bytes of this rank's share of a generation's files with their digests; what is wrong, or None.
 
     What its ``.metadata`` says of an engine's tensors must make a whole, too: a writer's fault has the right digest.
-    The files are divided among the ranks (see `share_of`): one rank alone would take minutes for a large checkpoint.
+    The files are divided among the ranks of the target's group (see `share_of`): one rank alone would take minutes for
+    a large checkpoint.
 
     Args:
         holder: see `rank_target`.
@@ -38,7 +39,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     Raises:
         CheckpointNotFoundError: this rank does not see a file that is there. That is no verdict on the generation.
     """
-    for name in share_of({name: entry["bytes"] for name, entry in files.items()}, get_rank(), get_world_size()):
+    group, sizes = rank_target(holder).group, {name: entry["bytes"] for name, entry in files.items()}
+    for name in share_of(sizes, get_rank(group), get_world_size(group)):
         try:
             verify_file(generation, name, files[name])
             if Path(name).name == ".metadata":
@@ -61,12 +63,13 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
 
     At the world size that it was saved with, a rank verifies its own data files and its own process state: it reads
     them next, and finds them in the page cache of its machine. All other files, and at another world size all files,
-    are assigned from the largest to the smallest, each to the rank with the fewest bytes so far.
+    are assigned from the largest to the smallest, each to the rank with the fewest bytes so far. So are those of a
+    group other than the job's first ranks: its process states are numbered in the job, its data files in the group.
 
     Args:
         files: name -> bytes.
-        rank: whose share.
-        world_size: number of ranks.
+        rank: whose share, in the group of those that verify.
+        world_size: number of ranks of that group.
     """
     owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
     if set(owners.values()) != set(range(world_size)):

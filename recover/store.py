@@ -185,6 +185,7 @@ class GenerationStore:
         Raises:
             CheckpointNotFoundError: there is no such folder.
             CheckpointCorruptError: naming the first thing that is wrong.
+            CheckpointMismatchError: another version of Holdfast wrote it.
         """
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no generation at {path}")
@@ -234,7 +235,7 @@ class GenerationStore:
     def _metrics(self, generation: Generation) -> Mapping[str, float]:
         try:
             return RecoverInfo.read(generation.path).metrics
-        except CheckpointCorruptError:
+        except CheckpointError:
             return {}
 
     def path_of(self, step: int) -> Path:

@@ -1,6 +1,6 @@
 """Dataclasses from JSON that somebody else may have written: every value has the type that its field says."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -9,13 +9,15 @@ def from_json(kind: Any, value: Any, name: str) -> Any:
     """``value``, as ``json.loads`` gives it, as a ``kind``.
 
     Args:
-        kind: a dataclass, ``dict[str, ...]``, ``... | None``, or one of int, float (to which an int is converted), str
-            and bool. What is unknown to a dataclass is left out: a newer writer has added it.
+        kind: a dataclass, ``dict[str, ...]``, ``... | None``, or one of int, float, str and bool. Between int and float
+            a whole number is converted. What is unknown to a dataclass is left out: a newer writer has added it.
         value: NaN and infinities are floats, as Python's JSON has them.
         name: what to call ``value`` in errors.
 
     Raises:
-        TypeError: a value has another type, or a field without a default is missing; the message names it.
+        TypeError: a value has another type; the message names it.
+        ValueError: a field without a default is missing; likewise.
+        OverflowError: an int is too large for a float.
     """
     if isinstance(kind, UnionType):
         (some,) = (each for each in get_args(kind) if each is not NoneType)
@@ -26,10 +28,15 @@ def from_json(kind: Any, value: Any, name: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         _require(isinstance(value, dict), kind, value, name)
         kinds = get_type_hints(kind)
+        for field in fields(kind):
+            if field.name not in value and field.default is field.default_factory is MISSING:
+                raise ValueError(f"{name}.{field.name} is missing")
         known = [field.name for field in fields(kind) if field.name in value]
         return kind(**{key: from_json(kinds[key], value[key], f"{name}.{key}") for key in known})
     if kind is float and type(value) is int:
         return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
     _require(type(value) is kind, kind, value, name)
     return value
 

@@ -1,10 +1,11 @@
 """What recovery is told, and what it writes down besides tensors."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from holdfast.engine.api import StepInfo
@@ -12,7 +13,7 @@ from holdfast.recover import RecoverConfig, RecoverInfo
 from holdfast.recover.facts import EngineFacts
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.config import load_config
-from holdfast.utils.errors import CheckpointCorruptError, ConfigError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 
 INFO = RecoverInfo(StepInfo(1, 2, 8, 6), "ab12", 4, {"actor": 9}, "/x/global_step_3")
 
@@ -26,7 +27,7 @@ def test_an_info_comes_back_from_json_and_goes_on_with_the_next_step(tmp_path: P
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b"\xff", json.dumps({"run_id": "r", "world_size": 1}).encode(),
+    [b"", b"{}", b"\xff", json.dumps({"run_id": "r", "world_size": 1}).encode(),
      INFO.to_json().replace(b"epoch_step", b"epoch_stop"), INFO.to_json().replace(b'"engines"', b'"motors"'),
      INFO.to_json().replace(b'"run_id"', b'"walk_id"')],
 )  # fmt: skip
@@ -53,17 +54,48 @@ def test_an_info_that_is_not_one_is_corrupt(tmp_path: Path, content: bytes) -> N
         ("save_s", "long", "save_s is 'long'; expected float"),
         ("metrics", {"reward": None}, "metrics.reward is None; expected float"),
         ("engines", {"actor": 1}, "engines.actor is 1; expected EngineFacts"),
-        ("engines", {"actor": {"moved": True}}, "missing 4 required positional arguments"),
         ("rng", {"rank_00000": 5}, "rng.rank_00000 is 5; expected str"),
-        ("save_s", 10**400, "int too large to convert to float"),
+        ("world_size", 1.5, "world_size is 1.5; expected int"),
     ],
 )
 def test_a_value_of_another_type_is_found_when_the_info_is_read(
     tmp_path: Path, field: str, value: Any, found: str
 ) -> None:
     (tmp_path / INFO_NAME).write_text(json.dumps(json.loads(INFO.to_json()) | {field: value}))
+    with pytest.raises(
+        CheckpointMismatchError, match=rf"recover_info\.json: info.*{found}.*another version of Holdfast"
+    ):
+        RecoverInfo.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("engines", {"actor": {"moved": True}}, "info.engines.actor.optimizer_steps is missing"),
+        ("save_s", 10**400, "int too large to convert to float"),
+    ],
+)
+def test_an_info_with_a_part_missing_is_corrupt(tmp_path: Path, field: str, value: Any, found: str) -> None:
+    (tmp_path / INFO_NAME).write_text(json.dumps(json.loads(INFO.to_json()) | {field: value}))
     with pytest.raises(CheckpointCorruptError, match=rf"recover_info\.json cannot be read: .*{found}"):
         RecoverInfo.read(tmp_path)
+
+
+def test_an_info_that_could_not_be_read_back_is_not_written() -> None:
+    for version in ("v9", None, 9.5, object()):
+        with pytest.raises(ConfigError, match=r"step 8 .*(expected int|not JSON serializable).*get_version"):
+            replace(INFO, weight_versions={"actor": version}).to_json()
+
+
+def test_whole_steps_are_ints_whatever_they_were_computed_with(tmp_path: Path) -> None:
+    steps = StepInfo(*divmod(9, 8.0), numpy.int64(9), 8.0)  # type: ignore[arg-type]
+    assert repr(steps) == "StepInfo(epoch=1, epoch_step=1, global_step=9, steps_per_epoch=8)"
+    for bad in (0.5, float("nan"), "9", None):
+        with pytest.raises(ConfigError, match=r"StepInfo.global_step is .*; expected an int"):
+            StepInfo(0, 0, bad, 8)  # type: ignore[arg-type]
+    content = json.loads(INFO.to_json()) | {"last_step_info": asdict(steps) | {"epoch": 1.0}}
+    (tmp_path / INFO_NAME).write_text(json.dumps(content))
+    assert RecoverInfo.read(tmp_path).last_step_info == steps, "as an older version wrote it"
 
 
 def test_what_a_newer_version_has_added_is_left_out_and_numbers_may_be_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from holdfast.recover import RecoverHandler
 from holdfast.recover.rank_reading import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from holdfast.utils.remote import RemoteFolder
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(90)
@@ -75,6 +77,58 @@ def test_with_every_copy_bad_and_nothing_else_left_the_run_does_not_start_over(t
         _flip(copy / "default" / "__0_0.distcp")
     with pytest.raises(CheckpointCorruptError, match=r"no copy at file:.* is complete and sound \(there is some"):
         _mirrored(tmp_path).load(Tiny().state)
+
+
+@pytest.mark.parametrize("bad_reads", [1, 2])
+def test_reads_that_go_wrong_now_and_then_do_not_make_the_only_copy_a_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_reads: int
+) -> None:
+    digests = _train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    read, wrong = RemoteFolder.chunks, list(range(bad_reads))
+
+    def flip_now_and_then(folder: RemoteFolder, path: str, size: int) -> Iterator[bytes]:
+        for chunk in read(folder, path, size):
+            flips = path.endswith(".distcp") and wrong
+            yield bytes([chunk[0] ^ 1 << wrong.pop()]) + chunk[1:] if flips else chunk
+
+    monkeypatch.setattr(RemoteFolder, "chunks", flip_now_and_then)
+    if bad_reads == 2:
+        with _mirrored(tmp_path) as handler, pytest.raises(CheckpointCorruptError, match="no copy at file:"):
+            handler.load(Tiny().state)
+    assert not list(tmp_path.rglob(".damaged-*"))
+    tiny = Tiny()
+    with _mirrored(tmp_path) as handler:
+        assert handler.load(tiny.state) is not None and tiny.digest() == digests[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_an_only_copy_that_was_found_bad_is_tried_again_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    digests = _train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    file = tmp_path / "mirror" / "e" / "t" / "global_step_0" / "default" / "__0_0.distcp"
+    good = file.read_bytes()
+    if damage == "flipped":
+        _flip(file)
+    else:
+        file.unlink()
+    for _ in range(2):
+        with (
+            _mirrored(tmp_path) as handler,
+            pytest.raises(CheckpointCorruptError, match=r"\.damaged-global_step_<step>"),
+        ):
+            handler.load(Tiny().state)
+    marked = [path.name for path in tmp_path.rglob(".damaged-*")]
+    assert marked == ([".damaged-global_step_0"] if damage == "flipped" else [])
+    assert (".damaged-global_step_0 says so" in caplog.text) == (damage == "flipped")
+    file.write_bytes(good)
+    tiny = Tiny()
+    with _mirrored(tmp_path) as handler:
+        assert handler.peek() == step_info(0)
+        assert handler.load(tiny.state) is not None and tiny.digest() == digests[0]
+    assert _copies(tmp_path) == ["global_step_0"] and not list(tmp_path.rglob(".damaged-*")), "its copy replaced it"
 
 
 def test_a_mirror_that_cannot_be_read_stops_only_a_run_that_has_nothing_of_its_own(

@@ -115,6 +115,15 @@ def test_a_run_that_has_begun_since_peek_is_not_resumed_by_surprise(tmp_path: Pa
     assert handler.load(Tiny().state) is not None, "what was told counts for one load"
 
 
+def test_a_fresh_run_that_peeked_can_be_loaded_again_once_it_has_a_snapshot(tmp_path: Path) -> None:
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        tiny = Tiny()
+        assert handler.peek() is None and handler.load(tiny.state) is None
+        handler.dump(tiny.state, step_info(0))
+        info = handler.load(tiny.state)
+        assert info and info.last_step_info == step_info(0)
+
+
 def test_a_copy_at_the_mirror_that_is_newer_is_told_of_and_not_fetched(tmp_path: Path) -> None:
     run_until(tmp_path / "run", 3, mirror_url=f"file://{tmp_path}/mirror", mirror_max_to_keep=None)
     for name in names(tmp_path / "run"):

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from holdfast.recover import RecoverHandler
 from holdfast.recover.rank_reading import check_bytes, share_of
+from holdfast.recover.ranks import RankTarget
 from holdfast.utils.manifest import read_manifest
 from tests.helpers import run_ranks
 from tests.recover.runs import Tiny, make_handler, newest, step_info
@@ -55,7 +57,7 @@ def _damages(rank: int, world_size: int, root: str) -> list[Any]:
         if rank == 0:
             (folder / name).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         dist.barrier()
-        found.append(check_bytes(None, str(folder), files) is not None)
+        found.append(check_bytes(tiny.state, str(folder), files) is not None)
         dist.barrier()
         if rank == 0:
             (folder / name).write_bytes(good)
@@ -65,3 +67,32 @@ def _damages(rank: int, world_size: int, root: str) -> list[Any]:
 def test_a_rank_finds_the_damage_of_its_own_files(tmp_path: Path) -> None:
     first, second = run_ranks(_damages, 2, str(tmp_path))
     assert first == [True, False, True, False] and second == [False, True, False, True]
+
+
+def _damages_of_a_part(rank: int, world_size: int, root: str, ranks: list[int]) -> list[str]:
+    """The damaged files that no rank of the handler's group finds."""
+    group: Any = dist.new_group(ranks)
+    if rank not in ranks:
+        return []
+    plain, tiny = make_handler(root, freq_steps=1, async_save=False), Tiny()
+    with RecoverHandler(plain.config, plain.ft_spec, group=group) as handler:
+        handler.load(tiny.state)
+        assert handler.dump(tiny.state, step_info(0))
+    folder, missed = newest(root), []
+    files, target = read_manifest(folder)["files"], RankTarget({"default": tiny.state}, group=group)
+    for name in sorted(files):
+        good, found = (folder / name).read_bytes(), [False] * len(ranks)
+        dist.barrier(group)
+        if rank == ranks[0]:
+            (folder / name).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        dist.barrier(group)
+        dist.all_gather_object(found, check_bytes(target, str(folder), files) is not None, group)
+        if rank == ranks[0]:
+            (folder / name).write_bytes(good)
+        missed += [] if any(found) else [name]
+    return missed
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
+def test_ranks_that_are_a_part_of_the_job_find_the_damage_of_every_file(tmp_path: Path, ranks: list[int]) -> None:
+    assert run_ranks(_damages_of_a_part, 3, str(tmp_path), ranks) == [[]] * 3

@@ -14,7 +14,7 @@ import torch
 from holdfast.engine.dcp_checkpoint import DCPLoad, read_dcp
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover.info import RecoverInfo
-from holdfast.utils.errors import CheckpointCorruptError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.faults.generations import reseal
 from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
 
@@ -124,19 +124,6 @@ def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
     assert names(tmp_path) == ["global_step_0"], "a failing disk is no verdict on the generation"
 
 
-def test_an_info_of_other_types_is_passed_over_before_anything_is_restored(tmp_path: Path) -> None:
-    run_until(tmp_path, 2)
-    folder = newest(tmp_path)
-    info = json.loads((folder / "recover_info.json").read_text())
-    info["engines"]["default"]["lr"] = "0.1"
-    (folder / "recover_info.json").write_text(json.dumps(info))
-    reseal(folder)
-    tiny = Tiny()
-    found = make_handler(tmp_path).load(tiny.state)
-    assert found and found.last_step_info.global_step == 0
-    assert [name[:24] for name in hidden(tmp_path)] == [".rejected-global_step_1-"]
-
-
 @pytest.mark.parametrize("lr", [math.nan, math.inf])
 def test_a_rate_that_is_not_finite_can_be_resumed(tmp_path: Path, lr: float) -> None:
     run_until(tmp_path, 1)
@@ -151,3 +138,70 @@ def test_a_rate_that_is_not_finite_can_be_resumed(tmp_path: Path, lr: float) -> 
         assert repr(again.optimizer.param_groups[0]["lr"]) == repr(lr)
         handler.dump(again.state, step_info(2))
     assert repr(RecoverInfo.read(newest(tmp_path)).engines["default"].lr) == repr(lr)
+
+
+def test_a_schedule_that_is_stepped_by_fractions_of_an_epoch_goes_on(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(tiny.state)
+        tiny.step()
+        tiny.scheduler.step(0.125)  # type: ignore[arg-type]
+        assert handler.dump(tiny.state, step_info(0))
+    again = Tiny()
+    with make_handler(tmp_path) as handler:
+        assert handler.load(again.state) is not None
+    assert again.digest() == tiny.digest() and again.scheduler.last_epoch == 0.125
+
+
+class _Versioned(DCPState):
+    version: Any = "v1"
+
+    def get_version(self) -> Any:
+        return self.version
+
+    def set_version(self, version: Any) -> None:
+        self.version = version
+
+
+def test_a_snapshot_that_could_not_be_read_back_fails_and_those_before_it_stay(tmp_path: Path) -> None:
+    tiny = Tiny()
+    state = _Versioned(tiny.model, tiny.optimizer, tiny.scheduler)
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(state)
+        for step, version in enumerate([1, None, "v3"]):
+            tiny.step()
+            state.version = version
+            if version == 1:
+                handler.dump(state, step_info(step))
+                continue
+            with pytest.raises(
+                ConfigError, match=f"step {step} .*: info.weight_versions.default is {version!r}; expect"
+            ):
+                handler.dump(state, step_info(step))
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+    with make_handler(tmp_path) as handler:
+        assert handler.load(state) is not None and state.version == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight_versions", "v2"), ("engines", 0.1)])
+def test_a_generation_with_values_of_other_types_ends_the_start_and_is_not_set_aside(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    """Its digests fit: another version wrote it, and may read it."""
+    run_until(tmp_path, 2)
+    folder = newest(tmp_path)
+    info = json.loads((folder / "recover_info.json").read_text())
+    (folder / "recover_info.json").write_text(json.dumps(info | {field: {"default": value}}))
+    reseal(folder)
+    tiny = Tiny()
+    before = tiny.digest()
+    for _ in range(2):
+        with (
+            make_handler(tmp_path) as handler,
+            pytest.raises(
+                CheckpointMismatchError, match=f"{field}.default is {value!r}; expected .*; another version of Holdfast"
+            ),
+        ):
+            handler.load(tiny.state)
+    assert names(tmp_path) == ["global_step_0", "global_step_1"] and hidden(tmp_path) == []
+    assert tiny.digest() == before

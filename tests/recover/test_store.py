@@ -121,7 +121,9 @@ def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore)
     staging = store.open_staging(0)
     write_durably(staging / INFO_NAME, b'{"run_id": "r"}')
     store.commit(staging, 0, seal_files(staging, [INFO_NAME]), {})
-    with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read: TypeError"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"recover_info\.json cannot be read: ValueError: info.last_step_info is missing"
+    ):
         store.verify(store.root / "global_step_0")
     assert store.newest_valid() is None and len(store.rejected()) == 1
 
