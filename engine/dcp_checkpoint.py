@@ -64,6 +64,9 @@ def save_dcp(
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
     with staged_folder(require_local(path, "a DCP checkpoint", advice), group) as staging:
         entries = gather_objects(write_dcp(staging, state, group), group)
+        if isinstance(state, StagedState):
+            with all_ranks_succeed(f"finishing {path}", group):
+                state.staging.finish()
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
 

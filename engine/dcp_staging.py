@@ -93,6 +93,9 @@ class Staging:
     def finish(self) -> None:
         """Return when all of what was staged last is in its buffers; raises what went wrong with that.
 
+        Call it before the buffers are read, and once more before what was made of them is committed: an operation that
+        was under way when they were filled is seen when it has ended.
+
         Raises:
             TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
         """
@@ -192,12 +195,14 @@ class _HostCopy:
             return
         self._watch, self._copied = _watch(transfers), [local_tensor(transfer.buffer) for transfer in transfers]
         pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
-        self._future = pool.submit(_copy_in_thread, transfers, self._watch, torch.get_num_threads())
+        self._future = pool.submit(_copy_in_thread, transfers, torch.get_num_threads())
         pool.shutdown(wait=False)  # the thread ends with its task
 
     def release_live(self) -> None:
         """Wait until the live tensors have been read."""
         self.drop()
+        if self._future is not None:
+            self._watch.settle()
 
     def finish(self) -> None:
         """Return when the buffers are filled; raises what went wrong."""
@@ -267,10 +272,9 @@ def _copy_all(transfers: Iterable[_Transfer]) -> None:
 
 
 @torch.no_grad()  # which a thread has to say for itself
-def _copy_in_thread(transfers: Iterable[_Transfer], watch: WriteWatch, threads: int) -> None:
+def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
     _copy_all(transfers)
-    watch.settle()
 
 
 def _watch(transfers: Iterable[_Transfer]) -> WriteWatch:

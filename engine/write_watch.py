@@ -1,9 +1,13 @@
 """Notices writes to tensors while they are copied.
 
 In two ways, because neither sees everything. Torch counts in-place operations on a tensor (``_version``), but not those
-through ``.data``, nor ``torch._foreach_*`` on DTensors; and it counts one when it ends, which may be after the copy. So
-a few elements of every tensor are also taken before the copy, and compared with the copy. What remains unseen is a
-write that torch does not count and that changes none of these elements.
+through ``.data``, nor ``torch._foreach_*`` on DTensors. So a few elements of every tensor are also taken before the
+copy, and compared with the copy. What remains unseen is a write that torch does not count and that changes none of
+these elements.
+
+Torch counts an operation when it ends, which may be after the copy that it got in the way of. So the tensors are
+watched until the thread that trains says by `settle` that it is in none; what it wrote between the copy and then is
+held against the copy, too.
 """
 
 from collections import defaultdict
@@ -44,20 +48,24 @@ class WriteWatch:
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
     def settle(self) -> None:
-        """Take down what was written to; what is written from now on is of no interest. Only the first call counts."""
+        """What is written from now on is of no interest: the copies are there. For who trains; the first call counts."""
         with self._lock:
-            now = starmap(_version, self._tensors)
-            counted = zip(self._names, now, self._versions, strict=False)
-            self._written |= {name for name, version, before in counted if version != before}
+            self._look()
             self._tensors = []
 
+    def _look(self) -> None:
+        now = starmap(_version, self._tensors)
+        counted = zip(self._names, now, self._versions, strict=False)
+        self._written |= {name for name, version, before in counted if version != before}
+
     def written(self, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of the tensors that were written to before `settle`, or that ``copies`` does not show as they were.
+        """Names of the tensors written to up to now or `settle`, or that ``copies`` does not show as they were.
 
         Args:
             copies: of the local tensors in the same order; on the CPU and complete, as the fetched samples are.
         """
-        self.settle()
+        with self._lock:
+            self._look()
         names = list(compress(self._names, self._sampled))
         copied = _sample(sampled := list(compress(copies, self._sampled)))
         for dtype, sample in self._samples.items():

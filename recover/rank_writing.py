@@ -147,6 +147,10 @@ class RankWriter:
             saver = self._savers.setdefault(name, DCPSaver())
             for entry in saver.write(folder / name, values, self.aside if in_background else target.group_of(name)):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
+        if in_background:
+            with all_ranks_succeed("finishing the snapshot", group):
+                for name in capture.values:
+                    self._stagings[name][1].finish()
         return RankPart(entries, capture.versions, samples, capture.rng)
 
     def export(self, folder: Path, in_background: bool) -> None:

@@ -55,7 +55,11 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
     That is made by the first call, which is a collective of ``group``, and goes when the default group is destroyed.
     Objects that travel over NCCL take a detour through the GPU and wait for what it computes; CPU tensors cannot.
     """
-    if get_world_size(group) == 1 or "cpu:" in dist.get_backend_config(group):
+    if get_world_size(group) == 1:
+        return group
+    for needed in (None, group):  # ValueError, if it is gone; below that would be a TypeError
+        dist.get_backend(needed)
+    if "cpu:" in dist.get_backend_config(group):
         return group
     whole = group or dist.group.WORLD
     assert whole is not None

@@ -263,16 +263,17 @@ def test_a_rank_that_cannot_write_is_told_of_on_all_ranks_at_the_same_step(tmp_p
 
 
 def _group_goes_away(rank: int, world_size: int, root: str) -> None:
-    tiny, gate = Tiny(), threading.Event()
+    tiny, begun, gate = Tiny(), threading.Event(), threading.Event()
     handler = make(root, max_ckpt_to_keep=1)
     handler.load(tiny.state)
     tiny.step()
     handler.dump(tiny.state, step_info(0))
     handler.wait()
     write = writing.write_rank
-    writing.write_rank = lambda *args: write(*args) if gate.wait(20) else None  # type: ignore[assignment]
+    writing.write_rank = lambda *args: begun.set() or (write(*args) if gate.wait(20) else None)  # type: ignore
     tiny.step()
     handler.dump(tiny.state, step_info(1))
+    assert begun.wait(20)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     gate.set()

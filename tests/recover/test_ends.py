@@ -70,7 +70,10 @@ def test_the_snapshot_of_ranks_that_end_is_finished_and_their_exit_is_their_own(
 def test_ranks_that_leave_their_group_before_their_snapshot_is_written_do_not_end_well(tmp_path: Path) -> None:
     code, said = end(tmp_path, "dist.destroy_process_group()", n_ranks=2)
     assert code == 1 and names(tmp_path) == []
-    assert said.count("step 0: the process ends without its snapshot (ValueError: Default process group has not") == 2
+    assert said.count("step 0: the process ends without its snapshot (") == 2
+    assert (
+        "(ValueError: Default process group has not" in said
+    )  # or the peer that found it so has closed the connection
     assert "before torch.distributed or the engine is destroyed" in said
 
 
