@@ -33,6 +33,7 @@ from transformers import (
 
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
+from .buffer_casts import casting_class
 from .compat.torch_private import Dropout, buffers_of, is_persistent
 from .compat.transformers_private import float32_patterns, has_head, initialize_module, unsplit_classes
 from .config import TrainEngineConfig
@@ -130,10 +131,10 @@ def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
 
 
 def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
-    """Have buffers read in the dtype that transformers gives them in a model of dtype ``config.dtype``.
+    """Have buffers computed with in the dtype that transformers gives them in a model of dtype ``config.dtype``.
 
     Those that no checkpoint holds become of that dtype. The others stay as they are, in checkpoints and exports too,
-    and are cast whenever the model reads them.
+    and are cast for each forward of the module that has them (see `casting_class`).
 
     Args:
         model: on meta, not sharded yet, built from ``config``.
@@ -155,7 +156,7 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         )
     classes: dict[Any, type[nn.Module]] = {}
     for prefix, module in model.named_modules():
-        given = buffers_of(reference.get_submodule(prefix))
+        given, cast = buffers_of(reference.get_submodule(prefix)), dict[str, torch.dtype]()
         for name, buffer in buffers_of(module).items():
             other = given[name]
             if buffer is None or other is None or other.dtype == buffer.dtype:
@@ -163,19 +164,11 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
             if not is_persistent(module, name):
                 buffers_of(module)[name] = buffer.to(other.dtype)
             elif not any(pattern.search(f"{prefix}.{name}") for pattern in kept):
-                cls = type(module)
-                reading = classes.setdefault((cls, name), _reading_as(cls, name, other.dtype))
-                module.__class__ = reading  # type: ignore[assignment]
-
-
-def _reading_as(cls: type[nn.Module], name: str, dtype: torch.dtype) -> type[nn.Module]:
-    """``cls``, whose buffer ``name`` is cast when it is read as an attribute, as a model's code does."""
-
-    def read(module: nn.Module) -> torch.Tensor | None:
-        buffer = buffers_of(module)[name]
-        return None if buffer is None else buffer.to(dtype)
-
-    return type(cls.__name__, (cls,), {name: property(read), "__module__": cls.__module__})
+                cast[name] = other.dtype
+        if cast:
+            cls = type(module)
+            casting = classes.setdefault((cls, *cast.items()), casting_class(cls, cast))
+            module.__class__ = casting  # type: ignore[assignment]
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
