@@ -10,12 +10,15 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 _ALIGNMENT_BYTES = 512  # as torch has it on a GPU; no dtype and no cache line needs more
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK of Linux >= 4.14, from its ``include/uapi/asm-generic/mman-common.h``; Python has no name for it."""
 
 
 class _Mapping(mmap.mmap):
@@ -72,6 +75,8 @@ def _in_one_mapping(tensors: Mapping[str, torch.Tensor], device: torch.device) -
         places[name] = total
         total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     mapping = _Mapping(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # an older kernel
+        mapping.madvise(_WIPE_ON_FORK)  # a fork copies pinned pages; with MADV_DONTFORK a child that reads them dies
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
         mapping.pin(memory.data_ptr(), device)

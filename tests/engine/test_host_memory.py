@@ -76,6 +76,18 @@ def test_staging_takes_one_piece_and_gives_it_back_when_released() -> None:
     assert rss_bytes() - before < 0.1 * shard_bytes
 
 
+def test_a_forked_process_gets_none_of_it_and_cannot_change_it() -> None:
+    copy = host_copies_of({"a": torch.empty(8 << 20, dtype=torch.uint8)})["a"]
+    copy.fill_(7)
+    if (pid := os.fork()) == 0:  # as a dataloader's workers are; the kernel copies pinned pages for a child
+        values = copy.numpy()  # torch's threads are the parent's
+        wiped = not values.any()
+        values[:] = 1
+        os._exit(not wiped)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert bool((copy == 7).all())
+
+
 class Cudart:
     """What CUDA's runtime is asked for, and whether it agrees."""
 
