@@ -35,6 +35,8 @@ class _Mapping(mmap.mmap):
         with torch.cuda.device(device):  # another one would get a context that nobody needs
             result = int(_cudart().cudaHostRegister(address, len(self), _PORTABLE))
         if result:
+            with suppress(RuntimeError):  # the refusal stays CUDA's last error, which the next kernel would raise
+                torch.ones(1, device=device)
             raise RuntimeError(
                 f"CUDA cannot pin {len(self)} bytes of host memory to stage snapshots in (cudaError {result}); make "
                 "room, or have nothing written in the background (recover.async_save: false, save(blocking=True))"

@@ -93,10 +93,18 @@ class Cudart:
 
     def __init__(self, error: int = 0) -> None:
         self.error, self.calls = error, list[tuple[str, int, int]]()
+        self.last_error = 0
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         self.calls.append(("register", address, n_bytes))
+        self.last_error = self.error
         return self.error
+
+    def launch(self, *size: int, device: torch.device) -> None:
+        """What torch does after it has launched a kernel: ask for the last error, of whatever call, and clear it."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> int:
         mapped = Path("/proc/self/maps").read_text()
@@ -139,12 +147,16 @@ def test_it_is_pinned_once_as_a_whole_and_unpinned_before_it_is_unmapped(cudart:
     assert cudart.calls[1:] == [("unregister", address, True)]
 
 
-def test_what_cuda_cannot_pin_is_told_with_what_to_do(cudart: Cudart) -> None:
-    cudart.error = 2
+def test_what_cuda_cannot_pin_is_told_with_what_to_do_and_does_not_fail_the_next_kernel(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart.error, wanted = 2, on_gpu(torch.ones(2))
+    monkeypatch.setattr(host_memory.torch, "ones", cudart.launch)
     with pytest.raises(RuntimeError, match=r"cannot pin 4096 bytes.*cudaError 2.*async_save"):
-        host_copies_of({"a": on_gpu(torch.ones(2))})
+        host_copies_of({"a": wanted})
     gc.collect()
     assert [call for call, *_ in cudart.calls] == ["register"]
+    cudart.launch(device=wanted.device)
 
 
 @pytest.mark.parametrize(
