@@ -242,7 +242,8 @@ class _DeviceCopy:
 
     def drop(self) -> None:
         """Return when nothing writes to the buffers any more, and let go of the live tensors."""
-        self._event.synchronize()
+        with torch.cuda.device(self._device):  # in a new thread another one is current, and would get a context
+            self._event.synchronize()
         self._live = []
 
 

@@ -1,8 +1,10 @@
 """The host copy that a snapshot is written from: what was staged stays what it was."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +166,20 @@ def _stage_shards(rank: int, world_size: int) -> None:
 
 def test_a_staged_shard_is_a_shard_in_memory_of_its_own() -> None:
     run_ranks(_stage_shards, 2)
+
+
+def test_a_thread_waits_for_the_copy_of_a_device_with_that_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen = [0], []  # a new thread's is 0, which CUDA would make a context on
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    copy: Any = object.__new__(dcp_staging._DeviceCopy)
+    copy._device, copy._live = torch.device("cuda", 1), [torch.ones(1)]
+    copy._event = SimpleNamespace(synchronize=lambda: seen.append(current[-1]))
+    copy.drop()
+    assert (seen, current, copy._live) == ([1], [0], [])
