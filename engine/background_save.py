@@ -8,6 +8,7 @@ look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in tim
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -82,11 +83,10 @@ class BackgroundSave:
 
     def close(self) -> None:
         """`wait`, then give up the buffers and the group, whatever it raises."""
-        try:
+        with ExitStack() as last:
+            last.callback(drop_group, self._aside)
+            last.callback(self._staging.release)
             self.wait()
-        finally:
-            self._staging.release()
-            drop_group(self._aside)
 
     def _export(self, model: PreTrainedModel, path: str, options: dict[str, Any]) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._aside):

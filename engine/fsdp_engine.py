@@ -9,6 +9,7 @@ until a `WorkerGroup` ends them.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,12 @@ class FSDPEngine:
         Raises:
             Exception: that of a save in the background, which is waited for first; all is free then.
         """
-        try:
-            self._drop_model()
-        finally:
-            self._servers = ()
+        with ExitStack() as last:
             if self._groups is not None:
-                groups, self._groups = self._groups, None
-                free_cached_memory(groups.device)
-                close_process_groups(groups)
+                last.callback(close_process_groups, self._groups)
+                last.callback(free_cached_memory, self._groups.device)
+            self._groups, self._servers = None, ()
+            self._drop_model()
 
     def _drop_model(self) -> None:
         self._model = self.optimizer = self.lr_scheduler = None

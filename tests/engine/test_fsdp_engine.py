@@ -22,6 +22,8 @@ from holdfast.engine import (
     ParallelStrategy,
     SaveLoadMeta,
     TrainEngineConfig,
+    background_save,
+    fsdp_engine,
 )
 from holdfast.engine.api import Batch
 from holdfast.engine.config import FSDPWrapPolicy
@@ -373,6 +375,33 @@ def _lifecycle(rank: int, world_size: int, folder: str) -> None:
 
 def test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone(qwen3: Path) -> None:
     run_ranks(_lifecycle, 2, str(qwen3))
+
+
+def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out: str) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")  # which every call raises from then on
+
+    dropped = list[Any]()
+    dist.destroy_process_group()
+    os.environ.pop("RANK")
+    for method in ("free", "release"):
+        engine = make_engine(folder)
+        engine.save(SaveLoadMeta(f"{out}/{method}", "dcp", with_optim=True), blocking=False)
+        staging, aside = engine._background._staging, engine._background._aside
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device-side assert"):
+            if method == "free":
+                patch.setattr(fsdp_engine, "free_cached_memory", fail)
+            else:
+                patch.setattr(staging, "release", fail)
+                patch.setattr(background_save, "drop_group", dropped.append)
+            engine.destroy()
+        assert method == "free" or dropped == [aside]
+        assert not dist.is_initialized()
+        engine.destroy()
+
+
+def test_groups_are_closed_when_the_device_can_no_longer_free_its_memory(qwen3: Path, tmp_path: Path) -> None:
+    run_ranks(_destroy_when_the_device_fails, 1, str(qwen3), str(tmp_path))
 
 
 def _destroy_after_a_peer_died(rank: int, world_size: int, folder: str) -> None:
