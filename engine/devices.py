@@ -159,10 +159,11 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give memory of a GPU that nothing uses any more back, for other processes or engines on it; nothing on the CPU.
+    """Free what nothing uses any more, and give memory of a GPU back, for other processes or engines on it.
 
-    torch keeps it for later otherwise.
+    A sharded model is freed by this alone: its modules and their hooks hold each other. torch keeps the GPU's memory
+    for later otherwise.
     """
+    gc.collect()
     if device.type == "cuda":
-        gc.collect()  # modules and their hooks hold each other
         torch.cuda.empty_cache()

@@ -93,6 +93,7 @@ class FSDPEngine:
         """
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
+        free_cached_memory(groups.device)
         self.counters = EngineCounters()
         folder = find_model_folder(self.config, groups.control)
         model = build_initial_model(self.config, folder, groups)

@@ -1,6 +1,7 @@
 """Models people bring start as transformers starts them: nested models, buffers, dtypes, heads."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import (
     ViTConfig,
 )
 
-from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig
+from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig, initial_model, model
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import tiny_model
 from tests.engine.test_fsdp_engine import SPEC
@@ -155,6 +156,29 @@ def test_a_model_trains_a_step_with_buffers_that_are_cast_and_blocks_that_are_re
         engine.destroy()
     assert losses[0] == losses[1]
     assert losses[0][1] < losses[0][0]
+
+
+def test_the_old_model_is_gone_when_a_second_initialize_gives_the_new_one_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_brought(tmp_path / "base", BROUGHT["rotary angles in float32"])
+    engine = start(tmp_path / "base", optimizer=OptimizerConfig(lr=1e-2))
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    engine.train_batch(batch, lambda logits, mb: logits.square().mean(), lambda mb: mb["loss_mask"].sum())
+    engine.save(SaveLoadMeta(str(tmp_path / "saved"), "dcp", with_optim=True), blocking=False)
+    moments = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
+    old = [weakref.ref(tensor) for tensor in (*engine.model.parameters(), *moments)]
+    del moments
+    alive = list[int]()
+
+    def give_memory(*args: Any) -> list[str]:
+        alive.append(sum(ref() is not None for ref in old))
+        return model.give_memory(*args)
+
+    monkeypatch.setattr(initial_model, "give_memory", give_memory)
+    engine.initialize(None, SPEC)
+    assert len(old) > 20 and alive == [0]
+    engine.destroy()
 
 
 def test_weights_that_nothing_draws_are_asked_for_when_a_model_is_to_start_from_scratch(tmp_path: Path) -> None:
