@@ -64,8 +64,9 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch on ``device``."""
-        data = {key: tensor.to(device, non_blocking=True) for key, tensor in self.data.items()}
-        return replace(self, data=data, indices=self.indices.to(device, non_blocking=True))
+        ahead = torch.device(device).type == "cuda"  # the host would read what has not arrived yet
+        data = {key: tensor.to(device, non_blocking=ahead) for key, tensor in self.data.items()}
+        return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead))
 
     def first_token(self) -> "MicroBatch":
         """A dummy: the first token, with every other number 0."""
@@ -186,8 +187,10 @@ def _warn_of_row_longer_than(n_tokens: int) -> None:
 
 def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> list[float]:
     """What ``loss_weight_fn`` gives for each micro-batch, 0 for a dummy; one wait for the device in all."""
-    given = [torch.as_tensor(loss_weight_fn(mb.data)) for mb in micro_batches if not mb.is_dummy]
-    weights = torch.stack([weight.double().reshape(()) for weight in given]).tolist()
+    numbers = [loss_weight_fn(mb.data) for mb in micro_batches if not mb.is_dummy]
+    given = [torch.as_tensor(number, dtype=torch.float64).reshape(()) for number in numbers]
+    device = next((weight.device for weight in given if weight.is_cuda), torch.device("cpu"))  # they may be on both
+    weights = torch.stack([weight.to(device, non_blocking=True) for weight in given]).tolist()
     return weights + [0.0] * (len(micro_batches) - len(given))  # dummies come last
 
 

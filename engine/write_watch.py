@@ -48,7 +48,7 @@ class WriteWatch:
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
     def settle(self) -> None:
-        """What is written from now on is of no interest: the copies are there. For who trains; the first call counts."""
+        """What is written from now on is of no interest: the copies are there. For who trains; the first one counts."""
         with self._lock:
             self._look()
             self._tensors = []

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .errors import CheckpointWriteError, PeerError
+from .heartbeat import beat, beating
 from .threads import on_daemon_thread
 
 T = TypeVar("T")
@@ -181,14 +182,15 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
 def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """`rank_zero_decides` for what may take longer than the timeout of ``group``, which must be above `WORD_EVERY_S`.
 
-    Rank 0 works on a thread of its own and tells the others, every so often, to go on waiting. The thread does not keep
-    the process from ending.
+    Rank 0 works on a thread of its own and tells the others, every so often, to go on waiting; all of them `beat` then.
+    The thread does not keep the process from ending. A world of one works where it is, so that an interrupt ends it.
     """
     if get_world_size(group) == 1:
-        return decide()
+        with beating(WORD_EVERY_S):
+            return decide()
     outcome = on_daemon_thread(decide, "slow decision") if get_rank(group) == 0 else Future()
     while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
-        pass
+        beat()
     return rank_zero_decides(outcome.result, group)
 
 

@@ -8,6 +8,9 @@ A beat costs two function calls.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 
 class _Heart:
@@ -19,6 +22,22 @@ class _Heart:
 def beat() -> None:
     """Say that this process got somewhere; from any thread."""
     _Heart.last_beat = time.monotonic()
+
+
+@contextmanager
+def beating(every_s: float) -> Iterator[None]:
+    """`beat` while the block runs: it waits for something outside of this process, within limits of its own."""
+    ended = Event()
+
+    def beat_on() -> None:
+        while not ended.wait(every_s):
+            beat()
+
+    Thread(target=beat_on, name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def seconds_since_beat() -> float:

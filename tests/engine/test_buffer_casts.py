@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(model_
         for name, parameter in engine.model.named_parameters():
             grad, wanted = parameter.grad, expected.get_parameter(name).grad
             assert (grad is None) == (wanted is None), name
-            if grad is not None:
+            if grad is not None and wanted is not None:
                 assert torch.equal(grad.full_tensor(), wanted.float()), name
         assert all(torch.equal(engine.model.get_buffer(name), value) for name, value in stored.items())
         engine.destroy()
@@ -108,6 +109,9 @@ def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(model_
 
 class Router(nn.Module):
     """A module with two buffers, one of them no tensor; ``forward`` does what it is told."""
+
+    bias: torch.Tensor
+    absent: None
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class Router(nn.Module):
 
 
 def router() -> Router:
-    module = Router()
+    module: Any = Router()
     module.__class__ = casting_class(Router, {"bias": torch.bfloat16, "absent": torch.bfloat16})
     return module
 
@@ -148,10 +152,9 @@ def test_what_a_forward_writes_to_its_own_buffer_is_kept_in_the_stored_dtype() -
 
 
 def test_a_module_that_is_cast_is_named_and_copied_as_before() -> None:
-    model = nn.Sequential(router())
-    assert type(model[0]).__name__ == "Router" and list(model.state_dict()) == ["0.bias"]
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin[0].bias.zero_()
-    assert torch.equal(twin[0](lambda module: None), torch.zeros(2, dtype=torch.bfloat16))
-    assert torch.equal(model[0].bias, torch.tensor([1 / 3, 2.0]))
+    module = router()
+    assert type(module).__name__ == "Router" and list(module.state_dict()) == ["bias"]
+    twin = copy.deepcopy(module)
+    twin.bias.zero_()
+    assert torch.equal(twin(lambda module: None), torch.zeros(2, dtype=torch.bfloat16))
+    assert torch.equal(module.bias, torch.tensor([1 / 3, 2.0]))

@@ -1,9 +1,11 @@
 """Micro-batching: nothing lost, balanced, deterministic, equal on every rank, and undone by unpack."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
@@ -15,6 +17,7 @@ from holdfast.engine.microbatch import (
     split_batch,
     unpack,
     validate_batch,
+    weigh,
 )
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
@@ -126,6 +129,34 @@ def test_split_batch_fills_up_with_dummies_when_there_are_too_few_sequences() ->
     assert dummy.data.keys() == mbs[0].data.keys()
     outputs = [torch.full((mb.n_tokens,), 9.0) for mb in mbs]
     assert torch.equal(unpack(outputs, mbs, 2, 4), 9.0 * batch["attention_mask"])
+
+
+class _Copies(TorchFunctionMode):
+    """Notes which copies are not waited for; makes none."""
+
+    def __init__(self) -> None:
+        self.non_blocking: set[bool] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.to:
+            return func(*args, **(kwargs or {}))
+        self.non_blocking.add(kwargs.get("non_blocking", False))
+        return args[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", torch.device("cpu"), torch.device("cuda", 1)])
+def test_a_copy_to_the_host_is_waited_for_and_one_to_a_gpu_is_not(device: torch.device | str) -> None:
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec())
+    with _Copies() as copies:
+        mb.to(device)
+    assert copies.non_blocking == {"cuda" in str(device)}
+
+
+def test_weights_are_float64_whether_they_are_given_as_numbers_or_as_tensors() -> None:
+    micro_batches = split_batch(make_batch([3, 2, 4]), MicroBatchSpec(n_mbs=3))
+    given: list[Any] = [0.1, torch.tensor([16777217]), torch.tensor(0.5, dtype=torch.bfloat16)]
+    weights = iter(given)
+    assert weigh(micro_batches, lambda data: next(weights)) == [0.1, 16777217.0, 0.5]
 
 
 def test_unpack_refuses_an_output_with_another_number_of_tokens() -> None:

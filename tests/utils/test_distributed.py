@@ -3,11 +3,13 @@
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.utils import distributed
 from holdfast.utils.distributed import (
     all_ranks_succeed,
     gather_objects,
@@ -17,6 +19,7 @@ from holdfast.utils.distributed import (
     rank_zero_decides,
 )
 from holdfast.utils.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError, PeerError
+from holdfast.utils.heartbeat import beat, seconds_since_beat
 from holdfast.utils.logging import configure_logging, get_logger
 from holdfast.utils.staging import staged_folder
 from tests.helpers import run_ranks
@@ -164,3 +167,18 @@ def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(capf
         root.level, root.handlers[:], root.propagate = before
         root.setLevel(before[0])
     assert capfd.readouterr().err.count(" rank 0 holdfast.recover.store | step 3\n") == 1
+
+
+def _decide_slowly(rank: int, world_size: int) -> float:
+    distributed.WORD_EVERY_S = 0.1
+    beat()
+    distributed.rank_zero_decides_slowly(lambda: time.sleep(1))
+    return seconds_since_beat()
+
+
+def test_ranks_that_wait_for_a_slow_decision_make_progress_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "WORD_EVERY_S", 0.1)
+    assert max(_decide_slowly(0, 1), *run_ranks(_decide_slowly, 2)) < 0.6
+    before = seconds_since_beat()
+    time.sleep(0.4)
+    assert seconds_since_beat() >= before + 0.4
