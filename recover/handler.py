@@ -285,8 +285,7 @@ class RecoverHandler:
             return
         self._closed = True
         with ExitStack() as ends:  # from the last to the first, whatever any of them raises
-            ends.callback(self._lock.release)
-            ends.callback(self._upkeep.close, wait)
+            ends.callback(self._give_up_folder, wait)
             ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
             if wait and self._opened is not None:
                 ends.callback(close_writers, self._opened, self._key)
@@ -391,6 +390,15 @@ class RecoverHandler:
         if resumed is not None and ranks.decide(lambda: self._exports.due(step)):
             background = self.config.async_save
             self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
+
+    def _give_up_folder(self, wait: bool) -> None:
+        if (
+            self._saver.hangs
+        ):  # nothing is asked of it, and who may still commit keeps others out until the process ends
+            return
+        with ExitStack() as ends:
+            ends.callback(self._lock.release)
+            self._upkeep.close(wait)
 
     def _require_open(self) -> None:
         if self._closed:
