@@ -168,7 +168,10 @@ class RecoverHandler:
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
-        ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
+        with ExitStack() as undo:
+            undo.callback(close_writers, ranks, self._key)
+            ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
+            undo.pop_all()
         self._opened = ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
@@ -287,7 +290,8 @@ class RecoverHandler:
         with ExitStack() as ends:  # from the last to the first, whatever any of them raises
             ends.callback(self._give_up_folder, wait)
             ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
-            if wait and self._opened is not None:
+            # Without waiting for anybody: remote ranks may hang, and what is being written is read from the buffers.
+            if self._opened is not None and (wait or (self._saver.idle and not self._opened.is_driver)):
                 ends.callback(close_writers, self._opened, self._key)
             self._saver.close(wait)
 

@@ -109,6 +109,11 @@ class SnapshotSaver:
         in_flight = self._in_flight
         return in_flight.step if in_flight and any(job.kind == "snapshot" for job in in_flight.jobs) else None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, as far as this process knows."""
+        return self._in_flight is None or self._in_flight.done()
+
     @contextmanager
     def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
         """Pass over a snapshot, or an export, that fails in this block, if it may.
