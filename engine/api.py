@@ -4,7 +4,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 
 import torch
 
@@ -179,7 +179,7 @@ class StepInfo:
         for name, value in list(vars(self).items()):
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             try:
-                object.__setattr__(self, name, operator.index(whole))
+                object.__setattr__(self, name, operator.index(cast(SupportsIndex, whole)))
             except TypeError as error:
                 raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
 

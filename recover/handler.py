@@ -168,7 +168,10 @@ class RecoverHandler:
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
-        ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
+        with ExitStack() as undo:
+            undo.callback(close_writers, ranks, self._key)
+            ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
+            undo.pop_all()
         self._opened = ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
@@ -285,10 +288,10 @@ class RecoverHandler:
             return
         self._closed = True
         with ExitStack() as ends:  # from the last to the first, whatever any of them raises
-            ends.callback(self._lock.release)
-            ends.callback(self._upkeep.close, wait)
+            ends.callback(self._give_up_folder, wait)
             ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
-            if wait and self._opened is not None:
+            # Without waiting for anybody: remote ranks may hang, and what is being written is read from the buffers.
+            if self._opened is not None and (wait or (self._saver.idle and not self._opened.is_driver)):
                 ends.callback(close_writers, self._opened, self._key)
             self._saver.close(wait)
 
@@ -391,6 +394,15 @@ class RecoverHandler:
         if resumed is not None and ranks.decide(lambda: self._exports.due(step)):
             background = self.config.async_save
             self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
+
+    def _give_up_folder(self, wait: bool) -> None:
+        if (
+            self._saver.hangs
+        ):  # nothing is asked of it, and who may still commit keeps others out until the process ends
+            return
+        with ExitStack() as ends:
+            ends.callback(self._lock.release)
+            self._upkeep.close(wait)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from ..utils.logging import get_logger
 from .at_exit import AtExit, end_with_error
 from .config import RecoverConfig
 from .exporting import HFExports
-from .in_flight import InFlight, Job
+from .in_flight import InFlight, Job, patience_s
 from .rank_writing import writer_group
 from .ranks import Ranks
 from .schedule import Pace
@@ -82,6 +82,7 @@ class SnapshotSaver:
     Attributes:
         stats: see `SaveStats`.
         failed_in_a_row: ``snapshot`` or ``export`` -> how many, since the last one that did not fail.
+        hangs: whether a commit was under way when this was closed, and may still come to something.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class SnapshotSaver:
         self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
         self._config, self._key, self._writer, self._exports, self._pace = config, key, writer, exports, pace
         self._after_commit, self._confirm_folder = after_commit, confirm_folder
+        self.hangs = False
         self._in_flight: InFlight | None = None
         self._commit_lock, self._abandoned = Lock(), False
         self._at_exit = AtExit(self._end_of_process)
@@ -106,6 +108,11 @@ class SnapshotSaver:
         """The step whose snapshot is being written, as far as it was looked at; the same on all ranks."""
         in_flight = self._in_flight
         return in_flight.step if in_flight and any(job.kind == "snapshot" for job in in_flight.jobs) else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, as far as this process knows."""
+        return self._in_flight is None or self._in_flight.done()
 
     @contextmanager
     def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
@@ -255,7 +262,7 @@ class SnapshotSaver:
 
         Args:
             settle: wait for what is being written; else, and when that is interrupted, nothing is committed any more
-                once this has returned.
+                once this has returned, unless a commit `hangs`.
 
         Raises:
             see `settle`; nothing without ``settle``.
@@ -285,8 +292,12 @@ class SnapshotSaver:
         return self._writer.staged_bytes(step) + self._exports.staged_bytes(step)
 
     def _abandon(self) -> None:
-        with self._commit_lock:
-            self._abandoned = True
+        self._abandoned = True
+        if self._commit_lock.acquire(timeout=patience_s(self._pace.save_s)):
+            self._commit_lock.release()
+        else:
+            logger.error("a commit does not come back: the storage of %s hangs", self._config.recover_root)
+            self.hangs = True
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return

@@ -214,7 +214,7 @@ class FolderLock:
         file = self._file
         assert file is not None and self.held, "only who holds the lock commits"
         try:
-            lost = self._follow(file)
+            file, lost = self._follow(file)
             if not file.lock():
                 raise FolderInUseError(self._taken(f"is in use by {_holder(file.read()) or 'an unknown holder'}"))
             text = file.read()
@@ -232,20 +232,28 @@ class FolderLock:
             _leave(self._file)
         self._file = None
 
-    def _follow(self, file: _LockFile) -> str | None:
-        """How the lock was lost, if it was; a file that is gone or another one is made, or opened, for the next."""
+    def _follow(self, file: _LockFile) -> tuple[_LockFile, str | None]:
+        """The file to lock, and how the lock was lost, if it was; one that is gone or another is made, or opened.
+
+        Where another `FolderLock` of this process was there first, this one shares what that has.
+        """
         try:
             stays = _identity(os.stat(self.path)) == file.identity
         except FileNotFoundError:
             stays = False
         if stays:
-            return None if file.is_locked() else "was unlocked by somebody, or forgotten by its file server"
+            return file, None if file.is_locked() else "was unlocked by somebody, or forgotten by its file server"
         make_durably(self.path.parent)
         with _mutex:
+            if (other := _opened(self.path)) is not None:
+                other.users += 1
+                _leave(file)
+                self._file = other
+                return other, None
             del _files[file.identity]
             file.reopen(self.path)
             _files[file.identity] = file
-        return "was removed or replaced"
+        return file, "was removed or replaced"
 
     def _write_holder(self, file: _LockFile) -> None:
         started = datetime.fromtimestamp(process_started_at()).astimezone().isoformat(timespec="seconds")
@@ -276,14 +284,19 @@ class FolderLock:
 def _join(path: Path) -> _LockFile:
     """The process's descriptor of the file, opened when this is the first to ask, with one more user."""
     with _mutex:
-        file = None
-        with contextlib.suppress(FileNotFoundError):
-            file = _files.get(_identity(os.stat(path)))  # before opening it: closing it would drop a record lock
+        file = _opened(path)  # before opening it: closing it would drop a record lock
         if file is None:
             file = _LockFile(path)
             _files[file.identity] = file
         file.users += 1
         return file
+
+
+def _opened(path: Path) -> _LockFile | None:
+    """The process's descriptor of the file that is at ``path`` now, if it has one."""
+    with contextlib.suppress(FileNotFoundError):
+        return _files.get(_identity(os.stat(path)))
+    return None
 
 
 def _leave(file: _LockFile) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from holdfast.engine import dcp_staging
 from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, in_flight, rank_writing, writing
-from holdfast.utils.errors import CheckpointWriteError, PeerError, Preempted, StaleSnapshotError
+from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
 
@@ -382,3 +383,24 @@ def test_a_second_load_waits_for_what_is_being_written(tmp_path: Path, gate: Gat
     handler.dump(tiny.state, step_info(1))
     handler.close()
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
+
+
+def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[int]:
+    handler, tiny, seen = make(root), Tiny(), []
+    bad = nn.Linear(1, 1)
+    if rank == 1:
+        bad.weight = nn.Parameter(torch.zeros(1).expand(2))  # found when memory for it is to be taken
+    engines = {"first": tiny.state, "second": DCPState(bad, torch.optim.AdamW(bad.parameters()))}
+    with pytest.raises((ConfigError, PeerError)):
+        handler.load(engines)
+    seen.append(len(rank_writing._WRITERS))
+    assert handler.load(tiny.state) is None and handler.dump(tiny.state, step_info(0))
+    handler.wait()
+    handler.close(wait=False)
+    return [*seen, len(rank_writing._WRITERS)]
+
+
+def test_what_was_taken_to_stage_in_is_given_back_when_a_load_fails_and_when_closed_in_haste(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(_one_cannot_stage, 2, str(tmp_path)) == [[0, 0]] * 2

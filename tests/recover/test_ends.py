@@ -18,7 +18,7 @@ from tests.recover.test_background_saves import Gate, make
 pytestmark = pytest.mark.timeout(100)
 
 JOB = """
-import multiprocessing, os, sys, time, torch, torch.distributed as dist
+import multiprocessing, os, sys, threading, time, torch, torch.distributed as dist
 from torch import nn
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.engine.dcp_state import DCPState
@@ -120,6 +120,34 @@ def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_pa
     code, said = end(tmp_path, SLOW_TO_END + how, write_s=0.0)
     assert code == 0, said
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
+
+
+HANGS = """
+from holdfast.recover import in_flight, store
+in_flight.LINGER_S = 0.5
+reached = threading.Event()
+def hang(*args, reached=reached):
+    reached.set()
+    time.sleep(60)
+"""
+LAST = "handler.dump(state, StepInfo(0, 1, 1, 6)); reached.wait(); print('the end', flush=True)\n"
+"""A dump whose commit, or whose writer and then the look at what it writes, does not come back."""
+
+
+@pytest.mark.parametrize("hang", ["store.commit_folder = hang", "writing.write_rank = store.walk_leaves = hang"])
+@pytest.mark.parametrize("how", ["pass", "1 / 0"])
+def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str, how: str) -> None:
+    script = HANGS + f"handler.wait()\n{hang}\nwith handler:\n    {LAST}    {how}\n"
+    started = time.monotonic()
+    if how == "pass":
+        script = script.replace("with handler:", "if True:")
+    code, said = end(tmp_path, script, write_s=0.0)
+    assert time.monotonic() - started < 40 and code == 1, said
+    assert "the end" in said and names(tmp_path) == ["global_step_0"]
+    if how == "pass":
+        assert "step 1: the process ends without its snapshot (TimeoutError: it was not finished)" in said
+    else:
+        assert "ZeroDivisionError" in said and "step 1: the snapshot that was being written is given up" in said
 
 
 def _grow(seconds: float) -> Callable[..., Any]:

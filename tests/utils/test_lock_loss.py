@@ -216,3 +216,20 @@ def test_text_that_is_no_holder_is_no_reason_to_end_a_run(path: Path) -> None:
         path.write_bytes(content)
         lock.confirm()
     lock.release()
+
+
+def test_locks_of_one_process_on_both_sides_of_a_replaced_file_come_together(
+    start_job: Callable[[], Job], path: Path
+) -> None:
+    first, second = FolderLock(path), FolderLock(path)
+    first.acquire(0)
+    path.unlink()
+    second.acquire(0)
+    for lock in (first, second, first):
+        assert _confirm(lock) == []
+    first.release()
+    _confirm(second)
+    job = start_job()
+    assert job.do(acquire, 0)[0] == "FolderInUseError"
+    second.release()
+    assert lock_module._files == {} and job.do(acquire, 0) == ("ok", None)
