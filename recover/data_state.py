@@ -6,7 +6,8 @@ from typing import Any
 from ..engine.api import Stateful, StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.plain_torch import pack_plain, read_plain, unpack_plain
-from .loader_place import RestoredEpoch, restore_dataloader, sampler_epoch
+from .epoch_order import EpochOrder, epoch_order
+from .loader_place import RestoredEpoch, restore_dataloader
 from .ranks import Ranks
 
 DATA_STATE = "data.pt"
@@ -14,10 +15,11 @@ DATA_STATE = "data.pt"
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     """What `DATA_STATE` holds: the state of every process that calls the handler, packed one by one, or of the first
-    only when any number of them can resume it, and their samplers' epochs. All that call the handler call this.
+    only when any number of them can resume it, and their epochs' orders. All that call the handler call this.
 
     Raises:
-        ConfigError: a state could not be read back, or only some of the processes have a dataloader.
+        ConfigError: a state could not be read back, only some of the processes have a dataloader, or one's order could
+            not be made again; see `epoch_order`.
     """
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
     captured = [each for each in found if each is not None]
@@ -26,13 +28,19 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     if len(captured) < len(found):
         raise ConfigError(f"rank(s) {[i for i, each in enumerate(found) if each is None]} passed no dataloader")
     rank_independent = getattr(dataloader, "rank_independent", False)
-    states, epochs = zip(*(captured[:1] if rank_independent else captured), strict=True)
-    data = {"rank_independent": rank_independent, "states": list(states), "sampler_epochs": list(epochs)}
+    saved = captured[:1] if rank_independent else captured
+    data = {
+        "rank_independent": rank_independent,
+        "states": [state for state, _ in saved],
+        "sampler_epochs": [order.epoch for _, order in saved],
+        "sampler_generators": [order.generator for _, order in saved],
+    }
     return pack_plain("dataloader state", data)
 
 
-def _capture_loader(dataloader: Stateful) -> tuple[bytes, int | None]:
-    return pack_plain("dataloader state", dataloader.state_dict()), sampler_epoch(dataloader)
+def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
+    state_dict = dataloader.state_dict()
+    return pack_plain("dataloader state", state_dict), epoch_order(dataloader, state_dict)
 
 
 def restore_data(
@@ -54,19 +62,21 @@ def restore_data(
         return None
     if not path.exists():
         raise CheckpointMismatchError(f"{generation} holds no dataloader state; was it saved without a dataloader?")
-    states, epochs, rank_independent = _read(path)
+    states, orders, rank_independent = _read(path)
     if len(states) != n_callers and not rank_independent:
         raise CheckpointMismatchError(
             f"{generation} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
             "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
         )
     own = 0 if rank_independent else caller
-    return restore_dataloader(dataloader, unpack_plain(states[own], path), epochs[own], last_step)
+    return restore_dataloader(dataloader, unpack_plain(states[own], path), orders[own], last_step)
 
 
-def _read(path: Path) -> tuple[list[Any], list[int | None], bool]:
-    """States, epochs (all None in a file of an older version), and whether any number of processes may take them."""
+def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
+    """States, orders (unknown in a file of an older version), and whether any number of processes may take them."""
     match read_plain(path):
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
-            return list(states), more.get("sampler_epochs", [None] * len(states)), rank_independent
+            unknown = [None] * len(states)
+            epochs, generators = (more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators"))
+            return list(states), list(map(EpochOrder, epochs, generators)), rank_independent
     raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")

@@ -7,8 +7,9 @@ them. A Ray driver, as rank 0 of 1, gets whole batches.
 The cursor counts *samples handed out*, and a batch is read only when it is asked for: nothing is prefetched, so a
 state taken after training on a batch says exactly what was trained. Reading happens in the caller's thread; data
 that is slow to read or decode wants torchdata's ``StatefulDataLoader`` instead, which `RecoverHandler` also takes (see
-`loader_place`). Give that one a sampler with a generator of its own, if any: one generator for loader and sampler
-(``shuffle=True, generator=g``) gives another order from the epoch after the resumed one on (torchdata 0.11).
+`loader_place`), with torch's samplers or torchdata's: the order of a resumed epoch is made again (see `epoch_order`).
+Do not give that one ``shuffle=True, generator=g``: one generator for the loader and torchdata's own sampler gives
+another order from the epoch after the resumed one on (torchdata 0.11).
 
 An epoch's permutation costs 8 bytes a sample and comes from numpy's ``RandomState``, whose streams are frozen (NEP
 19): a newer library cannot change the order in the middle of an epoch. No global generator is drawn from.

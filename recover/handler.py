@@ -24,6 +24,7 @@ from ..utils.rng import RngState, capture_rng, restore_rng
 from ..utils.staging import as_write_error
 from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
+from .epoch_order import note_order
 from .exporting import HFExports
 from .info import RecoverInfo
 from .loader_place import RestoredEpoch
@@ -162,6 +163,7 @@ class RecoverHandler:
         self._exports.check(ranks)
         ranks.decide_slowly(self._take_folder)
         self._stops.install()
+        note_order(dataloader)
         choice = self._resume.choose(ranks, self._upkeep.mirror)
         if choice is not None:
             self._restore(ranks, choice, dataloader)

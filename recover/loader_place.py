@@ -6,8 +6,8 @@
   would differ from those of a run that was never killed. So the iterator is built here, before the generators are
   restored.
 - That iterator has the order of the epoch that the sampler was told last (torch's ``DistributedSampler.set_epoch``),
-  which is no part of the loader's state, and which a script sets only once it knows where it resumes. So a snapshot
-  remembers the sampler's epoch, and the sampler is told it first.
+  or one that the sampler draws from its generator (``RandomSampler``): neither is part of the loader's state. So a
+  snapshot holds what the order was made from (see `epoch_order`), and the sampler is given it first.
 - Restored to the end of an epoch, its first loop has no batch: a script that loops over epochs would skip one. So an
   epoch that is over is ended here.
 
@@ -15,10 +15,11 @@ What is wrong after that is refused: a loader that says another place than was s
 another epoch than the one that is being read.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,65 +28,59 @@ from ..engine.api import Stateful, StepInfo
 from ..engine.tensors import bytes_of
 from ..utils.errors import CheckpointMismatchError, ConfigError
 from .dataloader import ResumableDataLoader
+from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
 
 _END = object()
 
 
-@runtime_checkable
-class EpochSampler(Protocol):
-    """What orders samples by the epoch that it was told last: torch's ``DistributedSampler``, many datasets."""
-
-    epoch: int
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Order the samples of iterators built from now on as those of ``epoch``."""
-        ...
-
-
-def sampler_epoch(loader: Any) -> int | None:
-    """The epoch that the loader's sampler was told last; None when its order does not depend on one."""
-    sampler = _epoch_sampler(loader)
-    return None if sampler is None else int(sampler.epoch)
-
-
 def restore_dataloader(
-    loader: Stateful, state_dict: dict[str, Any], epoch: int | None, last_step: StepInfo
+    loader: Stateful, state_dict: dict[str, Any], order: EpochOrder, last_step: StepInfo
 ) -> "RestoredEpoch | None":
     """Put a loader back, completely; call it before the random generators are restored.
 
     Args:
         loader: anything stateful; what the module says is done for torch's ``DataLoader`` and its subclasses.
         state_dict: what its ``state_dict`` returned.
-        epoch: what `sampler_epoch` returned then; None when nobody asked (a generation of an older version): the epoch
-            of ``last_step`` is taken.
+        order: what `epoch_order` returned then. In a generation of an older version nothing is known: the sampler's
+            epoch is taken to be that of ``last_step``, its generator to be in its first state, in the first epoch.
         last_step: the last step that was trained.
 
     Returns:
         what is left of an epoch whose order depends on the sampler's; None when nothing is.
 
     Raises:
-        CheckpointMismatchError: the loader is not where it was, or its sampler advances its epoch by itself while
-            batches are read ahead, so that the epoch of these batches is not known.
+        CheckpointMismatchError: the loader is not where it was, or its order cannot be made again: what it was drawn
+            from was not saved, or the sampler is another one, or advances its epoch by itself while batches are read
+            ahead and has no `OrderNote`.
     """
-    sampler = _epoch_sampler(loader)
-    if sampler is None:
-        _restore_place(loader, state_dict)
-        _end_if_over(loader, state_dict, last_step)
-        return None
-    found, built_as = int(sampler.epoch), last_step.epoch if epoch is None else epoch
-    sampler.set_epoch(built_as)
+    note, sampler = note_order(loader), epoch_sampler(loader)
+    generator = _drawn_from(note, order, last_step)
+    found = None if sampler is None else int(sampler.epoch)
+    built_as = last_step.epoch if order.epoch is None else order.epoch
+
+    def place() -> None:
+        if sampler is not None:
+            sampler.set_epoch(built_as)
+        if note is not None:
+            note.resume(generator)
+
+    place()
     _restore_place(loader, state_dict)
-    advanced = int(sampler.epoch) != built_as
-    # Not known, the epoch is left for the script to say: `RestoredEpoch.check` then finds one that never says it.
-    sampler.set_epoch(found if epoch is None else epoch)
-    if _end_if_over(loader, state_dict, last_step):
+    advanced = sampler is not None and int(sampler.epoch) != built_as
+    over = _end_if_over(loader, state_dict, last_step, place, note)
+    if sampler is None or found is None:
         return None
-    if advanced:
+    if order.epoch is None and int(sampler.epoch) == built_as:
+        # Not known, the epoch is left for the script to say: `RestoredEpoch.check` then finds one that never says it.
+        sampler.set_epoch(found)
+    if over:
+        return None
+    if advanced and (note is None or note.sampler is not sampler):
         raise CheckpointMismatchError(
             f"{type(sampler).__name__} went on from epoch {built_as} by itself while batches were read ahead: which "
             "epoch they are of was not saved. Use a sampler that changes its epoch in set_epoch only, or num_workers=0"
         )
-    return RestoredEpoch(loader, sampler, built_as, last_step.next().epoch)
+    return RestoredEpoch(loader, sampler, note, built_as, last_step.next().epoch, known=order.epoch is not None)
 
 
 @dataclass(frozen=True)
@@ -95,14 +90,18 @@ class RestoredEpoch:
     Attributes:
         loader: whose iterator is built already.
         sampler: the loader's.
+        note: of its order; None when nobody writes one.
         epoch: what the sampler was told when that was built.
         run_epoch: the epoch of the run's next step.
+        known: whether that is what was saved; else it is that of the run.
     """
 
     loader: Stateful
     sampler: EpochSampler
+    note: OrderNote | None
     epoch: int
     run_epoch: int
+    known: bool
 
     def check(self, step: StepInfo) -> None:
         """See, after the first step that was trained, that the script takes the rest for what it is.
@@ -111,22 +110,39 @@ class RestoredEpoch:
             ConfigError: the sampler is at another epoch.
         """
         told = int(self.sampler.epoch)
+        if self.note is not None and self.note.advanced and told == self.epoch + 1:
+            return
         if told == self.epoch or step.epoch != self.run_epoch or _is_over(self.loader, self.loader.state_dict()):
             return
+        unsaid = (
+            ". (An older version saved no epoch: if the script never calls set_epoch, set the sampler's set_epoch to "
+            "None before load, for the rest of the run)"
+        )
         raise ConfigError(
             f"the sampler is at epoch {told} after the first step since load, but the rest of the epoch that was "
             f"resumed is read in the order of epoch {self.epoch}: samples would be lost or repeated. Begin the loop "
             "over epochs, and set_epoch, with the epoch of last_step_info.next() of what load returned; start again"
+            + ("" if self.known else unsaid)
         )
 
 
-def _epoch_sampler(loader: Any) -> EpochSampler | None:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    for found in (getattr(loader, "sampler", None), batch_sampler, inner, getattr(loader, "dataset", None)):
-        if isinstance(found, EpochSampler) and getattr(found, "shuffle", True):
-            return found
-    return None
+def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
+    """The state of the generator to draw the order from; None when the order is drawn from none."""
+    here = None if note is None else note.next_order().generator
+    if here is None and order.generator is not None:
+        raise CheckpointMismatchError(
+            "the dataloader was saved with a sampler that draws its order from a generator, and has another one now: "
+            "samples would be lost or repeated. Resume with the sampler of the run"
+        )
+    if note is None or here is None or order.generator is not None:
+        return order.generator
+    if last_step.epoch > 0 or note.sampler.generator is None:
+        raise CheckpointMismatchError(
+            f"the generation is of an older version, which did not save what {type(note.sampler).__name__} has drawn "
+            f"the order of epoch {last_step.epoch} from: samples would be lost or repeated. Begin a new run with its "
+            "weights or, if the sampler has a generator of its own, resume from a generation of epoch 0 (resume_path)"
+        )
+    return here
 
 
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
@@ -134,40 +150,41 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     said = loader.state_dict()  # has torchdata's build its iterator
     if isinstance(loader, ResumableDataLoader):
         return  # it has looked itself, and its batch size may be another
-    given = _batches_given(state_dict)
+    given = batches_given(state_dict)
     if given is None and not _equal(said, state_dict):
         raise CheckpointMismatchError(
             f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the loader is not where "
             "it was, or does not say so before its first batch. It must give back the state that it was restored from"
         )
-    if given is not None and given != _batches_given(said):
+    if given is not None and given != batches_given(said):
         raise CheckpointMismatchError(
             f"the dataloader was saved after {given} batches of an epoch, and once restored says it is after "
-            f"{_batches_given(said)}: its load_state_dict does not restore it. Pass the StatefulDataLoader itself"
+            f"{batches_given(said)}: its load_state_dict does not restore it. Pass the StatefulDataLoader itself"
         )
 
 
-def _batches_given(state_dict: Any) -> int | None:
-    """Batches of the epoch that a ``StatefulDataLoader`` had given, with and without workers; None: not of one."""
-    if not isinstance(state_dict, Mapping):
-        return None
-    if isinstance(snapshot := state_dict.get("_snapshot"), Mapping):
-        return snapshot["_snapshot_step"] + state_dict["_steps_since_snapshot"]
-    return state_dict.get("_num_yielded")
-
-
-def _end_if_over(loader: Stateful, state_dict: dict[str, Any], last_step: StepInfo) -> bool:
+def _end_if_over(
+    loader: Stateful,
+    state_dict: dict[str, Any],
+    last_step: StepInfo,
+    place: Callable[[], None],
+    note: OrderNote | None,
+) -> bool:
     """Take the end of an epoch that is over, as the loop that trained it did, so that the next loop is the next epoch;
     whether it is over."""
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):
+        if note is not None:  # its loop has drawn more than was skipped: what comes after the last sample
+            place()
+            deque(note.sampler, maxlen=0)
         return True
     if isinstance(loader.dataset, IterableDataset):  # how long it is only its end tells
         over = last_step.epoch_step == last_step.steps_per_epoch - 1
     else:
         over = _is_over(loader, state_dict)
     if over and next(iter(loader), _END) is not _END:
+        place()
         _restore_place(loader, state_dict)
         return False
     return over
@@ -176,7 +193,7 @@ def _end_if_over(loader: Stateful, state_dict: dict[str, Any], last_step: StepIn
 def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         with suppress(TypeError):  # a sampler without a length
-            return _batches_given(state_dict) == len(loader)
+            return batches_given(state_dict) == len(loader)
     return False
 
 

@@ -175,10 +175,11 @@ class Mirror:
         self._remote.close()
 
     def _start(self, generation: Generation | None) -> None:
-        self._copying = generation
+        self._copying = None  # should no thread start
         if generation is not None:
             # A daemon: a call that hangs must not keep the process from its exit, and leaves no more than a kill does.
             threading.Thread(target=self._work, args=(generation,), name="mirror", daemon=True).start()
+            self._copying = generation
 
     def _work(self, generation: Generation) -> None:
         try:

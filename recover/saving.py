@@ -15,7 +15,7 @@ from threading import Lock
 
 from ..engine.api import Stateful, StepInfo
 from ..utils.distributed import is_write_failure
-from ..utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
+from ..utils.errors import CheckpointError, CheckpointWriteError, PeerError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .at_exit import AtExit, end_with_error
 from .config import RecoverConfig
@@ -323,7 +323,10 @@ class SnapshotSaver:
 
         def follow() -> None:
             with self._committing():
-                self._after_commit(generation)
+                try:
+                    self._after_commit(generation)
+                except (CheckpointError, OSError, RuntimeError) as error:  # (no thread can be started at the very end)
+                    logger.error("step %d: committed, but what follows failed: %s", step, error)
 
         ranks.decide(follow)
         return seconds

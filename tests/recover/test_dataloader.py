@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from holdfast.engine.api import Stateful
 from holdfast.recover.dataloader import ResumableDataLoader
+from holdfast.recover.epoch_order import EpochOrder
 from holdfast.recover.loader_place import restore_dataloader
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from holdfast.utils.rng import capture_rng, restore_rng
@@ -273,6 +274,6 @@ def test_torchdatas_stateful_dataloader_resumes_with_the_same_samples_and_draws(
 
     torch.manual_seed(99)
     resumed, state = make_torchdata(num_workers, own_sampler), torch.load(tmp_path / "data.pt", weights_only=True)
-    restore_dataloader(resumed, state["data"], None, step_info(killed_after - 1))
+    restore_dataloader(resumed, state["data"], EpochOrder(), step_info(killed_after - 1))
     restore_rng(state["rng"])
     assert train_steps(resumed, 18 - killed_after) == reference[killed_after:]

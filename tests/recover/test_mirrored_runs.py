@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,30 @@ def _flip(path: Path) -> None:
 def test_a_closed_run_has_its_newest_generations_at_the_mirror(tmp_path: Path) -> None:
     _train(tmp_path, 5, mirror_max_to_keep=1)
     assert _copies(tmp_path) == ["global_step_4"] and names(tmp_path / "run") == ["global_step_3", "global_step_4"]
+
+
+def test_a_snapshot_whose_copy_cannot_be_begun_is_committed_and_copied_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse_copies(thread: threading.Thread) -> None:  # as Python 3.12 does at its end
+        if thread.name == "mirror":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    tiny = Tiny()
+    with monkeypatch.context() as patch, _mirrored(tmp_path, freq_steps=1, save_failures_allowed=0) as handler:
+        patch.setattr(threading.Thread, "start", refuse_copies)
+        handler.load(tiny.state)
+        assert handler.dump(tiny.state, step_info(0)) and handler.save_stats.failed == 0
+        handler.close()
+    assert "committed, but what follows failed: can't create new thread" in caplog.text
+    assert names(tmp_path / "run") == ["global_step_0"] and _copies(tmp_path) == []
+    with _mirrored(tmp_path) as handler:
+        info = handler.load(tiny.state)
+        assert info and info.last_step_info.global_step == 0
+    assert _copies(tmp_path) == ["global_step_0"]
 
 
 def test_a_run_whose_folder_is_gone_comes_back_from_the_mirror(tmp_path: Path) -> None:
