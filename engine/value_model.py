@@ -42,9 +42,9 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
     if parent is causal:
         return None
 
-    def __init__(self: Any, config: PretrainedConfig) -> None:
+    def __init__(self: Any, config: Any) -> None:
         super(cls, self).__init__(config)
-        whole = causal(config)
+        whole: Any = causal(config)  # type: ignore[call-arg]
         name, body = next((name, child) for name, child in whole.named_children() if isinstance(child, PreTrainedModel))
         self.base_model_prefix = name
         setattr(self, name, body)
@@ -61,5 +61,5 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
 
     name = causal.__name__.partition("For")[0] + "ForTokenClassification"
     members = {"__init__": __init__, "forward": forward, "__module__": __name__, "config_class": causal.config_class}
-    cls = type(name, (parent,), members)
+    cls: Any = type(name, (parent,), members)
     return cls

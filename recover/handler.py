@@ -2,9 +2,7 @@
 
 One generation holds everything a run is made of: every engine's shards, every process's generators, the data cursor,
 the step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and
-reported its files. The order of a dump is in `writing`; the order of a load is lock, choose and
-verify, compare with the engines (nothing is touched before), data cursor, engines, user objects, generators, and a last
-comparison of what is there with what was saved.
+reported its files. The order of a dump is in `writing`, that of a load here and in `restoring`.
 """
 
 import time
@@ -28,7 +26,7 @@ from .epoch_order import note_order
 from .exporting import HFExports
 from .info import RecoverInfo
 from .loader_place import RestoredEpoch
-from .rank_writing import close_writers, open_writer, restore_rank_rng
+from .rank_writing import close_writers, open_writers, restore_rank_rng
 from .ranks import Ranks, ranks_of
 from .restoring import restore_run
 from .saving import Due, SaveStats, SnapshotSaver
@@ -85,10 +83,8 @@ class RecoverHandler:
         self._epoch: RestoredEpoch | None = None
         self._rng: RngState | None = None
         self._closed = False
-        if config.mode != "off" and (config.freq_epochs, config.freq_steps, config.freq_secs) == (None, None, None):
-            logger.warning(
-                "none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots are made"
-            )
+        if config.mode != "off" and not self.schedule.is_ever_due:
+            logger.warning("none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots come")
 
     @property
     def save_stats(self) -> SaveStats:
@@ -170,10 +166,7 @@ class RecoverHandler:
             ranks.decide(partial(self._settle, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
         aside_s = self.config.save_timeout_s if self.config.async_save else None
-        with ExitStack() as undo:
-            undo.callback(close_writers, ranks, self._key)
-            ranks.run_all(open_writer, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
-            undo.pop_all()
+        open_writers(ranks, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
         self._opened = ranks
         self._go_on_exporting(ranks, choice)
         self._pace.step_begins()
@@ -192,9 +185,7 @@ class RecoverHandler:
         if self.config.mode == "off":
             return
         if self._opened is None:
-            raise ConfigError(
-                "restore_rng was called before load: what the generators are to be put back to is not known"
-            )
+            raise ConfigError("restore_rng was called before load: what to put the generators back to is not known")
         if self._rng is not None:
             restore_rng(self._rng)
             if self._opened.is_driver:
@@ -398,9 +389,7 @@ class RecoverHandler:
             self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
 
     def _give_up_folder(self, wait: bool) -> None:
-        if (
-            self._saver.hangs
-        ):  # nothing is asked of it, and who may still commit keeps others out until the process ends
+        if self._saver.hangs:  # nothing is asked of it; who may still commit keeps others out until the process ends
             return
         with ExitStack() as ends:
             ends.callback(self._lock.release)

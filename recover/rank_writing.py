@@ -8,6 +8,7 @@ What lasts from one snapshot to the next (buffers, plans, the group for the back
 the process of the rank, under the key of the handler that opened it.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,14 @@ def write_rank(holder: Any, key: str, folder: str, in_background: bool) -> RankP
 def export_rank(holder: Any, key: str, folder: str, in_background: bool) -> None:
     """Write this rank's part of an export, as it was captured; else as `write_rank`."""
     _WRITERS[key].export(Path(folder), in_background)
+
+
+def open_writers(ranks: Ranks, key: str, aside_s: float | None, snapshots: bool, request: ExportRequest | None) -> None:
+    """`open_writer` on every rank; none stays open if any fails."""
+    with ExitStack() as undo:
+        undo.callback(close_writers, ranks, key)
+        ranks.run_all(open_writer, key, aside_s, snapshots, request)
+        undo.pop_all()
 
 
 def close_writer(holder: Any, key: str) -> None:
