@@ -27,6 +27,7 @@ SHAPES = ((), (3,), (0, 4), (5, 7), (1,))
 
 
 def rss_bytes() -> int:
+    gc.collect()  # what other tests have left must not go away meanwhile
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) << 10
 
@@ -50,11 +51,11 @@ def test_memory_goes_back_to_the_system_with_the_last_tensor_in_it() -> None:
     copies = host_copies_of({name: torch.empty(25 << 20, dtype=torch.uint8) for name in "abcd"})
     for copy in copies.values():
         copy.fill_(1)
-    assert rss_bytes() - before > 90 << 20
+    assert rss_bytes() - before > 80 << 20
     last = copies["a"][:1]
     del copies, copy
     gc.collect()
-    assert rss_bytes() - before > 90 << 20, "someone still reads it"
+    assert rss_bytes() - before > 80 << 20, "someone still reads it"
     del last
     gc.collect()
     assert rss_bytes() - before < 10 << 20
