@@ -19,6 +19,8 @@ def main(names: list[str]) -> None:
         results[model_type] = verdicts = judge(model_type)
         poor = [f"{name} {verdict.word}" for name, verdict in verdicts.items() if verdict.word not in (YES, PADDED)]
         print(f"{number:3d} {model_type}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
+        if names:  # a row at a time: the others are there
+            PAGE.write_text(render(results), encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")
     print(f"wrote {PAGE}")
 
