@@ -323,9 +323,9 @@ def check_critic(case: Case) -> Verdict:
     stats = engine.train_batch(case.rows, _value_loss, _count_loss_tokens)
     if not values.isfinite().all() or stats["update_skipped"]:
         return Verdict(NO, "values or gradients are not finite")
-    # A multimodal critic has the language model one module further in.
+    # A multimodal model has the language model one module further in.
     body = {name.replace(".language_model.", "."): value for name, value in body.items()}
-    given = dict(reference.named_parameters())
+    given = {name.replace(".language_model.", "."): value for name, value in reference.named_parameters()}
     differ = [name for name in body.keys() & given.keys() if not torch.equal(body[name], given[name])]
     if case.rank == 0 and (differ or not body.keys() & given.keys()):
         return Verdict(NO, f"{SILENT}: the body has not the weights of the folder ({len(differ)} tensors)")
