@@ -33,9 +33,9 @@ pytestmark = pytest.mark.timeout(90)
 def test_a_rank_that_does_not_see_a_file_stops_the_run_and_sets_nothing_aside(tmp_path: Path) -> None:
     run_until(tmp_path, 1)
     files = read_manifest(newest(tmp_path))["files"]
-    assert check_bytes(None, str(newest(tmp_path)), files) is None
+    assert check_bytes({}, str(newest(tmp_path)), files) is None
     with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the process that decides sees"):
-        check_bytes(None, str(tmp_path / "not mounted here"), files)
+        check_bytes({}, str(tmp_path / "not mounted here"), files)
 
 
 def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int]:
