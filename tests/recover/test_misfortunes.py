@@ -20,6 +20,7 @@ from holdfast.engine.dcp_state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.process_state import ProcessState, capture_process, rank_state_name, write_process
 from holdfast.recover.rank_reading import check_bytes
+from holdfast.recover.ranks import RankTarget
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
 from holdfast.utils.plain_torch import pack_plain
@@ -33,9 +34,10 @@ pytestmark = pytest.mark.timeout(90)
 def test_a_rank_that_does_not_see_a_file_stops_the_run_and_sets_nothing_aside(tmp_path: Path) -> None:
     run_until(tmp_path, 1)
     files = read_manifest(newest(tmp_path))["files"]
-    assert check_bytes({}, str(newest(tmp_path)), files) is None
+    target = RankTarget({"default": Tiny().state})
+    assert check_bytes(target, str(newest(tmp_path)), files) is None
     with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the process that decides sees"):
-        check_bytes({}, str(tmp_path / "not mounted here"), files)
+        check_bytes(target, str(tmp_path / "not mounted here"), files)
 
 
 def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int]:
