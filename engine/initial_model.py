@@ -23,6 +23,7 @@ from .model_folder import is_first_of_its_node
 from .packing import check_packing
 from .parallel import ProcessGroups, shard_model
 from .quantized import refuse_quantized
+from .value_model import body_name
 
 logger = get_logger(__name__)
 
@@ -93,7 +94,7 @@ def load_weights(
     """
     missing, unexpected = (), ()
     if config.is_critic:
-        missing = [f"{name}.*" for name, _ in model.named_children() if name != model.base_model_prefix]
+        missing = [f"{name}.*" for name, _ in model.named_children() if name != body_name(model)]
         with all_ranks_succeed(f"looking for a language-model head in {folder}", group):
             unexpected = _head_of_causal_lm(require_local(folder, "loading", FETCH_FIRST), config)
     fresh = load_hf(model, folder, group=group, allow_missing=missing, allow_unexpected=unexpected)
@@ -113,5 +114,10 @@ def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
         loading = plan_loading(causal, shapes)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}") from error
-    base = f"{causal.base_model_prefix}."
-    return [name for key, tensor in loading.filled.items() if not key.startswith(base) for name in tensor.sources]
+    base = f"{body_name(causal)}."
+    return [
+        name
+        for key, tensor in loading.filled.items()
+        if not key.startswith(base)
+        for name in (key, *tensor.sources)  # a critic renames it as the causal model does, or not
+    ]

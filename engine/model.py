@@ -77,7 +77,6 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
     if config.is_critic:
         for part in (hf_config, hf_config.get_text_config()):
             part.num_labels = 1
-            part.tie_word_embeddings = False  # there is no output embedding left to tie
     options = {} if config.attn_impl is None else {"attn_implementation": config.attn_impl}
     try:
         with torch.device("meta"):

@@ -11,6 +11,12 @@ from . import Private, require
 
 _LOAD = "load folders as from_pretrained does"
 _EXPORT = "name and convert weights as save_pretrained does"
+_RULES = (
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+)
 
 NAMES = (
     Private(
@@ -22,6 +28,7 @@ NAMES = (
     Private("transformers.modeling_utils:LoadStateDictConfig", _LOAD, ("weight_mapping",)),
     Private("transformers.conversion_mapping:get_model_conversion_mapping", _LOAD, ("model",)),
     Private("transformers.core_model_loading:revert_weight_conversion", _EXPORT, ("model", "state_dict")),
+    *(Private(f"transformers:PreTrainedModel.{name}", _LOAD) for name in _RULES),
     Private("transformers:PreTrainedModel._keys_to_ignore_on_save", _EXPORT),
     Private("transformers:PreTrainedModel._get_dtype_plan", "know what stays in float32", ("dtype",)),
     Private("transformers:PreTrainedModel._from_config", "build a second model without weights", ("config",)),
@@ -52,6 +59,7 @@ __all__ = [
     "initialize_module",
     "keys_not_saved",
     "load_state",
+    "loading_rules",
     "revert_weight_conversion",
     "set_conversions",
     "unsplit_classes",
@@ -76,6 +84,11 @@ def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
     config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))  # type: ignore[arg-type]
     found, _ = PreTrainedModel._load_pretrained_model(model, dict(tensors), None, config)
     return found
+
+
+def loading_rules(model_class: type[PreTrainedModel]) -> dict[str, Any]:
+    """Class attributes that say under which names a folder may have a model's tensors, and which dtypes they keep."""
+    return {name: getattr(model_class, name) for name in ("base_model_prefix", *_RULES)}
 
 
 def drop_tolerated_keys(model: PreTrainedModel, found: Any) -> None:
