@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from ..utils.errors import CheckpointMismatchError
 from .compat.torch_private import buffers_of, parameters_of, replace_members
 from .compat.transformers_private import conversions_of, drop_tolerated_keys, load_state
-from .hf_keys import FileTensor, Origins, Span, unsharded_class, unsharded_view
+from .hf_keys import FileTensor, Origins, Span, unsharded_view
 
 _MOST_RUNS = 4096
 """Of how many runs of elements of files a tensor may be made before it is left to `loaded_elements`."""
@@ -72,8 +72,9 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
         origins.add(key, stand_in)
         return stand_in
 
+    twin = _twin(model)
     with origins:
-        twin, info = _load_twin(model, shapes, probe)
+        info = _load_twin(twin, shapes, probe)
     state, missing = twin.state_dict(), set(info.missing_keys)
     drop_tolerated_keys(twin, info)
     filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
@@ -109,7 +110,8 @@ def loaded_elements(
     for key, shape in shapes.items():
         start, end = end, end + torch.Size(shape).numel()
         numbers[key] = torch.arange(start, end, dtype=torch.int64).view(tuple(shape))
-    twin, _ = _load_twin(model, shapes, lambda key, _: numbers[key])
+    twin = _twin(model)
+    _load_twin(twin, shapes, lambda key, _: numbers[key])
     state = twin.state_dict()
     for key in keys:
         elements = state[key]
@@ -137,24 +139,23 @@ class _StandIn:
 
 @torch.no_grad()
 def _load_twin(
-    model: PreTrainedModel,
+    twin: PreTrainedModel,
     shapes: Mapping[str, Sequence[int]],
     materialize: Callable[[str, torch.dtype | None], torch.Tensor],
-) -> tuple[PreTrainedModel, Any]:
-    """Load stand-ins into a twin of ``model`` as `from_pretrained` loads a folder.
+) -> Any:
+    """Load stand-ins into a twin as `from_pretrained` loads a folder.
 
     Returns:
-        The twin, and transformers' account of what was missing or unexpected.
+        transformers' account of what was missing or unexpected.
     """
-    twin, name = _twin(model), unsharded_class(model).__name__
     with _no_progress_bar():
         info = load_state(twin, {key: _StandIn(key, materialize) for key in shapes})
     for key, found, wanted in sorted(info.mismatched_keys):
         raise CheckpointMismatchError(f"{key} has shape {list(found)}, the model needs {list(wanted)}")
     for key, error in info.conversion_errors.items():
-        reason = error.strip().splitlines()[-1]
+        reason, name = error.strip().splitlines()[-1], type(twin).__name__
         raise CheckpointMismatchError(f"transformers cannot make {key} of {name} from the tensors it found: {reason}")
-    return twin, info
+    return info
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
