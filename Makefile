@@ -32,10 +32,11 @@ test-all: $(INSTALLED)  ## The same and the slow ones: every architecture of doc
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest --timeout-method=signal tests/faults
 
-lint: $(INSTALLED)  ## Check style and types
+lint: $(INSTALLED)  ## Check style, types and what may import what
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports --no-logo
 
 bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torch's ways, for a quarter of an hour
 	$(PY) -m benchmarks

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from holdfast.engine.api import StepInfo
 from holdfast.engine.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from holdfast.engine.dcp_metadata import read_metadata
-from holdfast.engine.dcp_plan import spread
+from holdfast.engine.dcp.metadata import read_metadata
+from holdfast.engine.dcp.save_plan import spread
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.utils.files import bytes_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_sealed

@@ -13,7 +13,7 @@ from shutil import rmtree
 from typing import Any
 
 from examples.chaos import GrpoRun
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 
 from .harness import Figure, Options
 

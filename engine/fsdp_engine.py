@@ -22,7 +22,7 @@ from ..utils.distributed import all_ranks_succeed
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
-from ..utils.stats import reduce_stats
+from ..utils.metrics import reduce_stats
 from .api import (
     Batch,
     FinetuneSpec,
@@ -33,22 +33,22 @@ from .api import (
     SaveLoadMeta,
     WeightUpdateMeta,
 )
-from .background_save import BackgroundSave
 from .config import TrainEngineConfig
-from .counters import EngineCounters
-from .dcp_checkpoint import load_dcp, save_dcp
-from .dcp_state import DCPState
+from .dcp.checkpoint import load_dcp, save_dcp
+from .dcp.state import DCPState
 from .devices import free_cached_memory
-from .hf_checkpoint import save_hf
-from .hf_companions import adopt_base
+from .hf.export import save_hf
+from .hf.publish import publish_weights
+from .hf.sidecars import adopt_base
 from .initial_model import build_initial_model, load_weights
-from .microbatch import MicroBatch, split_batch, unpack, weigh
 from .model_folder import find_model_folder
-from .optimizer import build_optimizer, build_scheduler
-from .packing import model_output
-from .parallel import clip_grad_norm, close_process_groups, open_process_groups
-from .publish import publish_weights
 from .rl.logprobs import token_logprobs
+from .staging.background import BackgroundSave
+from .training.counters import EngineCounters
+from .training.distributed import clip_grad_norm, close_process_groups, open_process_groups
+from .training.microbatch import MicroBatch, split_batch, unpack, weigh
+from .training.optimizer import build_optimizer, build_scheduler
+from .training.packing import model_output
 
 logger = get_logger(__name__)
 

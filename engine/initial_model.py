@@ -15,15 +15,22 @@ from ..utils.errors import CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.remote import FETCH_FIRST, require_local
 from .config import TrainEngineConfig
-from .hf_import import load_hf
-from .hf_io import WeightReader
-from .hf_loading import plan_loading
-from .model import block_classes, build_causal_on_meta, build_on_meta, cast_buffers, draw_weights, give_memory
+from .hf.file_io import WeightReader
+from .hf.load import load_hf
+from .hf.load_plan import plan_loading
+from .hf.quantized import refuse_quantized
 from .model_folder import is_first_of_its_node
-from .packing import check_packing
-from .parallel import ProcessGroups, shard_model
-from .quantized import refuse_quantized
-from .value_model import body_name
+from .training.distributed import ProcessGroups, shard_model
+from .training.model import (
+    block_classes,
+    build_causal_on_meta,
+    build_on_meta,
+    cast_buffers,
+    draw_weights,
+    give_memory,
+)
+from .training.packing import check_packing
+from .training.value_model import body_name
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 
 GRPO = Path(__file__).with_name("grpo.py")
 

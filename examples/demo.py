@@ -22,7 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import GrpoRun, sha256
 
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 
 OUT = Path("demo_out").absolute()
 TOTAL_STEPS = 150

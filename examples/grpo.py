@@ -32,8 +32,8 @@ from rollout import RolloutWorker
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
 from holdfast.engine.api import Batch
-from holdfast.engine.model import require_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
+from holdfast.engine.training.model import require_model_folder
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
@@ -41,8 +41,8 @@ from holdfast.utils.config import load_config, require_choice, require_range
 from holdfast.utils.errors import ConfigError, HoldfastError, Preempted, WorkerLost
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
+from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.rng import seed_rng
-from holdfast.utils.stats import StatsLogger
 
 
 @dataclass

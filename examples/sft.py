@@ -26,17 +26,17 @@ from copy_task import CopyPrompts, require_copy_tokenizer, sft_collate, write_mo
 from transformers import AutoTokenizer
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
-from holdfast.engine.model import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
+from holdfast.engine.training.model import require_model_folder
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.logging import configure_logging
+from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.processes import die_with_parent
 from holdfast.utils.remote import require_local
 from holdfast.utils.rng import seed_rng
-from holdfast.utils.stats import StatsLogger
 
 
 @dataclass

@@ -1,20 +1,9 @@
 """When to snapshot, where snapshots live, and how a job comes back.
 
+The names are in ``__init__.pyi`` and imported when they are used.
 `Supervisor` needs the ``ray`` extra and is imported from `holdfast.recover.supervisor`.
 """
 
-from .config import RecoverConfig
-from .dataloader import ResumableDataLoader
-from .handler import RecoverHandler
-from .info import RecoverInfo
-from .schedule import SnapshotSchedule
-from .store import GenerationStore
+import lazy_loader
 
-__all__ = [
-    "GenerationStore",
-    "RecoverConfig",
-    "RecoverHandler",
-    "RecoverInfo",
-    "ResumableDataLoader",
-    "SnapshotSchedule",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

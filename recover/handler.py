@@ -2,7 +2,7 @@
 
 One generation holds everything a run is made of: every engine's shards, every process's generators, the data cursor,
 the step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and
-reported its files. The order of a dump is in `writing`, that of a load here and in `restoring`.
+reported its files. The order of a dump is in `saving.leader`, that of a load here and in `resuming.restore`.
 """
 
 import time
@@ -15,26 +15,26 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
+from ..utils.atomic_folder import as_write_error
 from ..utils.errors import ConfigError, Preempted
-from ..utils.lock import FolderLock
+from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
-from ..utils.staging import as_write_error
-from .choice import Choice, ResumeChoice
 from .config import RecoverConfig
-from .epoch_order import note_order
-from .exporting import HFExports
+from .coordinator import Ranks, ranks_of
+from .data.epoch_order import note_order
+from .data.position import RestoredEpoch
 from .info import RecoverInfo
-from .loader_place import RestoredEpoch
-from .rank_writing import close_writers, open_writers, restore_rank_rng
-from .ranks import Ranks, ranks_of
-from .restoring import restore_run
-from .saving import Due, SaveStats, SnapshotSaver
-from .schedule import Pace, SnapshotSchedule
-from .stopping import StopNotice, StopRequests
-from .store import Generation, GenerationStore
-from .upkeep import GenerationUpkeep
-from .writing import GenerationWriter
+from .resuming.restore import restore_run
+from .resuming.select import Choice, ResumeChoice
+from .saving.hf_exports import HFExports
+from .saving.leader import GenerationWriter
+from .saving.manager import Due, SaveStats, SnapshotSaver
+from .saving.rank import close_writers, open_writers, restore_rank_rng
+from .storage.generations import Generation, GenerationStore
+from .storage.upkeep import GenerationUpkeep
+from .triggers.schedule import Pace, SnapshotSchedule
+from .triggers.signals import StopNotice, StopRequests
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..engine.api import StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.typed_json import from_json
-from .facts import EngineFacts
+from .consistency import EngineFacts
 
 INFO_NAME = "recover_info.json"
 

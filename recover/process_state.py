@@ -15,8 +15,8 @@ from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointCorruptError
 from ..utils.logging import get_logger
 from ..utils.manifest import FileEntry, write_sealed
-from ..utils.plain_torch import pack_plain, read_plain, unpack_plain
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng, rng_digest
+from ..utils.safe_torch import pack_plain, read_plain, unpack_plain
 
 logger = get_logger(__name__)
 

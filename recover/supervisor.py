@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from ..engine.ray_calls import WorkerResources, draining_nodes, place, require_ray
-from ..engine.worker_group import WorkerGroup
+from ..engine.workers.group import WorkerGroup
+from ..engine.workers.ray_adapter import WorkerResources, draining_nodes, place, require_ray
 from ..utils.errors import ConfigError, RetriesExhausted, WorkerLost
-from ..utils.lock import FolderLock
+from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
-from .stopping import StopNotice
+from .triggers.signals import StopNotice
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from holdfast.engine.worker_group import RemoteServer
+from holdfast.engine.workers.group import RemoteServer
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import PeerError
 from holdfast.utils.heartbeat import beat

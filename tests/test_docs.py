@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
-from holdfast.engine.hf_checkpoint import save_hf
-from holdfast.engine.publish import publish_weights
+from holdfast.engine.hf.export import save_hf
+from holdfast.engine.hf.publish import publish_weights
 from holdfast.recover import GenerationStore
-from holdfast.recover.ranks import RankTarget
-from holdfast.recover.store import TRACKER_NAME
+from holdfast.recover.coordinator import RankTarget
+from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.files import remove_folder
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.engine.models import tiny_qwen3, write_model_folder

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("utils", "engine", "recover")  # each may import itself and what stands before it
 MAY_IMPORT_RAY = {
     "engine/compat/ray_private.py",
-    "engine/ray_calls.py",
-    "engine/worker_group.py",
+    "engine/workers/ray_adapter.py",
+    "engine/workers/group.py",
     "recover/supervisor.py",
 }
 MAX_LINES = 400
@@ -73,7 +73,7 @@ def test_only_four_files_import_ray() -> None:
 
 
 def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) -> None:
-    script = "import sys; sys.modules['ray'] = None; import holdfast.engine, holdfast.recover"
+    script = "import sys; sys.modules['ray'] = None\nfrom holdfast.engine import *\nfrom holdfast.recover import *"
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
 

@@ -10,7 +10,7 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
-from ..microbatch import validate_batch
+from ..training.microbatch import validate_batch
 from .advantages import check_groups, gae_advantages, grpo_advantages, normalise, rewards_at_last_token
 from .config import NormConfig, PPOActorConfig
 from .logprobs import token_logprobs

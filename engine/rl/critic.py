@@ -7,7 +7,7 @@ that is *chosen next*, as log-probabilities are: ``values[t]`` is the value befo
 import torch
 
 from ..api import Batch, LossFn, TrainEngine
-from ..microbatch import validate_batch
+from ..training.microbatch import validate_batch
 from .config import PPOCriticConfig
 from .logprobs import align_with_tokens
 from .losses import ppo_critic_loss

@@ -12,7 +12,7 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
-from ..microbatch import partition, select_rows, sequence_lengths
+from ..training.microbatch import partition, select_rows, sequence_lengths
 from .losses import Stats, count_loss_tokens
 
 

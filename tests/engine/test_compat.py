@@ -79,7 +79,7 @@ def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Pa
     """Taking one away in a fresh process stops the import of the engine, and names it."""
     (module, name) = ("torch.nn.modules.dropout", "_DropoutNd")
     assert f"{module}:{name}" in {private.name for private in torch_private.NAMES}
-    script = f"import {module} as module\ndel module.{name}\nimport holdfast.engine"
+    script = f"import {module} as module\ndel module.{name}\nfrom holdfast.engine import FSDPEngine"
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode == 1

@@ -22,12 +22,12 @@ from holdfast.engine import (
     ParallelStrategy,
     SaveLoadMeta,
     TrainEngineConfig,
-    background_save,
     fsdp_engine,
 )
 from holdfast.engine.api import Batch
 from holdfast.engine.config import FSDPWrapPolicy
 from holdfast.engine.rl.logprobs import token_logprobs
+from holdfast.engine.staging import background
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.shelf import shelf_url
@@ -393,7 +393,7 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
                 patch.setattr(fsdp_engine, "free_cached_memory", fail)
             else:
                 patch.setattr(staging, "release", fail)
-                patch.setattr(background_save, "drop_group", dropped.append)
+                patch.setattr(background, "drop_group", dropped.append)
             engine.destroy()
         assert method == "free" or dropped == [aside]
         assert not dist.is_initialized()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.engine import dcp_placing, dcp_saver, host_blocks
+from holdfast.engine import host_blocks
+from holdfast.engine.dcp import direct_reader, save
 from holdfast.engine.host_blocks import HostBlocks
 
 DEVICE = torch.device("meta")  # one that takes two blocks, which are not pinned
@@ -79,22 +80,22 @@ def test_on_the_cpu_there_is_one_block() -> None:
 
 
 def test_a_data_file_is_packed_into_even_blocks(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_saver, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(save, "BLOCK_BYTES", 1000)
     tensors = [torch.randn(700), torch.tensor(3.0), torch.randn(30, 20).t(), torch.randn(0, 2), torch.ones(3).bool()]
-    blocks = HostBlocks(1000, DEVICE).pack(dcp_saver._pieces(dcp_saver._archived(tensors)), torch.uint8)
+    blocks = HostBlocks(1000, DEVICE).pack(save._pieces(save._archived(tensors)), torch.uint8)
     found = [bytes(block) for block in blocks]
     assert {len(block) for block in found[:-1]} == {1000}
-    assert b"".join(found) == b"".join(piece.numpy().tobytes() for piece in dcp_saver._archived(tensors))
+    assert b"".join(found) == b"".join(piece.numpy().tobytes() for piece in save._archived(tensors))
 
 
 def test_rows_of_a_stored_tensor_come_to_a_part_of_another(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_placing, "BLOCK_BYTES", 60)  # two rows
+    monkeypatch.setattr(direct_reader, "BLOCK_BYTES", 60)  # two rows
     stored, whole = torch.randn(9, 7), torch.zeros(5, 11)
     (tmp_path / "a").write_bytes(b"before" + stored.numpy().tobytes())
     target, blocks = whole[:, 2:5], HostBlocks(60, DEVICE)
-    piece = dcp_placing._Piece("a", 6, stored.shape, ((3, 5), (1, 3)), target)
+    piece = direct_reader._Piece("a", 6, stored.shape, ((3, 5), (1, 3)), target)
     with open(tmp_path / "a", "rb", buffering=0) as file:
         piece.copy(file, blocks)
     blocks.settle()

@@ -26,12 +26,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
-from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig, initial_model, model
+from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig, initial_model
+from holdfast.engine.training import model
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
+from tests.engine.hf.test_load_plan import MULTIMODAL, TEXT, write_multimodal
 from tests.engine.hf_models import tiny_model
 from tests.engine.test_fsdp_engine import SPEC
-from tests.engine.test_hf_loading import MULTIMODAL, TEXT, write_multimodal
 from tests.helpers import run_ranks
 
 IDS = torch.randint(3, 28, (1, 9), generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 
 
 def trained(seed: int) -> DCPState:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from holdfast.engine.compat.torch_private import StorageInfo
-from holdfast.engine.dcp_metadata import read_metadata
+from holdfast.engine.dcp.metadata import read_metadata
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_manifest

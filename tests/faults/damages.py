@@ -16,7 +16,7 @@ from functools import partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
-from holdfast.engine.dcp_metadata import read_metadata
+from holdfast.engine.dcp.metadata import read_metadata
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.manifest import MANIFEST_NAME
 from tests.faults.generations import NEWER, OLDER, files_of, link_tree, replace_bytes

@@ -6,8 +6,8 @@ Whoever adds one to the product says here what it is for: test_harness_can_fail.
 import os
 import re
 
-from .power_loss import FSYNCS
-from .shim import Call
+from tests.faults.power_loss import FSYNCS
+from tests.faults.shim import Call
 
 MIRROR = "mirror/e/t"
 """Where the copies of mirrored snapshots are, below the root."""

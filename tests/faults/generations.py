@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import ResumableDataLoader
 from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_manifest

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 
-from .shim import Call
+from tests.faults.shim import Call
 
 Tree = dict[str, bytes | None]
 """POSIX path relative to the recorded root -> contents; None is a folder."""

@@ -15,13 +15,12 @@ from typing import Any
 
 from holdfast.recover import GenerationStore
 from holdfast.utils.manifest import MANIFEST_NAME
+from tests.faults.fsync_purposes import HINT, MIRROR, fsync_purposes
+from tests.faults.power_loss import Effort, PowerLoss, State, Tree, read_tree, relative_to, write_tree
+from tests.faults.scenarios import SCENARIOS, Action, Publication, Scenario, Snapshot, make_scenario
+from tests.faults.shim import Call, Shim, read_calls
+from tests.faults.workshop import Workshop
 from tests.recover.runs import step_info
-
-from .fsync_purposes import HINT, MIRROR, fsync_purposes
-from .power_loss import Effort, PowerLoss, State, Tree, read_tree, relative_to, write_tree
-from .scenarios import SCENARIOS, Action, Publication, Scenario, Snapshot, make_scenario
-from .shim import Call, Shim, read_calls
-from .workshop import Workshop
 
 _NUMBERED = re.compile(r"((?:[^./][^/]*/)*)(?:global_step_|v)(\d+)")
 REPLACING = "snapshot that replaces the only one"

@@ -20,15 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.engine import WeightUpdateMeta, save_hf
-from holdfast.engine.publish import publish_weights, published_versions, version_path
+from holdfast.engine.hf.publish import publish_weights, published_versions, version_path
 from holdfast.recover import GenerationStore
-from holdfast.recover.mirror import Mirror
-from holdfast.recover.store import Generation
+from holdfast.recover.storage.generations import Generation
+from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import CheckpointExistsError
 from holdfast.utils.manifest import verify_folder
-
-from .snapshots import Action, Resume, Snapshot, Tree, tree
+from tests.faults.snapshots import Action, Resume, Snapshot, Tree, tree
 
 
 class Scenario(Protocol):

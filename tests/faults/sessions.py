@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine import WeightUpdateMeta, save_hf
-from holdfast.engine.publish import publish_weights, published_versions, version_path
+from holdfast.engine.hf.publish import publish_weights, published_versions, version_path
 from holdfast.recover import GenerationStore
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError
 from holdfast.utils.manifest import verify_folder
+from tests.faults.scenarios import sharded_model
+from tests.faults.snapshots import Trainee, Tree, tree
 from tests.recover.runs import hidden, make_handler, names, step_info
-
-from .scenarios import sharded_model
-from .snapshots import Trainee, Tree, tree
 
 REMOVING = (".retired-",)
 """What a removal that failed may leave, to be swept at the next start: it costs space, and no reader sees it."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.tensors import flatten, local_tensor
 from holdfast.recover import GenerationStore, ResumableDataLoader
 from holdfast.utils.rng import seed_rng

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Tally
-from .nursery import Outcome, Stage
-from .scenarios import EVERY, make_scenario
-from .shim import Call, write_half
-from .workshop import Built, Workshop, perform, workshop
+from tests.faults.conftest import Tally
+from tests.faults.nursery import Outcome, Stage
+from tests.faults.scenarios import EVERY, make_scenario
+from tests.faults.shim import Call, write_half
+from tests.faults.workshop import Built, Workshop, perform, workshop
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -21,17 +21,38 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import dcp_metadata, dcp_reader, hf_checkpoint
-from holdfast.recover import GenerationStore, rank_reading, store
-from holdfast.utils import files, manifest, staging
+from holdfast.engine.dcp import checked_reader
+from holdfast.engine.dcp import metadata as dcp_metadata
+from holdfast.engine.hf import export as hf_checkpoint
+from holdfast.recover import GenerationStore
+from holdfast.recover.resuming import rank as rank_reading
+from holdfast.recover.storage import generations as store
+from holdfast.utils import atomic_folder, files, manifest
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry
 from tests.faults.conftest import Tally
 from tests.faults.fsync_purposes import EARLIER_LIFE, IN_MIRROR, IN_STAGING, MANIFEST_MOVED, fsync_purposes
-from tests.faults.generations import NEWER, OLDER, Victim, copy_generations, files_of, quiet, replace_bytes, reseal
+from tests.faults.generations import (
+    NEWER,
+    OLDER,
+    Victim,
+    copy_generations,
+    files_of,
+    quiet,
+    replace_bytes,
+    reseal,
+)
 from tests.faults.payloads import Call as Payload
 from tests.faults.power_loss import QUICK, PowerLoss
-from tests.faults.power_traces import MIRRORED, POWER_SCENARIOS, REPLACING, Recorded, record, record_second_life, survey
+from tests.faults.power_traces import (
+    MIRRORED,
+    POWER_SCENARIOS,
+    REPLACING,
+    Recorded,
+    record,
+    record_second_life,
+    survey,
+)
 from tests.faults.shim import Call
 from tests.faults.workshop import Workshop, perform, workshop
 
@@ -164,8 +185,10 @@ def _write_versions_in_place() -> None:
         final.mkdir()
         return final
 
-    patch(staging, "_open_staging", open_in_place)
-    patch(staging, "commit_folder", lambda _, final: (files.fsync_tree(final), files.fsync_dir(Path(final).parent)))
+    patch(atomic_folder, "_open_staging", open_in_place)
+    patch(
+        atomic_folder, "commit_folder", lambda _, final: (files.fsync_tree(final), files.fsync_dir(Path(final).parent))
+    )
 
 
 def _rename_before_the_manifest() -> None:
@@ -233,7 +256,7 @@ def _no_agreement(what: str, group: Any = None) -> Iterator[None]:
 
 
 def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
-    patch(staging, "all_ranks_succeed", _no_agreement)
+    patch(atomic_folder, "all_ranks_succeed", _no_agreement)
     patch(hf_checkpoint, "all_ranks_succeed", _no_agreement)
     try:
         _export_with_a_full_disk(scenario, root, rank)
@@ -301,7 +324,7 @@ def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp
     name, root = "state/rank_00000.pt", tmp_path / "root"
     flips = [partial(_flip, name, at) for at in range(0, (good / NEWER / name).stat().st_size, 499)]
     with pytest.MonkeyPatch.context() as switches:
-        for module in (manifest, dcp_reader, rank_reading):
+        for module in (manifest, checked_reader, rank_reading):
             switches.setattr(module, "verify_file", _no_check)
         loaded = [flip for flip in flips if _loads(victim, good, root, flip)]
     notice(loaded and not any(_loads(victim, good, root, flip) for flip in loaded), "digests are not compared")

@@ -19,11 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from holdfast.engine.dcp_reader import CheckedReader
+from holdfast.engine.dcp.checked_reader import CheckedReader
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.errors import HoldfastError
 from holdfast.utils.manifest import MANIFEST_NAME
-from tests.faults.attacks import BOMB_BYTES, STATE, Attack, bomb_attacks, odd_attacks, pickle_attacks, plant_file
+from tests.faults.attacks import (
+    BOMB_BYTES,
+    STATE,
+    Attack,
+    bomb_attacks,
+    odd_attacks,
+    pickle_attacks,
+    plant_file,
+)
 from tests.faults.conftest import Tally
 from tests.faults.generations import (
     LOAD_TIMEOUT_S,

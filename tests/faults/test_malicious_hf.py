@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from holdfast.engine import TrainEngineConfig
-from holdfast.engine.hf_import import load_hf
-from holdfast.engine.model import build_on_meta
+from holdfast.engine.hf.load import load_hf
+from holdfast.engine.training.model import build_on_meta
 from holdfast.utils.errors import ConfigError, HoldfastError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.faults.conftest import Tally

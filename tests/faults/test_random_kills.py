@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from examples.chaos import GrpoRun, sha256
-from holdfast.recover.store import Generation, GenerationStore
+from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 from tests.faults.conftest import FULL, Tally
 
 AMOUNTS = {

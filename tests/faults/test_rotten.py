@@ -13,9 +13,9 @@ from random import Random
 
 import pytest
 
-from holdfast.engine.dcp_checkpoint import load_dcp
+from holdfast.engine.dcp.checkpoint import load_dcp
 from holdfast.recover.info import INFO_NAME
-from holdfast.recover.store import TRACKER_NAME
+from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.errors import HoldfastError
 from tests.faults.conftest import Tally
 from tests.faults.damages import KINDS, Damage, boundaries, flip, truncate

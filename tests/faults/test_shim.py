@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .scenarios import EVERY, Scenario, make_scenario
-from .shim import Call, Shim, not_durable, read_calls, record, replay, write_half
-from .workshop import Workshop, workshop
+from tests.faults.scenarios import EVERY, Scenario, make_scenario
+from tests.faults.shim import Call, Shim, not_durable, read_calls, record, replay, write_half
+from tests.faults.workshop import Workshop, workshop
 
 pytestmark = pytest.mark.timeout(300)
 

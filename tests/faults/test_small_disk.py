@@ -21,11 +21,10 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.utils.distributed import rank_zero_decides
-
-from .conftest import Tally
-from .sessions import SESSIONS, Session, agree
-from .shim import Call, Shim
-from .workshop import Workshop, workshop
+from tests.faults.conftest import Tally
+from tests.faults.sessions import SESSIONS, Session, agree
+from tests.faults.shim import Call, Shim
+from tests.faults.workshop import Workshop, workshop
 
 pytestmark = pytest.mark.timeout(1800)
 

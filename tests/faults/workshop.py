@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.copy_task import write_model_folder
 from holdfast.engine import save_hf
+from tests.faults.nursery import Nursery, nursery
+from tests.faults.scenarios import Scenario, sharded_model
+from tests.faults.shim import Call, Hook, Shim, read_calls
+from tests.faults.snapshots import Trainee
 from tests.recover.runs import Tiny, make_handler, step_info
-
-from .nursery import Nursery, nursery
-from .scenarios import Scenario, sharded_model
-from .shim import Call, Hook, Shim, read_calls
-from .snapshots import Trainee
 
 MEMORY = Path("/dev/shm")
 

@@ -23,8 +23,8 @@ from benchmarks.model import (
 )
 from benchmarks.ranks import Session
 from holdfast.engine import FSDPEngine, StepInfo
-from holdfast.engine.dcp_staging import Staging
-from holdfast.engine.dcp_state import flatten, local_tensor
+from holdfast.engine.dcp.state import flatten, local_tensor
+from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import HoldfastError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.chaos import GrpoRun
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 from tests.gpu.conftest import Machine
 from tests.gpu.figures import Figures
 from tests.integration.sft_runs import finish, start

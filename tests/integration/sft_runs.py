@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.chaos import GrpoRun, sha256
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 from tests.ray_helpers import running
 
 pytestmark = pytest.mark.timeout(600)

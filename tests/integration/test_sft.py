@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.copy_task import EOS_ID, CopyPrompts, encode, reward, write_model_folder
 from holdfast.utils.errors import ConfigError
-from holdfast.utils.stats import read_stats
+from holdfast.utils.metrics import read_stats
 from tests.integration.sft_runs import SCRIPT, finish, kill_after, start, tree_bytes
 
 STEPS = 60

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.engine import FinetuneSpec
 from holdfast.engine.api import StepInfo
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import GenerationStore, RecoverConfig, RecoverHandler, ResumableDataLoader
 
 

@@ -13,8 +13,8 @@ import fsspec.core
 from moto.server import ThreadedMotoServer
 
 from holdfast.recover import GenerationStore
-from holdfast.recover.mirror import Mirror
-from holdfast.recover.store import Generation
+from holdfast.recover.storage.generations import Generation
+from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.files import walk_files, write_durably
 from holdfast.utils.manifest import seal_files
 from tests.helpers import PRELOAD
@@ -151,7 +151,7 @@ def block(path: Path) -> None:
 def start(function: Callable[..., None], environment: dict[str, str], *args: Any) -> Any:
     """A process that calls a top-level function and exits."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "holdfast.recover.mirror", "s3fs"])
+    context.set_forkserver_preload([*PRELOAD, "holdfast.recover.storage.mirror", "s3fs"])
     process = context.Process(target=_with_environment, args=(function, environment, args))
     process.start()
     return process

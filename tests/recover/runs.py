@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
 from holdfast.engine.api import Batch, StepInfo
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 
 IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from holdfast.engine.dcp_metadata import read_metadata
+from holdfast.engine.dcp.metadata import read_metadata
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from holdfast.utils.manifest import MANIFEST_NAME, encode_manifest
 from tests.faults.generations import reseal

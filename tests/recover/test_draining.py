@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from holdfast.engine.ray_calls import WorkerResources, draining_nodes
-from holdfast.recover.stopping import StopNotice
+from holdfast.engine.workers.ray_adapter import WorkerResources, draining_nodes
 from holdfast.recover.supervisor import Attempt, Supervisor
+from holdfast.recover.triggers.signals import StopNotice
 from tests.ray_helpers import ROOT, SMALLEST_STORE_BYTES, Server
 
 pytestmark = pytest.mark.timeout(180)

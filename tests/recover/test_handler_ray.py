@@ -12,7 +12,7 @@ import pytest
 import torch
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from holdfast.engine.worker_group import WorkerGroup, WorkerResources, place
+from holdfast.engine.workers.group import WorkerGroup, WorkerResources, place
 from holdfast.utils.errors import CheckpointExistsError, ConfigError, WorkerLost
 from holdfast.utils.rng import seed_rng
 from tests.engine.models import tiny_qwen3, write_model_folder

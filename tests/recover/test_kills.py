@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import GenerationStore
 from tests.helpers import run_ranks
 from tests.recover.runs import Tiny, hidden, make_handler, step_info

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.engine.dcp_state import DCPState
+from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
+from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.process_state import ProcessState, capture_process, rank_state_name, write_process
-from holdfast.recover.rank_reading import check_bytes
-from holdfast.recover.ranks import RankTarget
+from holdfast.recover.resuming.rank import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
-from holdfast.utils.plain_torch import pack_plain
 from holdfast.utils.rng import capture_rng
+from holdfast.utils.safe_torch import pack_plain
 from tests.helpers import run_ranks
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
@@ -141,7 +141,8 @@ def test_what_nobody_needs_goes_before_room_is_looked_for(tmp_path: Path, monkey
     run_until(tmp_path, 4, max_ckpt_to_keep=None)
     counted = []
     monkeypatch.setattr(
-        "holdfast.recover.writing.require_free_space", lambda root, needed: counted.append(len(names(tmp_path)))
+        "holdfast.recover.saving.leader.require_free_space",
+        lambda root, needed: counted.append(len(names(tmp_path))),
     )
     run_until(tmp_path, 5, first=4, max_ckpt_to_keep=2)
     assert counted == [2]
@@ -197,7 +198,7 @@ def test_a_dataloader_on_some_ranks_only_is_an_error_on_all(tmp_path: Path) -> N
 def test_an_error_that_ends_the_block_does_not_wait_for_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.recover.mirror.Mirror._copy", lambda self, generation: time.sleep(30) or 0)
+    monkeypatch.setattr("holdfast.recover.storage.mirror.Mirror._copy", lambda self, generation: time.sleep(30) or 0)
     handler, started = make_handler(tmp_path, freq_steps=1, mirror_url=f"file://{tmp_path}/mirror"), time.monotonic()
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), handler:
         tiny = Tiny()
@@ -211,7 +212,7 @@ def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
     """As the look at a mirror may that never answers."""
     script = """
 import os, signal, threading, time
-from holdfast.recover.ranks import LocalRanks, RankTarget
+from holdfast.recover.coordinator import LocalRanks, RankTarget
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 LocalRanks(RankTarget({"it": object()})).decide_slowly(lambda: time.sleep(60))
 """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.recover.coordinator import RankTarget, rank_target
 from holdfast.recover.process_state import (
     DRIVER_STATE,
     ProcessState,
@@ -18,11 +19,10 @@ from holdfast.recover.process_state import (
     rank_state_name,
     write_process,
 )
-from holdfast.recover.ranks import RankTarget, rank_target
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
-from holdfast.utils.plain_torch import pack_plain, read_plain, unpack_plain
 from holdfast.utils.rng import seed_rng
+from holdfast.utils.safe_torch import pack_plain, read_plain, unpack_plain
 from tests.recover.runs import Meter, Tiny, draw
 
 

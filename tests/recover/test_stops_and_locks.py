@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.recover.stopping import StopNotice
+from holdfast.recover.triggers.signals import StopNotice
 from holdfast.utils.errors import FolderInUseError, Preempted
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, run_until, step_info
@@ -199,7 +199,7 @@ def _robbed_between_steps(rank: int, world_size: int, root: str) -> tuple[str, s
 
 _THIEF = """
 import sys, time
-from holdfast.utils.lock import FolderLock
+from holdfast.utils.folder_lock import FolderLock
 FolderLock(sys.argv[1]).acquire(0)
 print("locked", flush=True)
 time.sleep(60)

@@ -15,7 +15,7 @@ import ray
 from ray.util import placement_group_table
 
 import holdfast.recover.supervisor
-from holdfast.engine.worker_group import WorkerGroup
+from holdfast.engine.workers.group import WorkerGroup
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, FolderInUseError, Preempted, RetriesExhausted, WorkerLost
@@ -182,7 +182,7 @@ def test_a_preempted_job_leaves_with_its_exit_code_and_no_worker_stays() -> None
 
 _SECOND_JOB = """
 import sys
-from holdfast.utils.lock import FolderLock
+from holdfast.utils.folder_lock import FolderLock
 lock = FolderLock(sys.argv[1])
 lock.acquire(0)
 print("mine", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from holdfast.utils.errors import FolderInUseError
-from holdfast.utils.lock import FolderLock
+from holdfast.utils.folder_lock import FolderLock
 from tests.helpers import PRELOAD
 
 

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.engine.dcp_checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp_state import DCPState
-from holdfast.engine.hf_checkpoint import full_state_dict, save_hf
-from holdfast.engine.hf_import import load_hf
+from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.hf.export import full_state_dict, save_hf
+from holdfast.engine.hf.load import load_hf
 from holdfast.utils.distributed import all_ranks_succeed, control_group, gather_objects, rank_zero_decides
-from holdfast.utils.stats import reduce_stats
+from holdfast.utils.metrics import reduce_stats
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, make_handler, names, step_info

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.utils import distributed
+from holdfast.utils.atomic_folder import staged_folder
 from holdfast.utils.distributed import (
     all_ranks_succeed,
     gather_objects,
@@ -18,10 +19,14 @@ from holdfast.utils.distributed import (
     is_write_failure,
     rank_zero_decides,
 )
-from holdfast.utils.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError, PeerError
+from holdfast.utils.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    PeerError,
+)
 from holdfast.utils.heartbeat import beat, seconds_since_beat
 from holdfast.utils.logging import configure_logging, get_logger
-from holdfast.utils.staging import staged_folder
 from tests.helpers import run_ranks
 
 
@@ -162,11 +167,11 @@ def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(capf
     try:
         configure_logging("INFO")
         configure_logging("INFO")
-        get_logger("holdfast.recover.store").info("step %d", 3)
+        get_logger("holdfast.recover.storage.generations").info("step %d", 3)
     finally:
         root.level, root.handlers[:], root.propagate = before
         root.setLevel(before[0])
-    assert capfd.readouterr().err.count(" rank 0 holdfast.recover.store | step 3\n") == 1
+    assert capfd.readouterr().err.count(" rank 0 holdfast.recover.storage.generations | step 3\n") == 1
 
 
 def _decide_slowly(rank: int, world_size: int) -> float:

@@ -18,11 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, TrainEngineConfig, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.config import OptimizerConfig
-from holdfast.engine.counters import EngineCounters
-from holdfast.engine.dcp_checkpoint import load_dcp
-from holdfast.engine.dcp_state import DCPState
-from holdfast.engine.optimizer import build_optimizer, build_scheduler
+from holdfast.engine.dcp.checkpoint import load_dcp
+from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.rl.sft import sft_loss_fn
+from holdfast.engine.training.counters import EngineCounters
+from holdfast.engine.training.optimizer import build_optimizer, build_scheduler
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN, tiny_config

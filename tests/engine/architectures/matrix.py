@@ -14,7 +14,17 @@ import transformers
 
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import HoldfastError, PeerError
-from tests.engine.architectures.checks import CHECKS, NO, NONE, REFUSED, TIMEOUT_S, YES, Case, Unsupported, Verdict
+from tests.engine.architectures.checks import (
+    CHECKS,
+    NO,
+    NONE,
+    REFUSED,
+    TIMEOUT_S,
+    YES,
+    Case,
+    Unsupported,
+    Verdict,
+)
 from tests.helpers import run_ranks
 
 Verdicts = dict[str, Verdict]

@@ -3,7 +3,7 @@
 import torch
 
 from holdfast.engine.rl.update import TokenStats, loss_mask_of, split_minibatches
-from tests.engine.test_microbatch import make_batch
+from tests.engine.training.test_microbatch import make_batch
 
 
 def test_split_minibatches_holds_every_row_once_in_equal_token_counts() -> None:

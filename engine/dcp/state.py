@@ -1,0 +1,325 @@
+"""`DCPState`: model, optimizer and everything else a training step depends on, as tensors under stable names.
+
+The names are those AReaL writes (``{"dcp": DCPState}`` with ``model`` and ``optim`` inside), so its folders load here
+and torch's own reader reads ours. Three things differ from torch's ``get_state_dict``:
+
+- it takes no optimizer step to make the optimizer's state (see `optimizer.materialize_state`);
+- a tensor that is tied to another is stored once, under the first of its names;
+- what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
+  has to be unpickled (see `safe_json`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
+from torch.distributed.fsdp import FSDPModule
+
+from ...utils.distributed import get_rank
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.logging import get_logger
+from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
+from ...utils.safe_json import pack_json, unpack_json
+from ..api import Stateful
+from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
+from ..training.optimizer import materialize_state
+from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
+from .module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
+from .optimizer_state import (
+    PREFIX,
+    Parameters,
+    adopt_state,
+    check_entries,
+    local_entries,
+    plain_entries,
+    propose_state,
+    tensor_entries,
+)
+from .param_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
+
+logger = get_logger(__name__)
+
+PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
+"""Names of the tensors that hold JSON."""
+
+
+class DCPState(TorchStateful):
+    """A `torch.distributed.checkpoint` Stateful over any (FSDP2) module, with or without its training state.
+
+    Args:
+        model: the module; parameters and persistent buffers are taken.
+        optimizer: None leaves out everything but the model: a model-only checkpoint.
+        scheduler: learning-rate scheduler, built before any load.
+        counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
+        changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
+            optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
+            `staged_state`). A snapshot during which they change nevertheless fails.
+
+    A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
+    does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
+    save and load is therefore the saved one afterwards; set it after the load. Only the choice of implementation
+    (``foreach``, ``fused``, ``capturable``, ``differentiable``) and ``maximize`` stay this optimizer's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        counters: Stateful | None = None,
+        *,
+        changes_only_in_step: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
+        self.changes_only_in_step = changes_only_in_step
+
+    @normal_tensors()
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `module_state`), and with an
+        optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
+        ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler``, ``counters``. The
+        state of modules and generators is this rank's, under this rank's name.
+
+        Raises:
+            ConfigError: something here cannot be saved so that it comes back as it is.
+        """
+        tensors = self._model_tensors()
+        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
+        if own := module_state(self.model):
+            state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
+        if self.optimizer is None:
+            return state
+        materialize_state(self.optimizer)
+        params = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        check_entries(self.optimizer, params)
+        state["optim"] = {"state": tensor_entries(self.optimizer, params)}
+        state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
+        if plain := plain_entries(self.optimizer, params):
+            state["optim_plain"] = pack_json(plain, "optimizer state")
+        if local := local_entries(self.optimizer, params):
+            state["optim_local"] = pack_json(local, "optim_local")
+        state["rng"] = {rank_key(get_rank()): capture_rng()}
+        if self.scheduler is not None:
+            state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
+        if self.counters is not None:
+            state["counters"] = pack_json(self.counters.state_dict(), "counters")
+        return state
+
+    @normal_tensors()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
+
+        Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before. One that is the
+        live tensor itself, as torch's ``dcp.load`` has read into it, has its values already.
+
+        Raises:
+            CheckpointMismatchError: a tensor is missing; nothing was changed.
+            CheckpointError: see `check_values`; likewise.
+        """
+        given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
+        live = self.live_tensors()
+        if missing := sorted(live.keys() - given.keys()):
+            raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
+        values = self.check_values(given)
+        for name, target in live.items():
+            local = local_tensor(target)
+            if local.data_ptr() != given[name].data_ptr():
+                local.copy_(given[name])
+        restore_module_state(self.model, values["module_state"])
+        if self.optimizer is not None:
+            self._load_training_state(self.optimizer, values)
+            restore_rank_rng(given)
+
+    def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Raise what `load_state_dict` would raise of everything but the live tensors; changes nothing.
+
+        Args:
+            given: dotted name -> tensor, of a whole state.
+
+        Returns:
+            ``module_state``, and name in `PACKED` -> value, of those that are there; groups and schedule in the order
+            of this optimizer's groups, and as ``group_order`` the number of the saved group for each of these.
+
+        Raises:
+            CheckpointMismatchError: a counter or scheduler entry is missing, or it is another optimizer's.
+            CheckpointCorruptError: what should be JSON is not.
+        """
+        own = given.get(f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}"))
+        values: dict[str, Any] = {"module_state": {} if own is None else unpack_module_state(own, self.model)}
+        if self.optimizer is None:
+            return values
+        values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
+        params = self._parameters()
+        if (groups := values.get("param_groups")) is not None:
+            order = values["group_order"] = match_groups(self.optimizer, params, groups)
+            values["param_groups"] = [groups[number] for number in order]
+            if "scheduler" in values and self.scheduler is not None:
+                _check_keys("scheduler", values["scheduler"], {})
+                values["scheduler"] = reorder_schedule(values["scheduler"], order)
+        self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in values:
+                _check_keys(name, values[name], target.state_dict())
+        check_rank_rng(given)
+        return values
+
+    def _check_plain(
+        self, optimizer: torch.optim.Optimizer, params: Parameters, saved: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        _check_keys("optim_plain", saved, {})
+        if strangers := sorted(saved.keys() - params.keys()):
+            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
+        for fqn, entries in plain_entries(optimizer, params).items():
+            _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
+
+    def _load_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+        saved_groups = values.get("param_groups", ())
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
+            group.update(hyperparameters(saved))
+        if len(saved_groups) > 1 and not are_named(saved_groups):
+            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
+        params = self._parameters()
+        for fqn, entries in values.get("optim_plain", {}).items():
+            optimizer.state[params[fqn]].update(entries)
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in values:
+                target.load_state_dict(values[name])
+            elif target is not None:
+                logger.warning("the checkpoint has no %s; it starts anew", name)
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """Dotted name -> live (sharded) tensor of everything that is loaded in place: model (its parameters themselves)
+        and optimizer state."""
+        live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
+        if self.optimizer is not None:
+            materialize_state(self.optimizer)
+            live.update(flatten(tensor_entries(self.optimizer, self._parameters()), PREFIX))
+        return live
+
+    def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dotted name -> live tensor, of those that only ``optimizer.step`` changes; none without the promise.
+
+        Args:
+            tensors: what `state_dict` returned, flattened: of parameters it has other tensors over the same memory.
+        """
+        if self.optimizer is None or not self.changes_only_in_step:
+            return {}
+        params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
+        live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in live.items() if name in params or name.startswith(PREFIX)}
+
+    def aliases(self) -> dict[str, str]:
+        """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
+        first: dict[int, str] = {}
+        named = by_clean_name(self._named_parameters())
+        every = {f"model.{name}": first.setdefault(id(param), f"model.{name}") for name, param in named.items()}
+        return {name: canonical for name, canonical in every.items() if name != canonical}
+
+    def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """Memory for what a checkpoint holds and this state cannot take as it is.
+
+        Args:
+            names: dotted name -> shape and dtype, of a whole checkpoint.
+
+        Returns:
+            dotted name -> tensor, for `adopt_state`; this state is as it was.
+        """
+        proposed = propose_buffers(self.model, names)
+        if self.optimizer is not None:
+            entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
+            proposed |= propose_state(self.optimizer, self._parameters(), entries)
+        return proposed
+
+    def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+        """Put what `propose_state` made in its places.
+
+        Args:
+            proposed: what it returned.
+            given: dotted name -> tensor, of a whole state that was checked.
+        """
+        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
+        adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})
+        if self.optimizer is not None and entries:
+            local = unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
+            adopt_state(self.optimizer, self._parameters(), entries, local)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By the first of its names."""
+        return first_names(by_clean_name(self._named_parameters()))
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under every name it has."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
+        return self.model.named_parameters(remove_duplicate=False)
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
+        buffers = [(slot.name, slot.buffer) for slot in persistent_buffers(self.model) if slot.buffer is not None]
+        tensors = first_names(by_clean_name(chain(self._named_parameters(), buffers)))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter) and is_expanded(tensor):
+                raise ConfigError(
+                    f"parameter {name} is expanded: several of its elements are one place in memory, which no "
+                    "checkpoint can be loaded into; make it contiguous"
+                )
+        return tensors
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """A copy of what `DCPState.state_dict` returned, for `save_dcp` in the place of the state itself.
+
+    Attributes:
+        values: tensors of the copy, under the names of the live ones.
+        finish: waits until all values are there; raises what went wrong with that.
+    """
+
+    values: Mapping[str, Any]
+    finish: Callable[[], None]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The values, once they are all there; raises what went wrong with that."""
+        self.finish()
+        return self.values
+
+
+def rank_key(rank: int) -> str:
+    """The key of what is a rank's own: ``rank_00001``."""
+    return f"rank_{rank:05d}"
+
+
+def restore_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
+    """Restore this rank's generators from dotted names ``rng.rank_<r>.<generator>``, if there are any.
+
+    A rank that the saved run did not have derives its generators from those of rank 0 (see `derive_rng`).
+    """
+    rank = get_rank()
+    own, first = _rng_of(given, rank), _rng_of(given, 0)
+    if own or first:
+        restore_rng(own or derive_rng(first, rank))
+
+
+def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
+    """Raise the `CheckpointMismatchError` that `restore_rank_rng` would raise; no generator is touched."""
+    if state := _rng_of(given, get_rank()) or _rng_of(given, 0):
+        check_rng(state)
+
+
+def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}
+
+
+def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
+    if not isinstance(saved, dict):
+        raise CheckpointMismatchError(f"{name} in the checkpoint is a {type(saved).__name__}; expected a dict")
+    if missing := sorted(map(str, own.keys() - saved.keys())):
+        raise CheckpointMismatchError(
+            f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
+            f"{sorted(map(str, saved))[:8]}"
+        )

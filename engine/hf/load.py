@@ -1,0 +1,270 @@
+"""Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
+
+Everything that can be wrong with the folder is found on all ranks before a parameter changes: from its headers, its
+index and the sizes of its files, and by comparing the copies of tied weights where there are several. Then weights are
+read straight into the parameters (`file_io`). Only a file that cannot be read any more, or has become shorter since,
+can stop this half-way; the error says on every rank that the model is now half loaded.
+
+Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. Weights that no rank can
+address alone are read by all of them: shards that are not rows in blocks of rows, transposes and conversions that are
+not slices a tensor (and what it is converted with) at a time.
+"""
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import reduce
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from ...utils.remote import FETCH_FIRST, require_local
+from ..compat.transformers_private import set_conversions
+from ..model_folder import read_raw_config
+from ..training.unsharded import unsharded_class
+from ..weight_changes import changing_weights
+from .file_io import WeightReader
+from .load_plan import Loading, loaded_elements, plan_loading, turned_round
+from .name_mapping import FileTensor, stored_tensors
+from .quantized import refuse_quantized
+from .safetensors_layout import Place
+from .shard_ranges import Plan, fill_block, local_of_whole, overlap, plan_file_tensors, row_blocks, whole_part
+
+
+def load_hf(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+) -> list[str]:
+    """Load the weights of a Hugging Face folder; every rank of ``group`` calls this.
+
+    Files of one or many parts and of any floating-point dtype do; values are cast to the dtype of the parameter. What
+    `from_pretrained` would load is loaded, under the same names (see `load_plan`): the base-model prefix may be absent
+    from the folder or from the model, tensors may be fused, split or renamed, and those of the other parts of a
+    multimodal model are left alone. A tied weight may be stored under any of its names. Afterwards an export names
+    tensors as ``save_pretrained`` would after `from_pretrained`: as the folder does.
+
+    Args:
+        model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
+        path: a local folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        group: control group of CPU tensors (gloo); None takes the default group.
+        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that need not be there, e.g. ``"score.*"`` of a new
+            critic.
+        allow_unexpected: patterns of tensors (named as they would be in the model) that may be there and are left
+            alone, e.g. ``"lm_head.*"``.
+
+    Returns:
+        ``state_dict`` keys that were missing, with permission: their values are as they were.
+
+    Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``), or its weights are quantized.
+        CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
+        CheckpointCorruptError: a file is missing, truncated or not safetensors.
+        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
+            different values for a weight that the model ties.
+        PeerError: only other ranks found a problem.
+        OSError: a file cannot be read.
+
+        Nothing has changed, unless the message says that the model is now half loaded: then a file broke (OSError) or
+        became shorter (CheckpointCorruptError) while it was read, and the model must be loaded again before it is used.
+    """
+    folder = require_local(path, "loading", FETCH_FIRST)
+    rank, world_size = get_rank(group), get_world_size(group)
+    with WeightReader(folder) as reader:
+        with all_ranks_succeed(f"checking {folder}", group):
+            places = reader.layout()
+            refuse_quantized(folder, places)
+            shapes = {name: place.shape for name, place in places.items()}
+            stored, tied = stored_tensors(model)
+            try:
+                loading = plan_loading(model, shapes)
+                chosen, copies = _choose(loading, tied)
+                missing = _missing(model, loading, stored, chosen, allow_missing)
+                _refuse_strangers(model, folder, loading, allow_unexpected)
+                state = model.state_dict()
+                plan = plan_file_tensors(turned_round(chosen, shapes), state, rank, world_size)
+                _check_plan(model, plan, places)
+                _compare_copies(reader, places, copies, rank, world_size)
+            except CheckpointMismatchError as error:
+                raise CheckpointMismatchError(f"{folder}: {error}") from error
+        reading = all_ranks_succeed(f"reading {folder}", group)
+        with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
+            _read_direct(reader, plan, places)
+            _read_blocks(reader, plan, places, state)
+            for tensors in plan.opaque:
+                _read_opaque(reader, model, tensors, places, state)
+    # As in `from_pretrained`: an export reverts them.
+    set_conversions(model, loading.conversions)
+    return missing
+
+
+@contextmanager
+def _half_loaded(folder: Path) -> Iterator[None]:
+    """Say of errors in the block what they leave behind."""
+    problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
+    try:
+        yield
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{problem}: {error}") from error
+    except OSError as error:
+        raise OSError(error.errno, f"{problem}: {error.strerror or error}") from error
+
+
+def _choose(
+    loading: Loading, tied: Mapping[str, str]
+) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
+    """Decide what fills a tied weight of which the folder has several names.
+
+    Returns:
+        ``state_dict`` key -> what fills it, none of them a tied one that is left out of files; and pairs of what was
+        chosen and another one that fills the same.
+    """
+    chosen: dict[str, FileTensor] = {}
+    copies = []
+    for key in sorted(loading.filled, key=lambda key: key in tied):
+        name, tensor = tied.get(key, key), loading.filled[key]
+        if chosen.setdefault(name, tensor) is not tensor:
+            copies.append((chosen[name], tensor))
+    return chosen, copies
+
+
+def _missing(
+    model: PreTrainedModel,
+    loading: Loading,
+    stored: Mapping[str, torch.Tensor],
+    chosen: Mapping[str, FileTensor],
+    allow_missing: Sequence[str],
+) -> list[str]:
+    """The keys for which the folder has nothing; refused unless permitted, or computed by the model itself."""
+    computed = loading.optional & {name for name, _ in model.named_buffers()}
+    missing = sorted(stored.keys() - chosen.keys())
+    needed = [
+        key
+        for key in missing
+        if key not in computed and not any(fnmatchcase(key, pattern) for pattern in allow_missing)
+    ]
+    if needed:
+        raise CheckpointMismatchError(
+            f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing ({len(needed)} in all; "
+            f"{len(loading.filled)} were found); allow_missing={list(allow_missing)}"
+        )
+    return missing
+
+
+def _refuse_strangers(model: PreTrainedModel, folder: Path, loading: Loading, allow_unexpected: Sequence[str]) -> None:
+    """Refuse a folder with tensors that have no place in the model, or that fill what others fill."""
+    beside = _is_of_larger_model(folder, model)
+    names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
+    used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
+    strange = [
+        name
+        for name in sorted(loading.unexpected)
+        if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
+        and not (beside and _is_beside(name, used))
+    ]
+    if strange:
+        raise CheckpointMismatchError(
+            f"unexpected tensor {strange[0]} ({len(strange)} in all) has no place in "
+            f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
+        )
+    if loading.unused:
+        name = min(loading.unused)
+        raise CheckpointMismatchError(f"tensor {name} ({len(loading.unused)} such) fills what another one fills too")
+
+
+def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether the folder is a multimodal model's, of which ``model`` is the language model only."""
+    return "text_config" in read_raw_config(folder) and not model.config.sub_configs
+
+
+def _is_beside(name: str, used: Collection[str]) -> bool:
+    """Whether a tensor is in a module beside ``used``: the modules, to a depth of two, that tensors are loaded from."""
+    first, *rest = name.split(".")
+    return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
+
+
+def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place]) -> None:
+    """Refuse what could only be found out while parameters change, or not even then."""
+    for tensor in plan.tensors:
+        dtype = places[tensor.key].dtype
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+            raise CheckpointMismatchError(f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}")
+    for _, span in plan.direct:
+        if not plan.parts[span.source].data.is_contiguous():
+            raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
+    for tensors in plan.opaque:
+        loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
+
+
+def _compare_copies(
+    reader: WeightReader,
+    places: Mapping[str, Place],
+    copies: Sequence[tuple[FileTensor, FileTensor]],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
+    for tensor, copy in copies:
+        first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
+        ours, theirs = (places[found.sources[0]] for found in (tensor, copy))
+        if not reader.same(ours, theirs, first, last, tensor.dtype):
+            raise CheckpointMismatchError(
+                f"the model ties {tensor.key}, but the folder has another tensor for one of its uses; build the model "
+                "with tie_word_embeddings=False"
+            )
+
+
+def _read_direct(reader: WeightReader, plan: Plan, places: Mapping[str, Place]) -> None:
+    """Read this rank's elements of all that it can address alone."""
+    for tensor, span in plan.direct:
+        if (held := overlap(span, plan.parts[span.source])) is not None:
+            reader.read(places[tensor.key], *held)
+
+
+def _read_blocks(
+    reader: WeightReader, plan: Plan, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Read what no rank can address alone, a block after the other, and keep this rank's part of each."""
+    for source, spans in plan.gathered.items():
+        tensor = state[source]
+        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
+        for first, last in row_blocks(tensor, [span for _, span in spans]):
+            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")  # spans fill it
+            block = whole_part(values, first)
+            for file_tensor, span in spans:
+                if held := overlap(span, block):
+                    reader.read(places[file_tensor.key], *held)
+            fill_block(tensor, first, last, values)
+
+
+def _read_opaque(
+    reader: WeightReader,
+    model: PreTrainedModel,
+    tensors: Sequence[FileTensor],
+    places: Mapping[str, Place],
+    state: Mapping[str, torch.Tensor],
+) -> None:
+    """Read some tensors in full, put the model tensors together, and keep this rank's part of each."""
+    sources = _sources(tensors)
+    elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
+    dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
+    flat = torch.empty(sum(tensor.numel for tensor in tensors), dtype=dtype, device="cpu")
+    for tensor, values in zip(tensors, flat.split([tensor.numel for tensor in tensors]), strict=True):
+        reader.read(places[tensor.key], 0, values)
+    for source in sources:
+        live = state[source]
+        local = live.to_local() if isinstance(live, DTensor) else live
+        local.detach().copy_(local_of_whole(live, flat[elements.pop(source)]))
+
+
+def _sources(tensors: Sequence[FileTensor]) -> list[str]:
+    return sorted({source for tensor in tensors for source in tensor.sources})

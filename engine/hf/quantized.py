@@ -1,0 +1,63 @@
+"""Folders whose weights are quantized: refused, with the name of the method and the lines that dequantize them.
+
+Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the model's, so that a
+load would call them unexpected, or cast packed bytes as if they were weights.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...utils.errors import ConfigError
+from ..model_folder import read_raw_config
+
+_CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Method -> the config of transformers that dequantizes on load."""
+
+_KEYS = ("quantization_config", "compression_config")
+_NAMES = {
+    "mxfp4": r"_proj_(blocks|scales)$",
+    "fp8": r"\.weight_scale_inv$",
+    "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx)$",
+    "bitsandbytes": r"\.(absmax|quant_map|quant_state\..+|SCB)$",
+    "compressed-tensors": r"\.weight_(packed|scale)$",
+}
+"""Method -> names that only its tensors have."""
+
+
+def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
+    """Raise ConfigError if ``folder`` holds quantized weights, by its ``config.json`` or the names of ``tensors``."""
+    method = _declared(read_raw_config(folder)) or _named(tensors)
+    if method is None:
+        return
+    problem = f"{folder} holds weights that are quantized with {method}; expected plain ones, in bfloat16 or float32"
+    if method in _CONFIGS:
+        imported, option, then = f", {_CONFIGS[method]}", f"quantization_config={_CONFIGS[method]}(dequantize=True)", ""
+    elif method == "bitsandbytes":
+        imported, option, then = "", "device_map='auto'", ".dequantize()"
+    else:
+        raise ConfigError(f"{problem}. Use the weights that it was made from; its model card usually names them")
+    # Without save_original_format=False the tensors would get their quantized names again.
+    raise ConfigError(
+        f"{problem}. Dequantize it once (this takes the package accelerate) and use the new folder, with the "
+        "tokenizer's files of the old one:\n"
+        f"    from transformers import AutoModelForCausalLM{imported}\n"
+        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='bfloat16', {option}){then}\n"
+        "    model.save_pretrained('<new folder>', save_original_format=False)"
+    )
+
+
+def _declared(config: Any) -> str | None:
+    """The quantization method that a config, or one nested in it, names."""
+    if not isinstance(config, Mapping):
+        return None
+    for key in _KEYS:
+        if isinstance(found := config.get(key), Mapping) and found:
+            bits = found.get("load_in_4bit") or found.get("load_in_8bit")
+            return str(found.get("quant_method") or ("bitsandbytes" if bits else key))
+    return next((method for value in config.values() if (method := _declared(value)) is not None), None)
+
+
+def _named(tensors: Iterable[str]) -> str | None:
+    return next((m for name in tensors for m, pattern in _NAMES.items() if re.search(pattern, name)), None)

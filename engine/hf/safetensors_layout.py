@@ -1,0 +1,265 @@
+"""Where each tensor of a Hugging Face folder lies: file names, safetensors headers, byte offsets. No tensor data.
+
+Every rank computes the same layout from names, shapes and dtypes alone, which is what lets all of them write one
+file at the same time. The result is what ``save_pretrained`` writes, to the byte:
+
+* file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without gaps``
+  (https://huggingface.co/docs/safetensors/index#format),
+* inside a file, tensors stand by dtype (widest first), then by name, as the safetensors library sorts them,
+* tensors are dealt to files in the given order by `huggingface_hub.split_state_dict_into_shards_factory`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MAX_SHARD_SIZE_BYTES = 50 * 10**9
+"""Where ``save_pretrained`` starts a second file."""
+
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones too
+_METADATA = {"format": "pt"}
+
+# In the order of the safetensors library's Dtype enum; a file lists them from the last to the first.
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_RANKING = {dtype: rank for rank, dtype in enumerate(DTYPE_CODES)}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be laid out.
+
+    Attributes:
+        key: its name in the file.
+        shape: its shape.
+        dtype: its dtype in the file.
+        block: tensors of one block always share a file (``save_pretrained`` keeps views of one storage together).
+        block_bytes: what the whole block counts towards the size of a file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: Hashable
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes stand: ``offset`` counts from the start of ``file``, a name without folder."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One safetensors file: its name, its first bytes, its size, and what follows the first bytes."""
+
+    name: str
+    header: bytes
+    total_bytes: int
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All weight files of a folder; ``index`` is the index document, or None for a single file."""
+
+    files: Sequence[WeightFile]
+    index: dict[str, Any] | None
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """File key -> place, over all files."""
+        return {key: place for file in self.files for key, place in file.places.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all weight files."""
+        return sum(file.total_bytes for file in self.files)
+
+
+def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_parameters: int) -> Layout:
+    """Deal tensors to files as ``save_pretrained(max_shard_size=...)`` does.
+
+    Args:
+        tensors: in the order in which ``save_pretrained`` meets them.
+        max_shard_size_bytes: a file larger than this holds a single tensor (or block).
+        total_parameters: ``model.num_parameters()``, for the index.
+
+    Raises:
+        CheckpointMismatchError: a tensor has a dtype that safetensors does not know.
+    """
+    if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
+        raise CheckpointMismatchError(
+            f"{strange.key} has dtype {strange.dtype}; safetensors files hold {', '.join(map(str, DTYPE_CODES))}"
+        )
+    split = split_state_dict_into_shards_factory(
+        {tensor.key: tensor for tensor in tensors},
+        get_storage_size=lambda tensor: tensor.block_bytes,
+        get_storage_id=lambda tensor: tensor.block,
+        filename_pattern=WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size_bytes,
+    )
+    by_key = {tensor.key: tensor for tensor in tensors}
+    files = [_plan_file(name, [by_key[key] for key in keys]) for name, keys in split.filename_to_tensors.items()]
+    index = None
+    if split.is_sharded:
+        metadata = {"total_parameters": total_parameters, **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+    return Layout(files, index)
+
+
+def encode_index(index: dict[str, Any]) -> bytes:
+    """The bytes of the index file."""
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
+    ordered = sorted(tensors, key=lambda tensor: (-_RANKING[tensor.dtype], tensor.key.encode()))
+    entries: dict[str, Any] = {"__metadata__": _METADATA}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        code, shape = DTYPE_CODES[tensor.dtype], list(tensor.shape)
+        entries[tensor.key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = {
+        tensor.key: Place(name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype)
+        for tensor in ordered
+    }
+    return WeightFile(name, header, len(header) + end, places)
+
+
+def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, Place]:
+    """Where every tensor of an existing folder lies. Reads headers and the index only, and checks sizes.
+
+    Args:
+        folder: the folder.
+        open_file: opens one of its files, by name. Who keeps it open reads the very file that was looked at here.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
+        CheckpointCorruptError: a file is missing, truncated, not safetensors, or disagrees with the index.
+        CheckpointMismatchError: a tensor has a dtype that torch does not know.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointNotFoundError(f"{root} is not a folder; expected a Hugging Face model folder")
+    if (root / WEIGHTS_NAME).is_file():
+        return read_header(open_file(WEIGHTS_NAME))
+    if not (root / INDEX_NAME).is_file():
+        found = sorted(path.name for path in root.iterdir())[:10]
+        raise CheckpointNotFoundError(
+            f"{root} has neither {WEIGHTS_NAME} nor {INDEX_NAME} (found {found}); "
+            "other weight formats must be converted to safetensors first"
+        )
+    weight_map = _read_index(root / INDEX_NAME)
+    places: dict[str, Place] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (root / name).is_file():
+            raise CheckpointCorruptError(f"{root / INDEX_NAME} names {name}, which is missing")
+        for key, place in read_header(open_file(name)).items():
+            if key in places:
+                raise CheckpointCorruptError(f"{root}: tensor {key} is in both {places[key].file} and {name}")
+            places[key] = place
+    for key, name in weight_map.items():
+        if key not in places or places[key].file != name:
+            raise CheckpointCorruptError(f"{root / INDEX_NAME} says that {key} is in {name}, but it is not")
+    return places
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        names = {str(key): str(name) for key, name in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is not a weight index: {type(error).__name__}: {error}") from error
+    if outside := next((name for name in names.values() if Path(name).name != name), None):
+        raise CheckpointCorruptError(f"{path} names the file {outside!r}, which is outside of its folder")
+    return names
+
+
+def read_header(file: BufferedReader) -> dict[str, Place]:
+    """Where every tensor of one safetensors file, open at its start, lies.
+
+    Raises:
+        CheckpointCorruptError: the file is truncated, too long, or not safetensors.
+        CheckpointMismatchError: a tensor has a dtype that torch does not know.
+    """
+    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointCorruptError(f"{path} ({size} bytes) is truncated or not a safetensors file")
+    text = file.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        described = {
+            str(key): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
+            for key, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointCorruptError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
+    return _check_header(path, 8 + length, size, described)
+
+
+def _check_header(
+    path: Path, start: int, size: int, described: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
+) -> dict[str, Place]:
+    places, expected = {}, start
+    for key, (code, shape, offsets) in sorted(described.items(), key=lambda item: item[1][2]):
+        if code not in _DTYPES:
+            raise CheckpointMismatchError(f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}")
+        if not all(size >= 0 for size in shape) or math.prod(max(size, 1) for size in shape) >= 1 << 63:
+            raise CheckpointCorruptError(f"{path} has a broken header: {key} cannot have the shape {list(shape)}")
+        nbytes = math.prod(shape) * _DTYPES[code].itemsize
+        if len(offsets) != 2 or start + offsets[0] != expected or offsets[1] - offsets[0] != nbytes:
+            raise CheckpointCorruptError(
+                f"{path} has a broken header: {key} of {nbytes} bytes cannot be at {list(offsets)}"
+            )
+        places[key] = Place(path.name, expected, shape, _DTYPES[code])
+        expected += nbytes
+    if size != expected:
+        problem = "truncated" if size < expected else "too long"
+        raise CheckpointCorruptError(f"{path} is {problem}: {size} bytes, its header asks for {expected}")
+    return places

@@ -1,0 +1,126 @@
+"""What stands beside the weights in a Hugging Face folder: configs, code, tokenizer, files of the base model."""
+
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from ...utils.distributed import all_ranks_succeed, rank_zero_decides
+from ...utils.errors import CheckpointNotFoundError
+from ...utils.logging import get_logger
+from ...utils.manifest import MANIFEST_NAME
+from ..compat.transformers_private import custom_object_save
+from ..training.unsharded import unsharded_view
+from .dtypes import base_dtype, own_dtypes, set_config_dtype
+
+logger = get_logger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+_SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
+_VERBATIM = "_holdfast_generation_config"
+
+
+def write_companions(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    processor: Any,
+    base_model_path: str | os.PathLike[str] | None,
+) -> None:
+    """Write everything but the weights and their index, as ``save_pretrained`` does."""
+    model = unsharded_view(model)
+    config = copy.deepcopy(model.config)
+    set_config_dtype(config, model, dtype)
+    config.architectures = [type(model).__name__]
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "use_cache"):
+            part.use_cache = True  # training turns it off; servers want it
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        _write_generation_config(model, folder)
+    for part in (tokenizer, processor):
+        if part is not None:
+            part.save_pretrained(folder)
+    if base_model_path is not None:
+        _copy_base_files(Path(base_model_path), folder)
+
+
+def adopt_base(
+    model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
+) -> torch.dtype:
+    """Learn from the folder that ``model`` was built from what exports are to have of it; all ranks call it.
+
+    The model gets the folder's generation config (stop tokens, sampling), as ``from_pretrained`` does.
+
+    Returns:
+        `base_dtype` of the folder that rank 0 sees: the layout of files, which must be the same on all, depends on it.
+
+    Raises:
+        OSError: the generation config cannot be read here.
+        PeerError: on another rank.
+    """
+    with all_ranks_succeed(f"reading {folder}", group):
+        _adopt_generation_config(model, Path(folder))
+        own_dtypes(model)
+    return rank_zero_decides(lambda: base_dtype(model, folder), group)
+
+
+def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """A file that transformers does not read, or would not write again (options that contradict each other), goes into
+    exports byte for byte, as long as ``model.generation_config`` is left alone."""
+    path = folder / GENERATION_CONFIG_NAME
+    if not model.can_generate():
+        return
+    if not path.is_file():
+        read = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
+        model.generation_config = read
+        return
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    try:
+        read = GenerationConfig.from_pretrained(folder)
+        with tempfile.TemporaryDirectory(prefix="holdfast-generation-") as scratch:
+            read.save_pretrained(scratch)
+        model.generation_config = read
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # values may be of any type
+        logger.warning("%s goes into exports as it is; transformers would not write it again: %s", path, error)
+        setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), data))
+
+
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """What is invalid is written too: hours of training are not to be lost over it."""
+    config: GenerationConfig = model.generation_config
+    replaced, data = getattr(model, _VERBATIM, (None, b""))
+    if replaced is not None and replaced == config:
+        (folder / GENERATION_CONFIG_NAME).write_bytes(data)
+        return
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        logger.warning("%s of the export is what the model has, but: %s", GENERATION_CONFIG_NAME, error)
+        config.to_json_file(folder / GENERATION_CONFIG_NAME)
+
+
+def _copy_base_files(base: Path, folder: Path) -> None:
+    if not base.is_dir():
+        raise CheckpointNotFoundError(f"base_model_path {base} is not a folder; expected a local model folder")
+    for source in sorted(
+        path for here in (base, *(base / name for name in _SIDECAR_FOLDERS)) for path in here.glob("*")
+    ):
+        skipped = source.name.startswith(".") or source.name == MANIFEST_NAME or source.name.endswith(WEIGHT_SUFFIXES)
+        target = folder / source.relative_to(base)
+        if source.is_file() and not skipped and not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)

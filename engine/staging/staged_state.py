@@ -1,0 +1,270 @@
+"""A copy of a training state in host memory, in buffers that are kept from one snapshot to the next.
+
+A snapshot that is written in the background is written from such a copy: what was staged is what is written, however
+the parameters change meanwhile. Buffers are kept because a first copy into fresh memory costs 6-10 times a warm one
+(page faults); on CUDA they are pinned, and copied to on a stream of their own. Cost: host memory of one shard.
+
+Parameters and moments change in ``optimizer.step`` and nowhere else, as a rule. A state that says so
+(`DCPState.changes_only_in_step`) is copied while the next forward and backward run, and the step waits for the rest.
+Code that changes them elsewhere waits, too, with `changing_weights`; if it does not, the copy fails.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ...utils.errors import TornSnapshotError
+from ..compat.torch_private import like_sharded, same_layout
+from ..dcp.state import DCPState
+from ..tensors import flatten, local_tensor, normal_tensors
+from ..weight_changes import is_changing, register_reader, share_modules, wait_for_readers
+from ..write_watch import WriteWatch
+from .host_buffers import host_copies_of
+
+
+class Staging:
+    """The buffers of a training state, and the copy into them that is under way.
+
+    One copy at a time: whoever still reads the last one must be done before `stage` is called again.
+
+    Args:
+        model: whose state it is.
+
+    Attributes:
+        reads_live: whether the live tensors of the last copy may not be changed yet, without `wait`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._copies: list[_Copy] = []
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._hook: RemovableHandle | None = None
+        self.reads_live = False
+        register_reader(self)
+
+    @normal_tensors()
+    def prepare(self, state: DCPState, *, weights_only: bool = False) -> None:
+        """Make the buffers that `stage` will need; pinning memory takes seconds a shard.
+
+        Raises:
+            ConfigError: see `DCPState.state_dict`.
+            OSError, RuntimeError: there is no memory for the buffers.
+        """
+        live = (DCPState(state.model) if weights_only else state).state_dict()
+        self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
+
+    @normal_tensors()
+    def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
+        """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
+
+        All of it is copied when this returns, except for what only ``optimizer.step`` changes; `finish` waits for that.
+        With ``weights_only`` that is the model alone; buffers of the rest stay for the next time.
+
+        Raises:
+            ConfigError: see `DCPState.state_dict`.
+            OSError, RuntimeError: there is no memory for the buffers, or the device failed.
+        """
+        self.wait()
+        live = (DCPState(state.model) if weights_only else state).state_dict()
+        tensors = dict(flatten(live))
+        kept, self._buffers = self._buffers, _buffers_for(tensors, self._buffers)
+        later = {} if is_changing(state.model) else state.changed_in_step(tensors)
+        for copy in _copies({name: tensor for name, tensor in tensors.items() if name not in later}, self._buffers):
+            copy.finish()
+        if later and state.optimizer is not None:
+            self._wait_before_steps_of(state.optimizer)
+        self._copies = _copies(later, self._buffers, overlapped=True)
+        self.reads_live = bool(self._copies)
+        values = _nest(live, self._buffers)
+        if weights_only:
+            self._buffers = kept | self._buffers
+        return values
+
+    def finish(self) -> None:
+        """Return when all of what was staged last is in its buffers; raises what went wrong with that.
+
+        Call it before the buffers are read, and once more before what was made of them is committed: an operation that
+        was under way when they were filled is seen when it has ended.
+
+        Raises:
+            TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
+        """
+        for copy in self._copies:
+            copy.finish()
+
+    def wait(self) -> None:
+        """Return when the live tensors may be changed. What went wrong is for `finish`, and for who reads the copy."""
+        for copy in self._copies:
+            copy.release_live()
+        self.reads_live = False
+
+    def release(self) -> None:
+        """Give the buffers up; nobody may read them any more."""
+        self.wait()
+        for copy in self._copies:
+            copy.drop()
+        self._copies, self._buffers = [], {}
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = self._optimizer = None
+
+    def shares_modules(self, model: nn.Module) -> bool:
+        """Whether ``model`` is the one whose state this is, a part of it, or it is a part of that."""
+        return share_modules(self._model, model)
+
+    def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self._model))
+            self._optimizer = weakref.ref(optimizer)
+
+
+class _Transfer(NamedTuple):
+    """A live tensor, and the buffer that it is copied to; DTensors or plain ones."""
+
+    name: str
+    live: torch.Tensor
+    buffer: torch.Tensor
+
+
+class _HostCopy:
+    """CPU tensors on their way to the buffers, in a thread or at once."""
+
+    def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
+        self._future: Future[None] | None = None
+        if not overlapped:
+            _copy_all(transfers)
+            return
+        self._watch, self._copied = _watch(transfers), [local_tensor(transfer.buffer) for transfer in transfers]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._future = pool.submit(_copy_in_thread, transfers, torch.get_num_threads())
+        pool.shutdown(wait=False)  # the thread ends with its task
+
+    def release_live(self) -> None:
+        """Wait until the live tensors have been read."""
+        self.drop()
+        if self._future is not None:
+            self._watch.settle()
+
+    def finish(self) -> None:
+        """Return when the buffers are filled; raises what went wrong."""
+        if self._future is not None:
+            self._future.result()
+            _refuse_torn(self._watch.written(self._copied))
+
+    def drop(self) -> None:
+        """Return when nothing writes to the buffers any more."""
+        if self._future is not None:
+            self._future.exception()
+
+
+class _DeviceCopy:
+    """Tensors of a CUDA device on their way to the buffers, on a stream of their own."""
+
+    def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
+        self._live = [transfer.live for transfer in transfers]  # what is read lives until it has been read
+        self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
+        self._watch = _watch(transfers) if overlapped else None
+        stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for live, copied in zip(self._live, self._copied, strict=True):
+                copied.copy_(local_tensor(live), non_blocking=True)
+            if self._watch is not None:
+                self._watch.fetch_samples()
+            self._event.record(stream)
+        self._device = device
+
+    def release_live(self) -> None:
+        """Have what follows on the device wait until the live tensors have been read."""
+        self._event.wait(torch.cuda.current_stream(self._device))
+        if self._watch is not None:
+            self._watch.settle()
+
+    def finish(self) -> None:
+        """Return when the buffers are filled; raises what went wrong."""
+        self.drop()
+        if self._watch is not None:
+            _refuse_torn(self._watch.written(self._copied))
+
+    def drop(self) -> None:
+        """Return when nothing writes to the buffers any more, and let go of the live tensors."""
+        with torch.cuda.device(self._device):  # in a new thread another one is current, and would get a context
+            self._event.synchronize()
+        self._live = []
+
+
+_Copy = _HostCopy | _DeviceCopy
+
+
+def _copies(
+    live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
+) -> list[_Copy]:
+    """Begin to copy each live tensor to the buffer of its name, on each device and on the host."""
+    on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
+    for name, tensor in live.items():
+        (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
+    copies: list[_Copy] = [_DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()]
+    return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
+
+
+def _copy_all(transfers: Iterable[_Transfer]) -> None:
+    for _, live, buffer in transfers:
+        local_tensor(buffer).copy_(local_tensor(live))
+
+
+@torch.no_grad()  # which a thread has to say for itself
+def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
+    torch.set_num_threads(threads)  # else a new thread takes all cores
+    _copy_all(transfers)
+
+
+def _watch(transfers: Iterable[_Transfer]) -> WriteWatch:
+    return WriteWatch([(transfer.name, transfer.live) for transfer in transfers])
+
+
+def _refuse_torn(written: Sequence[str]) -> None:
+    if written:
+        raise TornSnapshotError(
+            f"{written[0]} ({len(written)} such) changed outside of optimizer.step while a snapshot was copying it; "
+            "the snapshot is not made. Change weights in `with holdfast.engine.changing_weights(model):`"
+        )
+
+
+def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+    """``live`` with the buffer of its dotted name in the place of each tensor."""
+    return {
+        key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
+        for key, value in live.items()
+    }
+
+
+def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A buffer for each live tensor: that of its name in ``kept``, if it fits, else a new one."""
+    fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
+    new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
+    return fitting | {name: _like(live[name], buffer) for name, buffer in new.items()}
+
+
+def _like(live: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer`` as a DTensor if ``live`` is one."""
+    return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
+
+
+def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
+    if buffer is None:
+        return False
+    if isinstance(buffer, DTensor) and isinstance(live, DTensor):
+        return same_layout(buffer, live)
+    if isinstance(buffer, DTensor) or isinstance(live, DTensor):
+        return False
+    return buffer.shape == live.shape and buffer.dtype == live.dtype

@@ -1,0 +1,35 @@
+"""A model as it was before FSDP2 gave its modules classes of their own."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from ..compat.torch_private import children_of, replace_members
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def unsharded_class(model: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard` or `replicate` gave it a made-up subclass.
+
+    torch makes ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
+    Linear)``: the first base is a mixin of torch.distributed that is no module by itself.
+    """
+    cls = type(model)
+    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(cls.__bases__[0], nn.Module):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def unsharded_view(model: M) -> M:
+    """The same modules, parameters and attributes under their classes from before `fully_shard` or `replicate`.
+
+    transformers looks conversions up by class name and module. The view is for asking questions about the model; it
+    must not be called or changed.
+    """
+    views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
+    for module, view in views.items():
+        view.__dict__.update(module.__dict__)
+        children = {name: None if child is None else views[child] for name, child in children_of(module).items()}
+        replace_members(view, children=children)
+    return views[model]  # type: ignore[return-value]

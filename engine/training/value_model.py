@@ -1,0 +1,71 @@
+"""A value head on the body of a causal language model, where transformers has no model for token classification.
+
+It has one for a third of its causal language models. Of the others the body that the causal model has is taken, under
+the same name, so that a folder of either fits, with a linear layer on its last hidden states.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from ..compat.transformers_private import build_from_config, class_with_head, loading_rules
+
+
+def value_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of models with a ``score`` beside the body; None if there is no causal language model either.
+
+    Args:
+        config: of the causal model, or of a multimodal one around it, whose part for the text such a model is built of.
+    """
+    causal = class_with_head(AutoModelForCausalLM, config)
+    return None if causal is None else _class_over(causal)
+
+
+def build_value_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """A model of `value_model_class` on the default device, with weights of its own; ``options`` as
+    ``attn_implementation``."""
+    cls: Any = value_model_class(config)
+    text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get("text_config")
+    return build_from_config(cls, config.get_text_config() if text_only else config, dtype, **options)
+
+
+def body_name(model: PreTrainedModel) -> str:
+    """The name of the module that a model's head is on; its ``base_model_prefix`` may be what folders say before it."""
+    bodies = (name for name, child in model.named_children() if isinstance(child, PreTrainedModel))
+    return next(bodies, model.base_model_prefix)
+
+
+@cache
+def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
+    """One class for each causal one: modules of an engine and of its twins are then of the same class."""
+    parents = causal.__mro__
+    parent = parents[parents.index(PreTrainedModel) - 1]  # LlamaPreTrainedModel: how weights are drawn and sharded
+    if parent is causal:
+        return None
+
+    def __init__(self: Any, config: Any) -> None:
+        super(cls, self).__init__(config)
+        whole: Any = causal(config)  # type: ignore[call-arg]
+        name = body_name(whole)
+        setattr(self, name, whole.get_submodule(name))
+        self.score = nn.Linear(whole.get_output_embeddings().weight.shape[-1], config.num_labels)
+        self.post_init()
+
+    def forward(self: Any, input_ids: torch.Tensor, **inputs: Any) -> TokenClassifierOutput:
+        body = self.get_submodule(body_name(self))
+        known = inspect.signature(body.forward).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            # What says nothing about padding may be unknown to it, as to recurrent models.
+            inputs = {name: value for name, value in inputs.items() if name in known or name == "attention_mask"}
+        return TokenClassifierOutput(logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state))
+
+    # A folder is read as for the causal model: by its rules of names, and by those for models of its module.
+    members = {**loading_rules(causal), "__module__": causal.__module__, "config_class": causal.config_class}
+    name = causal.__name__.partition("For")[0] + "ForTokenClassification"
+    cls: Any = type(name, (parent,), {**members, "__init__": __init__, "forward": forward})
+    return cls

@@ -1,0 +1,166 @@
+"""What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...utils.errors import ConfigError
+from ...utils.heartbeat import beat, seconds_since_beat
+from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
+from ..devices import CUDA_BACKEND
+
+COMPUTES = 0.01
+"""Share of the time that a thread must spend computing to count as busy; one that waits and looks now and then uses
+less."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one group meet, and how: rank 0 serves the store at ``host:port``."""
+
+    host: str
+    port: int
+    generation: str
+    timeout_s: float
+
+
+def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
+    """What torch calls the first of ``gpus`` (Ray's names) when CUDA_VISIBLE_DEVICES, or AMD's HIP_..., is ``visible``.
+
+    0 when Ray narrowed that to the process's own GPUs; not so under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    """
+    names = [str(gpu) for gpu in gpus]
+    if visible is None:
+        return min(int(name) for name in names)
+    return min(visible.split(",").index(name) for name in names)
+
+
+class RankActor:
+    """One rank. All that trains runs on one thread, so that thread-local state of torch is where it is used; `ping` and
+    what is done aside have one each."""
+
+    def __init__(self) -> None:
+        # A driver that is killed takes the raylet, our parent, with it; by itself a worker would notice only after
+        # 2-3 s, and go on writing files meanwhile, beside the job that has been started again.
+        die_with_parent()
+        self._worker: Any = None
+        self._store: dist.Store | None = None
+        self._device: torch.device | None = None
+        self._alone = False
+        self._calls: set[_Call] = set()
+
+    def process(self) -> ProcessId:
+        """Who this is."""
+        return ProcessId.current()
+
+    def serve_store(self, host: str) -> int:
+        """Serve the store of the rendezvous; its port.
+
+        Port 0 lets the kernel choose; looking for a free port first and binding it later would be a race.
+        """
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        return store.port
+
+    def join(self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None) -> None:
+        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous.
+
+        Nothing here has touched CUDA yet, so a CUDA_VISIBLE_DEVICES in ``env`` still counts.
+
+        Raises:
+            ConfigError: the rank was given GPUs, which torch does not see.
+        """
+        os.environ.update(env)
+        torch.set_num_threads(threads)
+        if gpus and torch.cuda.is_available():
+            self._device = torch.device("cuda", int(env["LOCAL_RANK"]))
+            torch.cuda.set_device(self._device)
+        if rendezvous is None:
+            self._alone = True
+            return
+        if gpus and self._device is None:
+            raise ConfigError(
+                f"rank {env['RANK']} was given {gpus:g} GPU(s) on {socket.gethostname()}, where torch "
+                f"{torch.__version__} sees no CUDA device; check the driver and torch.version.cuda, or ask for gpus=0"
+            )
+        timeout = timedelta(seconds=rendezvous.timeout_s)
+        store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            CUDA_BACKEND if gpus else "gloo",
+            store=dist.PrefixStore(rendezvous.generation, store),
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            timeout=timeout,
+            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU may use gloo; NCCL refuses them
+        )
+
+    def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Construct the worker."""
+        with self._beating():
+            self._worker = worker_cls(*args, **kwargs)
+
+    def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the worker's method."""
+        with self._beating():
+            return getattr(self._worker, method)(*args, **kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple) -> Any:
+        """Call ``fn(worker, *args)``, in whichever thread; CUDA's current device is one for each."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        with self._beating():
+            return fn(self._worker, *args)
+
+    def destroy(self) -> None:
+        """The worker's own end, if it has one."""
+        with self._beating():
+            if hasattr(self._worker, "destroy"):
+                self._worker.destroy()
+
+    def ping(self) -> float:
+        """Seconds since the last `beat`; answers while the process can run Python at all, whatever the worker does.
+
+        Where no peer waits for this rank, a call that computes is progress too: it may well take an hour. Not so in a
+        process group, where a rank that computes for ever, or waits for NCCL (which takes processor time), holds up
+        the others.
+        """
+        if self._alone and any(call.computes() for call in list(self._calls)):
+            beat()
+        return seconds_since_beat()
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """A call is progress when it begins and when it ends."""
+        beat()
+        call = _Call(threading.get_native_id())
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
+            beat()
+
+
+class _Call:
+    """A call that goes on in a thread, and the processor time that this has used."""
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(native_id)
+
+    def computes(self) -> bool:
+        """Whether the thread has used `COMPUTES` of the time since the last look."""
+        looked_s, used_s = self._looked_s, self._used_s
+        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(self._native_id)
+        if used_s is None or self._used_s is None:
+            return False
+        return self._used_s - used_s >= COMPUTES * (self._looked_s - looked_s)

@@ -1,0 +1,47 @@
+"""An inference server that is one rank of a `WorkerGroup`, as the ranks of another group see it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...utils.errors import WorkerLost
+from .hang_detection import Patience, wait_watching
+from .ray_adapter import Answers, headline, raise_cause
+
+
+@dataclass(frozen=True)
+class RemoteServer:
+    """An `InferenceServer` in front of one rank of a `WorkerGroup`; picklable, so a trainer's rank can hold it.
+
+    Attributes:
+        actor: the rank's Ray actor.
+        group: name of its group.
+        rank: its rank.
+        timeout_s: how long an answer may take.
+        hang_timeout_s: how long a ping may stay unanswered meanwhile; None: it is not pinged.
+    """
+
+    actor: Any
+    group: str
+    rank: int
+    timeout_s: float
+    hang_timeout_s: float | None
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Have the worker load the Hugging Face folder ``path``; the version it serves from now on.
+
+        Raises:
+            WorkerLost: the worker is dead, hangs, or did not answer in time.
+            Exception: what the worker raised.
+        """
+        call = self.actor.call.remote("update_weights_from_disk", (path, version), {})
+        answers = Answers({call: self.rank})
+        hung = wait_watching(answers, {self.rank: self.actor}, Patience(self.hang_timeout_s), self.timeout_s)
+        if self.rank in answers.values:
+            return answers.values[self.rank]
+        if self.rank in answers.errors:
+            raise_cause(answers.errors[self.rank])
+        if self.rank in answers.lost:
+            error = answers.lost[self.rank]
+            raise WorkerLost(self.group, [self.rank], f"died during the update ({headline(error)})") from error
+        symptom = hung.symptom if hung else f"no answer within {self.timeout_s:g} s"
+        raise WorkerLost(self.group, [self.rank], f"{symptom} during update_weights_from_disk()")

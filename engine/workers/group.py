@@ -1,0 +1,386 @@
+"""One Ray actor per rank on a placement group, called as one; a death of any of them is one `WorkerLost`.
+
+It owns starting the ranks (rendezvous without a port race), calling a method on all of them, and the verdict when
+something goes wrong:
+
+- a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
+- a process is stopped, or makes no progress (an endless loop): the same; how that is found is told in `hang_detection`;
+- a collective timed out on some ranks: those that still owe an answer hang, which is the same again;
+- a rank raised anything else: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo
+  neighbours of a dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and
+  those of a stopped rank when their collective times out, so the ranks that still owe an answer by then are pinged. If
+  they are well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of
+  step is of no use. When every rank has answered, the group stays usable.
+
+A call costs about a millisecond more than the method. Nothing is ever restarted or called twice by Ray: a retried
+method could apply an update twice, and a restarted actor has no process group.
+"""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...utils.errors import ConfigError, WorkerLost
+from ...utils.logging import get_logger
+from ...utils.processes import ProcessId
+from ..collective_errors import collective_broke
+from .actor import RankActor, Rendezvous, device_index
+from .client import RemoteServer
+from .hang_detection import Patience, ping, wait_watching
+from .ray_adapter import Answers, WorkerResources, cause_of, culprit, headline, place, raise_cause, require_ray
+from .termination import end_on_nodes
+
+__all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank's process, where it runs, and which of the GPUs torch sees there is its own."""
+
+    process: ProcessId
+    host: str
+    node_id: str
+    device: int | None
+
+
+class _RayActor(RankActor):
+    """`RankActor`, with what only Ray can tell it."""
+
+    def start(self, serve_store: bool) -> tuple[_Place, int]:
+        """Who and where this process is, and the port of the store it serves (0 without)."""
+        host = ray.util.get_node_ip_address()
+        gpus = ray.get_gpu_ids()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        device = device_index(gpus, visible) if gpus else None
+        place = _Place(self.process(), host, ray.get_runtime_context().get_node_id(), device)
+        return place, self.serve_store(host) if serve_store else 0
+
+
+class WorkerGroup:
+    """``world_size`` copies of a worker class, each in a process of its own, called as one.
+
+    Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
+    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `run_aside`
+    may come from another, and `kill`, also while the group still starts: what waits for the group then raises
+    `WorkerLost`.
+
+    Attributes:
+        name: what errors and logs call it.
+        world_size: number of ranks.
+        placement_group: where the ranks run; another group can be built on it once this one is dead.
+        started_late: it was lost because it did not come up in time.
+        stalled: it was lost because no rank made progress.
+    """
+
+    def __init__(
+        self,
+        worker_cls: Callable[..., Any],
+        *args: Any,
+        world_size: int = 1,
+        name: str = "workers",
+        placement_group: PlacementGroup | None = None,
+        resources: WorkerResources | None = None,
+        process_group: bool = True,
+        process_group_timeout_s: float = 600.0,
+        start_timeout_s: float = 120.0,
+        build_timeout_s: float = 3600.0,
+        hang_timeout_s: float | None = 60.0,
+        stall_timeout_s: float | None = 1800.0,
+        kill_timeout_s: float = 600.0,
+        on_created: Callable[["WorkerGroup"], None] | None = None,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default process group.
+
+        Args:
+            worker_cls: what each rank constructs; an optional ``destroy()`` is called by `shutdown`.
+            args: positional arguments of ``worker_cls``, the same on every rank.
+            world_size: number of ranks.
+            name: what errors and logs call the group.
+            placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
+            resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
+                empty, unless ``env`` sets it), so that they compute on the CPU.
+            process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
+                WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment either way.
+            process_group_timeout_s: how long a collective may wait.
+            start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
+            build_timeout_s: how long the constructors may take, of which loading a large model is a part.
+            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged, and
+                ``stall_timeout_s`` is without effect. Neither counts while the group starts.
+            stall_timeout_s: when of the ranks that owe an answer none has made progress for so long, they are lost; a
+                call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
+                for every micro-batch. Without a process group computing is progress too, so that a call that samples
+                for an hour is left alone; one that waits for so long, for a server say, has to beat. None: no limit.
+            kill_timeout_s: how long processes that are killed may take to be gone: SIGKILL waits until the kernel has
+                freed their pinned memory and what they have on a GPU. Those that take longer end the job.
+            on_created: called with the group before its first process starts; what it raises ends the start.
+            env: environment variables, set before the processes start.
+            kwargs: keyword arguments of ``worker_cls``.
+
+        Raises:
+            ConfigError: Ray is not initialised, or has not the resources.
+            WorkerLost: a rank died or did not come up in time.
+        """
+        require_ray()
+        self.name, self.world_size = name, world_size
+        self._resources = resources or WorkerResources()
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._owns_placement = placement_group is None
+        self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
+        self._places: list[_Place] = []
+        self._actors: list[Any] = []
+        self._loss: WorkerLost | None = None
+        self._came_up = False
+        self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
+        self._lock = threading.Lock()
+        self.started_late = self.stalled = False
+        self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
+        self._ended: set[ProcessId] = set()
+        self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
+        try:
+            if on_created is not None:
+                on_created(self)
+            self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
+            built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
+            self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
+            self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
+        except BaseException:
+            self._close()
+            raise
+
+    def _create_actor(self, rank: int, env: dict[str, str]) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=rank)
+        options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
+        return ray.remote(  # type: ignore[call-overload]
+            num_cpus=self._resources.cpus,
+            num_gpus=self._resources.gpus,
+            resources=dict(self._resources.custom),
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={"health": 1, "aside": 1},
+            scheduling_strategy=strategy,
+            **options,
+        )(_RayActor).remote()
+
+    def _start(
+        self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
+    ) -> None:
+        began = time.monotonic()
+        for rank in range(self.world_size):
+            self._actors.append(self._create_actor(rank, env))
+            self._check_usable()  # after the append: either `kill` finds the actor, or this finds that it came
+        started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
+        answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
+        started_s = time.monotonic() - began
+        self._places = [place for place, _ in answers]
+        host, port = self._places[0].host, answers[0][1]
+        generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        gpus = self._resources.gpus
+        rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
+        nodes = [place.node_id for place in self._places]
+        joined = {}
+        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
+        for rank, actor in enumerate(self._actors):
+            device = self._places[rank].device
+            local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
+            counts = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank]))}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **counts}
+            joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous)
+        self._gather("the rendezvous", joined, start_timeout_s)
+        joined_s = time.monotonic() - began - started_s
+        logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
+
+    def call_all(
+        self,
+        method: str,
+        *args: Any,
+        per_rank: Sequence[tuple] | None = None,
+        deadline: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``worker.method(*args, *per_rank[rank], **kwargs)`` on every rank; results in rank order.
+
+        Args:
+            method: name of the worker's method.
+            args: arguments that are the same on every rank.
+            per_rank: further positional arguments, a tuple for each rank.
+            deadline: seconds after which a rank that has not answered counts as lost; None waits while all live
+                and answer pings.
+            kwargs: keyword arguments that are the same on every rank.
+
+        Raises:
+            WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of another group.
+            Exception: what the worker raised; of several ranks' errors the one that is not just a `PeerError`.
+        """
+        shares = self._shares(per_rank)
+        self._check_usable()
+        refs = {r: a.call.remote(method, (*args, *shares[r]), kwargs) for r, a in enumerate(self._actors)}
+        return self._gather(f"{method}()", refs, deadline)
+
+    def call(self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
+        """Call ``worker.method(*args, **kwargs)`` on one rank; raises as `call_all` does."""
+        self._check_usable()
+        ref = self._actors[rank].call.remote(method, args, kwargs)
+        return self._gather(f"{method}()", {rank: ref}, deadline)[0]
+
+    def run_all(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        per_rank: Sequence[tuple] | None = None,
+        deadline: float | None = None,
+    ) -> list[Any]:
+        """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank; else as `call_all`."""
+        shares = self._shares(per_rank)
+        self._check_usable()
+        refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
+        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
+
+    def run_aside(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`run_all` for work beside the training: on a thread of its own in every worker, while other calls go on.
+
+        May be called from another thread than they are, one at a time. What it waits for others to do needs a process
+        group of its own. A group that is lost meanwhile is lost for both callers.
+        """
+        self._check_usable()
+        refs = {r: a.run.options(concurrency_group="aside").remote(fn, args) for r, a in enumerate(self._actors)}
+        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
+
+    def ping(self, timeout_s: float = 1.0) -> list[int]:
+        """The ranks that are dead or do not answer in time, however busy their worker is."""
+        answered = ping(dict(enumerate(self._actors)), timeout_s)
+        return [rank for rank in range(self.world_size) if rank not in answered]
+
+    def pids(self) -> list[int]:
+        """The process id of each rank, on its own host."""
+        return [place.process.pid for place in self._places]
+
+    def node_ids(self) -> set[str]:
+        """Ray's names of the nodes that the ranks run on."""
+        return {place.node_id for place in self._places}
+
+    def server(self, rank: int = 0, timeout_s: float = 240.0) -> RemoteServer:
+        """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups.
+
+        Args:
+            rank: the rank that serves.
+            timeout_s: how long an answer may take; less than `WeightUpdateMeta.timeout_s`, after which the publisher
+                would call it an error of the server instead of a loss.
+        """
+        return RemoteServer(self._actors[rank], self.name, rank, timeout_s, self._hang_timeout_s)
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement group.
+
+        A second call does nothing; on a lost group only the placement group is left to remove. A call that was
+        interrupted (Ctrl-C) leaves the ranks out of step: they are then killed without `destroy`.
+
+        Raises:
+            Exception: what ``destroy()`` raised, after everything is gone.
+        """
+        if self._closed:
+            return
+        try:
+            if self._loss is None and not self._n_calls:
+                refs = {rank: actor.destroy.remote() for rank, actor in enumerate(self._actors)}
+                self._gather("destroy()", refs, timeout_s)
+        except WorkerLost as loss:
+            logger.warning("%s during shutdown", loss)
+        finally:
+            self._close()
+
+    def kill(self) -> None:
+        """End every process at once; returns when they are really gone, on every node. The placement group stays.
+
+        Raises:
+            HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
+        """
+        if self._loss is None:
+            self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
+        places = [at for at in self._places if at.process not in self._ended]
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+        else:  # nobody to ask about other nodes
+            places = [at for at in places if at.node_id == self._node_id]
+        nodes: dict[str, list[ProcessId]] = {}
+        for at in places:
+            nodes.setdefault(at.node_id, []).append(at.process)
+        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s)
+        self._ended.update(at.process for at in places)
+
+    def _close(self) -> None:
+        self._closed = True
+        self.kill()
+        if self._owns_placement and ray.is_initialized():
+            remove_placement_group(self.placement_group)
+
+    def _check_usable(self) -> None:
+        if self._loss is not None:
+            raise WorkerLost(self.name, self._loss.ranks, self._loss.cause)
+
+    def _shares(self, per_rank: Sequence[tuple] | None) -> Sequence[tuple]:
+        if per_rank is None:
+            return [()] * self.world_size
+        if len(per_rank) != self.world_size:
+            raise ConfigError(f"per_rank has {len(per_rank)} entries; {self.name!r} has {self.world_size} ranks")
+        return per_rank
+
+    def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
+        """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
+        answers = Answers({ref: rank for rank, ref in refs.items()})
+        with self._lock:
+            self._n_calls += 1
+        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline)
+        with self._lock:
+            self._n_calls -= 1
+        if self._loss is not None:  # another thread has killed the group, or is at it
+            raise self._lose(self._loss.ranks, self._loss.cause)
+        if not (answers.lost or answers.errors or answers.pending):
+            return [answers.values[rank] for rank in refs]
+        lost = {*answers.lost, *self._dead_ranks()}
+        if lost:
+            error = next(iter(answers.lost.values()), None)
+            raise self._lose(lost, f"died during {what} ({headline(error)})") from error
+        if hung:
+            self.stalled = hung.stalled
+            raise self._lose(hung.ranks, f"{hung.symptom} during {what}")
+        waiting = sorted(answers.pending.values())
+        if not answers.errors:
+            self.started_late = not self._came_up
+            raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
+        error, rank = culprit(answers.errors)
+        if collective_broke(cause_of(error)):
+            who = "others gave up waiting for them in" if waiting else "nobody could finish"
+            symptom = f"{who} a collective of {what} ({headline(cause_of(error))})"
+            raise self._lose(waiting or list(answers.errors), symptom) from error
+        if waiting:
+            self._lose(waiting, f"killed in {what}, where they waited for rank {rank}, which failed")
+        raise_cause(error)
+
+    def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
+        """Kill the group; the loss to raise from now on. Of two threads that see one the first has the say: the other
+        may take those that were killed for it for lost."""
+        with self._lock:
+            first, loss = self._loss is None, self._loss or WorkerLost(self.name, sorted(ranks), cause)
+            self._loss = loss
+        start = time.monotonic()
+        self.kill()
+        if first:
+            logger.warning("%s; every process was gone %.3f s later", loss, time.monotonic() - start)
+        return WorkerLost(*loss.args)
+
+    def _dead_ranks(self) -> list[int]:
+        here = [(rank, place.process) for rank, place in enumerate(self._places) if place.node_id == self._node_id]
+        return [rank for rank, process in here if not process.alive()]

@@ -1,0 +1,71 @@
+"""Ends the processes of a worker group for sure, on whatever node each runs.
+
+Ray's word that an actor is dead says that its socket is closed. The process may live on: SIGKILL takes effect when it
+leaves the kernel, and taking down pinned memory and a CUDA context can keep it there for a minute. Until then it holds
+the GPU that its successor is to use, and may write files. So the processes themselves are looked at, those of other
+nodes by a task there, which takes a second where Ray has to start a worker for it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from ...utils.errors import HoldfastError
+from ...utils.logging import get_logger
+from ...utils.processes import ProcessId, end_processes
+from .ray_adapter import NodeTasks
+
+RAY_KILL_S = 0.3
+"""How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
+REPORT_EVERY_S = 10.0
+"""How often the log says which processes are still waited for."""
+NODE_ANSWER_S = 30.0
+"""How long a node may take to start the task that looks at its processes; after that it counts as unreachable."""
+
+logger = get_logger(__name__)
+
+
+def end_on_nodes(processes: Mapping[str, Sequence[ProcessId]], here: str, group: str, timeout_s: float) -> None:
+    """Wait until processes that Ray was told to kill are gone; SIGKILL those that are not after `RAY_KILL_S`.
+
+    Those of a node that is dead or does not answer count as gone, with a warning: Ray's workers end with their node's
+    raylet, and nobody can do more.
+
+    Args:
+        processes: Ray's name of a node -> the processes on it.
+        here: the node of this process.
+        group: name of the worker group, for messages.
+        timeout_s: how long they may take.
+
+    Raises:
+        HoldfastError: some still run after ``timeout_s``.
+    """
+    began, left = time.monotonic(), {node: list(found) for node, found in processes.items() if found}
+    while left := _end_round(left, here, group, min(REPORT_EVERY_S, max(0.0, began + timeout_s - time.monotonic()))):
+        waited_s = time.monotonic() - began
+        names = "; ".join(f"{[process.pid for process in found]} on node {node}" for node, found in left.items())
+        what = f"processes {names} of worker group {group!r} still run {waited_s:.0f} s after SIGKILL"
+        if waited_s >= timeout_s:
+            raise HoldfastError(
+                f"{what}; they may still write files and hold GPUs, so nothing can be started in their place. What "
+                "cannot be killed is stuck in a driver or a file system: look at it (/proc/<pid>/stack, dmesg), "
+                "restart its node and start the job again, which goes on from its newest snapshot. kill_timeout_s of "
+                "the worker group is how long it is waited for"
+            )
+        logger.warning("%s, which frees pinned memory and GPUs first; waiting for up to %g s", what, timeout_s)
+
+
+def _end_round(
+    processes: Mapping[str, list[ProcessId]], here: str, group: str, timeout_s: float
+) -> dict[str, list[ProcessId]]:
+    """Those that still run after ``timeout_s``."""
+    elsewhere = {node: (found, RAY_KILL_S, timeout_s) for node, found in processes.items() if node != here}
+    tasks = NodeTasks(end_processes, elsewhere)
+    left = {here: end_processes(processes[here], RAY_KILL_S, timeout_s)} if here in processes else {}
+    answers, silent = tasks.collect(NODE_ANSWER_S + timeout_s)
+    for node, why in silent.items():
+        pids = [process.pid for process in processes[node]]
+        logger.warning(
+            "node %s is dead or does not answer (%s): processes %s of worker group %r there count as gone",
+            node, why, pids, group,
+        )  # fmt: skip
+    return {node: found for node, found in {**left, **answers}.items() if found}

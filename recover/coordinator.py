@@ -1,0 +1,202 @@
+"""One way to speak to all ranks, whether this process is one of them (torchrun) or drives them (Ray).
+
+The handler's steps are of two kinds: what every rank does with its own shard, and what one process decides. `Ranks`
+has a method for each. Under torchrun every rank calls the handler and rank 0 decides; under Ray the driver calls the
+handler, decides, and sends the ranks their part.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch.distributed as dist
+
+from ..engine.api import Stateful
+from ..engine.dcp.state import DCPState
+from ..utils.distributed import (
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+    rank_zero_decides_slowly,
+)
+from ..utils.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """Remote ranks that can be called as one; `holdfast.engine.workers.group.WorkerGroup` is one."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """``fn(worker, *args)`` on every rank; results in rank order."""
+        ...
+
+    def run_aside(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """`run_all` from another thread of the caller and on another thread of every rank: calls go on meanwhile."""
+        ...
+
+
+@dataclass
+class RankTarget:
+    """What one rank snapshots.
+
+    Attributes:
+        engines: name -> engine (with ``optimizer`` and ``dcp_state(with_optim=)``) or `DCPState`; a name is that of a
+            folder in a generation.
+        stateful: name -> user object of this rank.
+        group: process group for engines that have none of their own; None is the default group.
+    """
+
+    engines: dict[str, Any]
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise ConfigError("there is no engine to snapshot; pass at least one")
+        if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
+            raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+
+    def state(self, name: str) -> DCPState:
+        """What is saved and restored of an engine."""
+        engine = self.engines[name]
+        if isinstance(engine, DCPState):
+            return engine
+        return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+
+    def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """Where the ranks of an engine (of the first one) agree."""
+        engine = next(iter(self.engines.values())) if name is None else self.engines[name]
+        return getattr(engine, "control_group", self.group)
+
+
+def rank_target(holder: Any) -> RankTarget:
+    """What to snapshot of ``holder``: a `RankTarget`, a dict of engines, an engine, or a worker object.
+
+    A worker object shows its engines as ``engines`` (a dict) or ``engine``, and may show per-rank user objects as
+    ``stateful`` (a dict).
+
+    Raises:
+        ConfigError: it shows neither.
+    """
+    if isinstance(holder, RankTarget):
+        return holder
+    if isinstance(holder, Mapping):
+        return RankTarget(dict(holder))
+    if hasattr(holder, "dcp_state") or hasattr(holder, "live_tensors"):
+        return RankTarget({"default": holder})
+    engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
+    if None in engines.values():
+        raise ConfigError(f"{type(holder).__name__} has neither 'engines' nor 'engine'; the handler cannot snapshot it")
+    return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+
+
+class LocalRanks:
+    """This process is one of the ranks; all of them call the handler.
+
+    Args:
+        target: what this rank snapshots.
+        group: process group of the ranks (gloo); None is the default group.
+
+    Attributes:
+        world_size: number of ranks.
+        n_callers: number of processes that call the handler, each with a dataloader of its own.
+        caller: which of them this is.
+        is_driver: whether the caller is a process besides the ranks.
+        is_decider: whether decisions are made in this process.
+    """
+
+    is_driver = False
+
+    def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
+        self._target, self._group = target, group
+        self.world_size = self.n_callers = get_world_size(group)
+        self.caller = get_rank(group)
+        self.is_decider = self.caller == 0
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
+        return self.here(partial(fn, self._target, *args))
+
+    def aside(self, group: dist.ProcessGroup | None) -> "LocalRanks":
+        """The same ranks for another thread, where ``group`` carries what they say to each other."""
+        return LocalRanks(self._target, group)
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Rank 0 decides, all follow."""
+        return rank_zero_decides(decision, self._group)
+
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """`decide` for what may take longer than the group's timeout."""
+        return rank_zero_decides_slowly(work, self._group)
+
+    def here(self, step: Callable[[], T]) -> list[T]:
+        """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""
+        with all_ranks_succeed("a step of recovery", self._group):
+            result = step()
+        return gather_objects(result, self._group)
+
+
+class DrivenRanks:
+    """This process drives remote ranks and decides by itself.
+
+    Args:
+        group: the remote ranks.
+        is_aside: whether this is for another thread, while the group goes on with its other calls.
+    """
+
+    is_driver = True
+    is_decider = True
+    n_callers = 1
+    caller = 0
+
+    def __init__(self, group: RankGroup, is_aside: bool = False) -> None:
+        self._group, self._is_aside = group, is_aside
+        self.world_size = group.world_size
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(worker, *args)`` on every rank."""
+        return self._group.run_aside(fn, *args) if self._is_aside else self._group.run_all(fn, *args)
+
+    def aside(self, group: dist.ProcessGroup | None) -> "DrivenRanks":
+        """The same ranks for another thread; what ``group`` is they know themselves."""
+        return DrivenRanks(self._group, is_aside=True)
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Nobody else to ask."""
+        return decision()
+
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """Nobody waits."""
+        return work()
+
+    def here(self, step: Callable[[], T]) -> list[T]:
+        """Only the driver calls the handler."""
+        return [step()]
+
+
+Ranks = LocalRanks | DrivenRanks
+
+
+def ranks_of(engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None) -> Ranks:
+    """Those that ``engine``, as the handler is given it, is made of.
+
+    Args:
+        engine: a `RankGroup`, or what `rank_target` takes.
+        stateful: name -> user object of this process; one of a rank, when the ranks call the handler.
+        group: of the ranks that call the handler; None is the default group.
+    """
+    if isinstance(engine, RankGroup):
+        return DrivenRanks(engine)
+    target = rank_target(engine)
+    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group)

@@ -1,0 +1,1 @@
+"""The dataloader's position and the order of its epochs, saved and restored."""

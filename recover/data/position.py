@@ -1,0 +1,209 @@
+"""A dataloader put back to its place: the same batches, in the order of the same epoch, and no random draw too many.
+
+``load_state_dict`` alone is not enough for torchdata's ``StatefulDataLoader``:
+
+- It builds its iterator when the next loop begins, and draws from torch's global generator for that: every later draw
+  would differ from those of a run that was never killed. So the iterator is built here, before the generators are
+  restored.
+- That iterator has the order of the epoch that the sampler was told last (torch's ``DistributedSampler.set_epoch``),
+  or one that the sampler draws from its generator (``RandomSampler``): neither is part of the loader's state. So a
+  snapshot holds what the order was made from (see `epoch_order`), and the sampler is given it first.
+- Restored to the end of an epoch, its first loop has no batch: a script that loops over epochs would skip one. So an
+  epoch that is over is ended here.
+
+What is wrong after that is refused: a loader that says another place than was saved, and a script that starts in
+another epoch than the one that is being read.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...engine.api import Stateful, StepInfo
+from ...engine.tensors import bytes_of
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
+from .loader import ResumableDataLoader
+
+_END = object()
+
+
+def restore_dataloader(
+    loader: Stateful, state_dict: dict[str, Any], order: EpochOrder, last_step: StepInfo
+) -> "RestoredEpoch | None":
+    """Put a loader back, completely; call it before the random generators are restored.
+
+    Args:
+        loader: anything stateful; what the module says is done for torch's ``DataLoader`` and its subclasses.
+        state_dict: what its ``state_dict`` returned.
+        order: what `epoch_order` returned then. In a generation of an older version nothing is known: the sampler's
+            epoch is taken to be that of ``last_step``, its generator to be in its first state, in the first epoch.
+        last_step: the last step that was trained.
+
+    Returns:
+        what is left of an epoch whose order depends on the sampler's; None when nothing is.
+
+    Raises:
+        CheckpointMismatchError: the loader is not where it was, or its order cannot be made again: what it was drawn
+            from was not saved, or the sampler is another one, or advances its epoch by itself while batches are read
+            ahead and has no `OrderNote`.
+    """
+    note, sampler = note_order(loader), epoch_sampler(loader)
+    generator = _drawn_from(note, order, last_step)
+    found = None if sampler is None else int(sampler.epoch)
+    built_as = last_step.epoch if order.epoch is None else order.epoch
+
+    def place() -> None:
+        if sampler is not None:
+            sampler.set_epoch(built_as)
+        if note is not None:
+            note.resume(generator)
+
+    place()
+    _restore_place(loader, state_dict)
+    advanced = sampler is not None and int(sampler.epoch) != built_as
+    over = _end_if_over(loader, state_dict, last_step, place, note)
+    if sampler is None or found is None:
+        return None
+    if order.epoch is None and int(sampler.epoch) == built_as:
+        # Not known, the epoch is left for the script to say: `RestoredEpoch.check` then finds one that never says it.
+        sampler.set_epoch(found)
+    if over:
+        return None
+    if advanced and (note is None or note.sampler is not sampler):
+        raise CheckpointMismatchError(
+            f"{type(sampler).__name__} went on from epoch {built_as} by itself while batches were read ahead: which "
+            "epoch they are of was not saved. Use a sampler that changes its epoch in set_epoch only, or num_workers=0"
+        )
+    return RestoredEpoch(loader, sampler, note, built_as, last_step.next().epoch, known=order.epoch is not None)
+
+
+@dataclass(frozen=True)
+class RestoredEpoch:
+    """The rest of an epoch that a restored loader still has to give.
+
+    Attributes:
+        loader: whose iterator is built already.
+        sampler: the loader's.
+        note: of its order; None when nobody writes one.
+        epoch: what the sampler was told when that was built.
+        run_epoch: the epoch of the run's next step.
+        known: whether that is what was saved; else it is that of the run.
+    """
+
+    loader: Stateful
+    sampler: EpochSampler
+    note: OrderNote | None
+    epoch: int
+    run_epoch: int
+    known: bool
+
+    def check(self, step: StepInfo) -> None:
+        """See, after the first step that was trained, that the script takes the rest for what it is.
+
+        Raises:
+            ConfigError: the sampler is at another epoch.
+        """
+        told = int(self.sampler.epoch)
+        if self.note is not None and self.note.advanced and told == self.epoch + 1:
+            return
+        if told == self.epoch or step.epoch != self.run_epoch or _is_over(self.loader, self.loader.state_dict()):
+            return
+        unsaid = (
+            ". (An older version saved no epoch: if the script never calls set_epoch, set the sampler's set_epoch to "
+            "None before load, for the rest of the run)"
+        )
+        raise ConfigError(
+            f"the sampler is at epoch {told} after the first step since load, but the rest of the epoch that was "
+            f"resumed is read in the order of epoch {self.epoch}: samples would be lost or repeated. Begin the loop "
+            "over epochs, and set_epoch, with the epoch of last_step_info.next() of what load returned; start again"
+            + ("" if self.known else unsaid)
+        )
+
+
+def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
+    """The state of the generator to draw the order from; None when the order is drawn from none."""
+    here = None if note is None else note.next_order().generator
+    if here is None and order.generator is not None:
+        raise CheckpointMismatchError(
+            "the dataloader was saved with a sampler that draws its order from a generator, and has another one now: "
+            "samples would be lost or repeated. Resume with the sampler of the run"
+        )
+    if note is None or here is None or order.generator is not None:
+        return order.generator
+    if last_step.epoch > 0 or note.sampler.generator is None:
+        raise CheckpointMismatchError(
+            f"the generation is of an older version, which did not save what {type(note.sampler).__name__} has drawn "
+            f"the order of epoch {last_step.epoch} from: samples would be lost or repeated. Begin a new run with its "
+            "weights or, if the sampler has a generator of its own, resume from a generation of epoch 0 (resume_path)"
+        )
+    return here
+
+
+def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
+    loader.load_state_dict(state_dict)
+    said = loader.state_dict()  # has torchdata's build its iterator
+    if isinstance(loader, ResumableDataLoader):
+        return  # it has looked itself, and its batch size may be another
+    given = batches_given(state_dict)
+    if given is None and not _equal(said, state_dict):
+        raise CheckpointMismatchError(
+            f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the loader is not where "
+            "it was, or does not say so before its first batch. It must give back the state that it was restored from"
+        )
+    if given is not None and given != batches_given(said):
+        raise CheckpointMismatchError(
+            f"the dataloader was saved after {given} batches of an epoch, and once restored says it is after "
+            f"{batches_given(said)}: its load_state_dict does not restore it. Pass the StatefulDataLoader itself"
+        )
+
+
+def _end_if_over(
+    loader: Stateful,
+    state_dict: dict[str, Any],
+    last_step: StepInfo,
+    place: Callable[[], None],
+    note: OrderNote | None,
+) -> bool:
+    """Take the end of an epoch that is over, as the loop that trained it did, so that the next loop is the next epoch;
+    whether it is over."""
+    if not isinstance(loader, DataLoader):
+        return False
+    if state_dict.get("_iterator_finished"):
+        if note is not None:  # its loop has drawn more than was skipped: what comes after the last sample
+            place()
+            deque(note.sampler, maxlen=0)
+        return True
+    if isinstance(loader.dataset, IterableDataset):  # how long it is only its end tells
+        over = last_step.epoch_step == last_step.steps_per_epoch - 1
+    else:
+        over = _is_over(loader, state_dict)
+    if over and next(iter(loader), _END) is not _END:
+        place()
+        _restore_place(loader, state_dict)
+        return False
+    return over
+
+
+def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        with suppress(TypeError):  # a sampler without a length
+            return batches_given(state_dict) == len(loader)
+    return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states hold the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same_kind = one.dtype == other.dtype and one.shape == other.shape
+        return same_kind and torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))  # (NaN equals NaN)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))

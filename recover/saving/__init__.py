@@ -1,0 +1,1 @@
+"""A snapshot from the call of `RecoverHandler.dump` to the committed generation, and the exports made with it."""

@@ -1,0 +1,100 @@
+"""What one rank exports: which of its engines, from which tensors, with what beside them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ...engine.api import SaveLoadMeta
+from ...engine.dcp.state import DCPState
+from ...engine.fsdp_engine import FSDPEngine
+from ...engine.hf.export import write_hf
+from ...engine.staging.staged_model import check_mesh, staged_model
+from ...utils.errors import ConfigError
+from ..coordinator import RankTarget, rank_target
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export of a run.
+
+    Attributes:
+        engine: name of the engine; None when there is one only.
+        dtype: as in `SaveLoadMeta`, as are the next two.
+        tokenizer: saved beside the weights.
+        processor: likewise.
+    """
+
+    engine: str | None
+    dtype: str | None
+    tokenizer: Any
+    processor: Any
+
+    def name(self, target: RankTarget) -> str:
+        """Of the engine that is exported.
+
+        Raises:
+            ConfigError: it is not told which one, there is none of the name, or its model is not of transformers.
+        """
+        names = list(target.engines)
+        if self.engine is None and len(names) > 1:
+            raise ConfigError(
+                f"config key 'recover.hf_engine' is null, but there are several engines: name one of {names}"
+            )
+        name = names[0] if self.engine is None else self.engine
+        if name not in names:
+            raise ConfigError(f"config key 'recover.hf_engine' is {name!r}; expected one of {names}")
+        model = target.state(name).model
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"engine {name!r} has a {type(model).__name__}, which is no transformers model and cannot be exported; "
+                "name another as recover.hf_engine, or unset recover.hf_freq_steps"
+            )
+        return name
+
+
+@dataclass(frozen=True)
+class Export:
+    """A rank's weights at one step boundary, ready to be written."""
+
+    model: PreTrainedModel
+    request: ExportRequest
+    base_model_path: str | None
+    base_dtype: torch.dtype | None
+
+    @classmethod
+    def of(
+        cls, request: ExportRequest, target: RankTarget, name: str, weights: Mapping[str, torch.Tensor] | None
+    ) -> "Export":
+        """Of the engine ``name``, with the values of ``weights`` (see `staged_model`); None: with those it has."""
+        engine, model = target.engines[name], target.state(name).model
+        assert isinstance(model, PreTrainedModel), "`check_export` has looked"
+        path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
+        base = str(path) if path is not None and path.is_dir() else None
+        return cls(model if weights is None else staged_model(model, weights), request, base, dtype)
+
+    def write(
+        self, folder: Path, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """See `write_hf`."""
+        own, base = self.request, self.base_model_path
+        meta = SaveLoadMeta(str(folder), "hf", False, own.tokenizer, own.processor, base, own.dtype)
+        write_hf(self.model, folder, group=group, gather_group=gather_group, **meta.hf_options(self.base_dtype))
+
+
+def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
+    """Raise the `ConfigError` that says why ``request`` cannot be met; each rank for itself.
+
+    Args:
+        holder: see `rank_target`.
+        request: what is asked for.
+        in_background: whether it will be written while training goes on.
+    """
+    target = rank_target(holder)
+    name = request.name(target)
+    if in_background:
+        check_mesh(DCPState(target.state(name).model).live_tensors(), target.group_of(name))

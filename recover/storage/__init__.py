@@ -1,0 +1,1 @@
+"""Generations on disk and at a mirror: stage, commit, list, verify, retire. Knows no torch."""

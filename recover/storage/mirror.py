@@ -1,0 +1,336 @@
+"""Copies of committed generations at any fsspec URL: what is left when the disk, or the cluster, of a run is gone.
+
+    <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` put there last
+    <url>/.copying-global_step_120            of a copy that is under way: the manifest of the generation it is of
+    <url>/.damaged-global_step_120            the manifest of a copy with a file that was read wrong twice, and alike
+
+A generation counts as soon as its manifest is there, and is verified byte by byte against it when it is fetched. What
+a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other. A copy that
+was found damaged is taken again only where there is nothing else.
+
+Cost: one background thread in the process that decides. It reads every file twice, for the digest and for the upload
+(the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
+``max_concurrency`` parts of 50 MB). A URL has one writer at a time: the lock of the run's folder sees to that, as long
+as runs with different folders are given different URLs.
+"""
+
+import re
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ...utils.atomic_folder import as_write_error
+from ...utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
+from ...utils.files import DurableFile, bytes_digest, write_durably
+from ...utils.logging import get_logger
+from ...utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
+from ...utils.remote import RemoteFolder
+from ..info import INFO_NAME, RecoverInfo
+from .generations import Generation, GenerationStore
+
+logger = get_logger(__name__)
+
+_NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9]\d*)")
+
+
+class Mirror:
+    """The copies of one run's generations.
+
+    Args:
+        url: the run's folder at the mirror, ``s3://bucket/experiment/trial``.
+        keep: how many of the newest generations stay there; None keeps all.
+        chunk_bytes: what a fetch reads at once; it holds eight of them.
+        attempts: how often each remote operation is tried.
+        first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
+
+    Attributes:
+        last_error: why the last copy failed; None when it did not.
+
+    Raises:
+        ConfigError: the URL cannot be used, or a package for it is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        keep: int | None,
+        *,
+        chunk_bytes: int = 8 << 20,
+        attempts: int = 5,
+        first_wait_s: float = 1.0,
+    ) -> None:
+        self.last_error: Exception | None = None
+        self._keep = keep
+        self._remote = RemoteFolder(
+            url,
+            setting="config key 'recover.mirror_url'",
+            error=MirrorError,
+            chunk_bytes=chunk_bytes,
+            attempts=attempts,
+            first_wait_s=first_wait_s,
+        )
+        self._changed = threading.Condition()
+        self._copying: Generation | None = None
+        self._waiting: Generation | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the copies are, without the secrets that were in the URL."""
+        return self._remote.url
+
+    def steps(self, *, damaged: bool = False) -> list[int]:
+        """The steps of the complete generations there that were not found damaged, or of those that were, newest first.
+
+        Raises:
+            MirrorError: the mirror does not answer.
+        """
+        manifests = {step: self._remote.read(_manifest(step)) for step in self.traces()}
+        complete = [(step, found) for step, found in manifests.items() if found is not None]
+        return [step for step, found in complete if (self._remote.read(_damaged(step)) == found) == damaged]
+
+    def traces(self) -> list[int]:
+        """The steps of which there is anything, complete or not, newest first.
+
+        Raises:
+            MirrorError: the mirror does not answer.
+        """
+        matches = (_NAMES.fullmatch(name) for name in self._remote.names())
+        return sorted({int(match[1]) for match in matches if match}, reverse=True)
+
+    def submit(self, generation: Generation) -> None:
+        """Copy a committed generation in the background; it replaces one that still waits for its turn."""
+        with self._changed:
+            if self._copying is None:
+                self._start(generation)
+                return
+            if self._waiting is not None:
+                logger.warning("no copy of %s at %s: a newer one came", self._waiting.path, self.url)
+            self._waiting = generation
+
+    def pinned(self) -> set[int]:
+        """Steps that are being copied, or wait for it: their local folders must stay."""
+        with self._changed:
+            return {generation.step for generation in (self._copying, self._waiting) if generation is not None}
+
+    def inspect(self, step: int) -> RecoverInfo:
+        """The info of a generation, all of whose files are there in their sizes; no other file is read.
+
+        Raises:
+            CheckpointCorruptError, CheckpointMismatchError, MirrorError: as `fetch`.
+        """
+        files, name = self._checked_files(step, self._read_manifest(step)), f"{_folder(step)}/{INFO_NAME}"
+        data = self._remote.read(name) if INFO_NAME in files else None
+        if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
+            raise CheckpointCorruptError(f"{self.url}/{name} is missing, or not what the manifest says")
+        info = RecoverInfo.parse(data, f"{self.url}/{name}")
+        if info.last_step_info.global_step != step:
+            raise CheckpointCorruptError(f"{self.url}/{name} is of step {info.last_step_info.global_step}")
+        return info
+
+    def fetch(self, step: int, store: GenerationStore) -> Generation:
+        """Bring a generation into the store, verified while it is read; it becomes visible when all of it is sound.
+
+        Raises:
+            CheckpointCorruptError: the copy is damaged, incomplete, or was read wrong; an older one may not be. It is
+                marked as damaged where a file had the same wrong bytes in two reads.
+            CheckpointMismatchError: the copy has a format newer than this code knows.
+            CheckpointExistsError: the store has this generation.
+            CheckpointWriteError: the local file system refused.
+            MirrorError: the mirror does not answer.
+        """
+        started, manifest = time.monotonic(), self._read_manifest(step)
+        staging = store.open_staging(step)
+        with ExitStack() as undo:
+            undo.callback(store.discard, staging)
+            with as_write_error(staging):
+                fetched_bytes = self._download(step, manifest, staging)
+            generation = store.adopt(staging, step)
+            undo.pop_all()
+        seconds = time.monotonic() - started
+        logger.info("fetched %s from %s: %d bytes in %.1f s", generation.path, self.url, fetched_bytes, seconds)
+        return generation
+
+    def forget_newer(self, step: int) -> None:
+        """Remove every generation newer than ``step``: the run went back behind them and will make others.
+
+        Raises:
+            MirrorError: the mirror does not answer, or refuses.
+        """
+        for newer in [found for found in self.traces() if found > step]:
+            logger.warning("removing the copy of step %d at %s: the run goes on from step %d", newer, self.url, step)
+            self._remove(newer)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; False when something still is after ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._copying is None, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """`wait`, then give up with a warning. The process can exit even while a call to the mirror hangs."""
+        if not self.wait(timeout_s):
+            steps = sorted(self.pinned())
+            logger.warning("gave up after %.1f s on copying step(s) %s to %s", timeout_s, steps, self.url)
+        self._remote.close()
+
+    def _start(self, generation: Generation | None) -> None:
+        self._copying = None  # should no thread start
+        if generation is not None:
+            # A daemon: a call that hangs must not keep the process from its exit, and leaves no more than a kill does.
+            threading.Thread(target=self._work, args=(generation,), name="mirror", daemon=True).start()
+            self._copying = generation
+
+    def _work(self, generation: Generation) -> None:
+        try:
+            self._copy_or_warn(generation)
+        finally:  # whatever ended it, the next one gets its turn
+            with self._changed:
+                following, self._waiting = self._waiting, None
+                self._start(following)
+                self._changed.notify_all()
+
+    def _copy_or_warn(self, generation: Generation) -> None:
+        started = time.monotonic()
+        try:
+            copied_bytes = self._copy(generation)
+        except (CheckpointError, OSError) as error:
+            if generation.path.is_dir():
+                self.last_error = error
+                logger.warning("no copy of %s at %s: %s", generation.path, self.url, error)
+            else:
+                logger.warning("no copy of %s at %s: it was removed meanwhile", generation.path, self.url)
+            return
+        self.last_error = None
+        seconds = time.monotonic() - started
+        logger.info("copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds)
+        try:
+            self._retire(generation.step)
+        except MirrorError as error:
+            logger.warning("older copies stay at %s: %s", self.url, error)
+
+    def _copy(self, generation: Generation) -> int:
+        """Make the mirror hold the generation; how many bytes had to be put."""
+        step, remote = generation.step, self._remote
+        files = read_manifest(generation.path)["files"]
+        manifest = (generation.path / MANIFEST_NAME).read_bytes()
+        todo, damaged = self._unfinished(step, files), remote.read(_damaged(step)) == manifest
+        if todo or damaged or remote.read(_manifest(step)) != manifest:
+            # Sizes tell which files of a copy that was cut are there, but not of which generation they are: this step
+            # may have been trained, and copied in part, before. The marker tells.
+            if damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
+                self._remove(step)
+                remote.put_bytes(_marker(step), manifest)
+                todo = list(files)
+            for name in todo:
+                remote.put_file(generation.path / name, f"{_folder(step)}/{name}", files[name]["digest"])
+            if lost := self._unfinished(step, files):
+                raise MirrorError(f"{lost[0]} of step {step} was put and is not there ({len(lost)} in all)")
+            remote.flush(_folder(step))
+            remote.put_bytes(_manifest(step), manifest)
+        remote.remove_file(_marker(step))
+        return sum(files[name]["bytes"] for name in todo)
+
+    def _unfinished(self, step: int, files: dict[str, Any]) -> list[str]:
+        """The files that are not there in their size."""
+        sizes = self._remote.sizes(_folder(step))
+        return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
+
+    def _retire(self, newest: int) -> None:
+        """Remove all but the newest complete generations, and what copies that nobody will complete have left.
+
+        What is newer than the one just copied stays, and does not count: it was damaged, or out of reach, when the run
+        resumed from an older one, and is no reason to remove a sound copy. The run replaces it in its time.
+        """
+        kept = [step for step in self.steps() if step <= newest][: self._keep]
+        for step in reversed(self.traces()):
+            if step <= newest and step not in kept:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """The manifest first: no half-removed generation looks complete."""
+        self._remote.remove_file(_manifest(step))
+        self._remote.remove_folder(_folder(step))
+        self._remote.remove_file(_marker(step))
+        self._remote.remove_file(_damaged(step))
+
+    def _mark_damaged(self, step: int, manifest: bytes) -> str:
+        """What was done, in words."""
+        try:
+            self._remote.put_bytes(_damaged(step), manifest)
+        except MirrorError as error:
+            return f"the copy cannot be marked as damaged: {error}"
+        return f"{self.url}/{_damaged(step)} says so from now on"
+
+    def _read_manifest(self, step: int) -> bytes:
+        manifest = self._remote.read(_manifest(step))
+        if manifest is None:
+            raise CheckpointCorruptError(f"{self.url}/{_manifest(step)} is missing: the copy was never complete")
+        return manifest
+
+    def _checked_files(self, step: int, manifest: bytes) -> dict[str, dict[str, Any]]:
+        """What a manifest says of its files, which are there in their sizes."""
+        files = parse_manifest(manifest, f"{self.url}/{_manifest(step)}")["files"]
+        for name, entry in files.items():
+            self._check_size(f"{_folder(step)}/{name}", entry["bytes"])
+        return files
+
+    def _download(self, step: int, manifest: bytes, staging: Path) -> int:
+        """Every file of a generation into a folder, each verified; how many bytes that was.
+
+        A wrong digest is one bad read as a rule (a cache, a proxy, memory), so the file is read again.
+        """
+        files = self._checked_files(step, manifest)  # before gigabytes are read
+        write_durably(staging / MANIFEST_NAME, manifest)
+        for name, entry in files.items():
+            path, target = f"{_folder(step)}/{name}", staging / name
+            found = self._download_file(path, target, entry["bytes"])
+            if found == entry["digest"]:
+                continue
+            target.unlink()
+            again = self._download_file(path, target, entry["bytes"])
+            problem = f"{self.url}/{path} has digest {found}, the manifest says {entry['digest']}"
+            if again == entry["digest"]:
+                logger.warning("%s: that was a bad read, the second one is right", problem)
+                continue
+            what = self._mark_damaged(step, manifest) if again == found else f"in a second read it has {again}"
+            raise CheckpointCorruptError(f"{problem}; {what}")
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _check_size(self, path: str, expected: Any) -> None:
+        """Of a file of a manifest, which comes from elsewhere and could name any file of this machine."""
+        pure = PurePosixPath("/", path)
+        if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
+            raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")
+        size = self._remote.size(path)
+        if size is None:
+            raise CheckpointCorruptError(f"{self.url}/{path} is missing")
+        if size != expected:
+            raise CheckpointCorruptError(f"{self.url}/{path} has {size} bytes, the manifest says {expected}")
+
+    def _download_file(self, path: str, target: Path, size: int) -> str:
+        """The digest of what was read."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with DurableFile(target) as file:
+            try:
+                for chunk in self._remote.chunks(path, size):
+                    file.write(chunk)
+            except FileNotFoundError as error:
+                raise CheckpointCorruptError(f"{self.url}/{path} was removed while it was read") from error
+        return file.digest
+
+
+def _folder(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def _manifest(step: int) -> str:
+    return f"{_folder(step)}/{MANIFEST_NAME}"
+
+
+def _marker(step: int) -> str:
+    return f".copying-{_folder(step)}"
+
+
+def _damaged(step: int) -> str:
+    return f".damaged-{_folder(step)}"

@@ -1,0 +1,1 @@
+"""When to snapshot: schedules, signals, notices and deadlines."""

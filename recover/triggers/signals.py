@@ -1,0 +1,232 @@
+"""When a run must snapshot and leave: a signal, a notice from outside, or a deadline that comes near.
+
+A handler may run between any two instructions of the main thread (not inside a call into C, such as a collective:
+that delays it), so it only sets an attribute and writes to standard error; everything else happens at the next step
+boundary, in `StopRequests.due`. A question there costs microseconds, plus what the notices take, at most once a second.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
+from typing import Any
+
+from ...utils.errors import ConfigError
+from ...utils.logging import get_logger
+from ...utils.processes import process_started_at
+
+logger = get_logger(__name__)
+
+UNMEASURED_SAVE_S = 60.0
+"""How long a save is taken to last before one has been measured."""
+SAVE_MARGIN = 1.5
+"""A save may take so many times as long as the longest recent one: storage is slowest when everybody is preempted."""
+SLACK_S = 5.0
+"""Seconds on top, for agreeing on the stop and for the exit."""
+_NOTICE_POLL_S = 1.0
+
+_CRASHES = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+"""Cannot be caught, or leave nothing worth a snapshot."""
+_INTERRUPTED = b"\nholdfast: finishing the step, then a snapshot; Ctrl-C again stops at once\n"
+
+_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+_COLONS = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
+_SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*")
+_FORMS = (
+    "a duration from the start of the process ('5400', '90m', '3h30m', '2d', '3:30:00' as h:m:s, '1:00:30:00' as "
+    "d:h:m:s) or a time ('2026-11-20T18:00' local, '2026-11-20T18:00+01:00')"
+)
+
+
+@dataclass(frozen=True)
+class StopNotice:
+    """Somebody wants the run to stop."""
+
+    reason: str
+    """For the log and for the user."""
+    by: float | None = None
+    """Unix time when the process will be ended; None when nobody said."""
+
+    def __str__(self) -> str:
+        return self.reason if self.by is None else f"{self.reason}, which ends the process at {_local_time(self.by)}"
+
+
+class StopRequests:
+    """Collects the reasons to stop, and answers at every step boundary whether the run must.
+
+    Args:
+        signals: names such as ``"SIGTERM"``. The handlers that were there are not called (most end the process, which
+            is what these replace) but put back by `uninstall`.
+        must_save_by: as `parse_deadline` has it, or None.
+        notices: asked at most once a second whether something outside wants the run to stop; each returns soon and
+            does not raise.
+        clock: unix time.
+
+    Raises:
+        ConfigError: a signal is unknown or cannot be caught, or ``must_save_by`` is no deadline, or one that was over
+            when this process started. One that has passed since, as during a recovery, stops the run at its next step.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[str],
+        must_save_by: str | None,
+        notices: Sequence[Callable[[], StopNotice | None]] = (),
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._signals = [_signal_number(name) for name in signals]
+        self._must_save_by = must_save_by
+        self.deadline = None if must_save_by is None else parse_deadline(must_save_by, _process_start())
+        self._notices, self._clock = tuple(notices), clock
+        self._noticed_s = -_NOTICE_POLL_S
+        self._requested: StopNotice | None = None
+        self._interrupted = False
+        self._unanswered: signal.Signals | None = None
+        self._granted = False
+        self._replaced: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Handle the signals from now on; a second call does nothing, and neither does one outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.debug("not in the main thread: signals are left to it")
+            return
+        self._pid = os.getpid()
+        for number in self._signals:
+            if number not in self._replaced:
+                self._replaced[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Put back the handlers that were there, except where another has replaced ours since; main thread only.
+
+        A signal that no step boundary has answered is then sent again, to them: what was asked to end must not live on
+        because a worker was lost at the same time and the job begins another attempt.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._replaced.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not installed from Python
+        self._replaced.clear()
+        unanswered, self._unanswered = self._unanswered, None
+        if unanswered is not None:
+            logger.warning("%s came too late for a snapshot and is passed on", unanswered.name)
+            signal.raise_signal(unanswered)
+
+    def request(self, notice: StopNotice) -> None:
+        """Ask for a stop at the next step boundary, from any thread or signal handler; the first reason is kept."""
+        self._requested = self._requested or notice
+
+    def grant(self) -> None:
+        """The run stops at this step boundary, whichever rank was asked: signals that still come are answered."""
+        self._granted = True
+        self._unanswered = None
+
+    def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
+        """Why the run must snapshot and stop now, before another step; None when it may go on.
+
+        A signal, a request or a notice stops it at once; the deadline when a save that begins one more step from now
+        might not end in time.
+
+        Args:
+            save_s: seconds of the longest recent save; 0 when none was measured, which counts as `UNMEASURED_SAVE_S`.
+            step_s: seconds of the longest recent step.
+            n_saves: how many saves may have to end before the deadline, one after the other.
+        """
+        self._ask_notices()
+        if self._requested is not None:
+            return str(self._requested)
+        if self.deadline is None:
+            return None
+        save_s = n_saves * (save_s or UNMEASURED_SAVE_S)
+        if self._clock() + step_s + save_s * SAVE_MARGIN + SLACK_S < self.deadline:
+            return None
+        return (
+            f"recover.must_save_by {self._must_save_by!r}, which is {_local_time(self.deadline)}, is too near for "
+            f"another step of {step_s:.1f} s and then a save of {save_s:.1f} s"
+        )
+
+    def _ask_notices(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._noticed_s < _NOTICE_POLL_S:
+            return
+        self._noticed_s = now_s
+        for notice in self._notices:
+            if (found := notice()) is not None:
+                self.request(found)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal. No locks and no logging here: what it interrupted may hold them."""
+        in_job = os.getpid() == self._pid
+        if number == signal.SIGINT:  # Ctrl-C reaches the job's forked children too: they leave the first one to it
+            if self._interrupted:
+                self._unanswered = None
+                raise KeyboardInterrupt
+            self._interrupted = True
+            if in_job:
+                with contextlib.suppress(OSError):
+                    os.write(2, _INTERRUPTED)
+        elif not in_job:  # a forked child is no job, and must end when its parent ends it
+            self.uninstall()
+            os.kill(os.getpid(), number)
+        if not self._granted:
+            self._unanswered = signal.Signals(number)
+        self.request(StopNotice(signal.Signals(number).name))
+
+
+def parse_deadline(text: str, now: datetime) -> float:
+    """Unix time of a deadline.
+
+    Args:
+        text: seconds ``"5400"``, ``"90m"``, ``"3h30m"``, ``"2d"``, ``"3:30:00"`` (h:m:s), ``"1:00:30:00"`` (d:h:m:s),
+            each from the start of this process; or an ISO time, local unless it has an offset.
+        now: the present, local unless it has an offset.
+
+    Raises:
+        ConfigError: it is none of these, or over.
+    """
+    deadline = _parse(text.strip())
+    if deadline is None:
+        raise ConfigError(f"config key 'recover.must_save_by' is {text!r}; expected {_FORMS}")
+    if deadline <= now.timestamp():
+        raise ConfigError(
+            f"config key 'recover.must_save_by' is {text!r}, which was over at {_local_time(deadline)}; expected "
+            f"something to come: {_FORMS}"
+        )
+    return deadline
+
+
+def _parse(text: str) -> float | None:
+    if _SECONDS.fullmatch(text):
+        return process_started_at() + float(text)
+    if text and (match := _UNITS.fullmatch(text) or _COLONS.fullmatch(text)):
+        days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+        return process_started_at() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if _TIME.fullmatch(text):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(text).timestamp()
+    return None
+
+
+def _signal_number(name: str) -> signal.Signals:
+    number = signal.Signals.__members__.get(name)
+    if number is None or name in _CRASHES:
+        known = ", ".join(sorted(set(signal.Signals.__members__) - _CRASHES))
+        raise ConfigError(f"config key 'recover.stop_signals' has {name!r}; expected one of {known}")
+    return number
+
+
+def _process_start() -> datetime:
+    return datetime.fromtimestamp(process_started_at())
+
+
+def _local_time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s).astimezone().isoformat(timespec="seconds")

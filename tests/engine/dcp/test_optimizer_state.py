@@ -1,0 +1,157 @@
+"""Optimizers that keep plain tensors of each rank's shard: every rank's values are stored, or the save is refused."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.tensors import local_tensor
+from holdfast.utils.errors import ConfigError, PeerError
+from tests.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class LocalMomentum(torch.optim.Optimizer):
+    """Works on the local shards with plain tensors, as fused and 8-bit optimizers do.
+
+    Args:
+        block: None, or elements that share one more number, as in quantized moments.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, block: int | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.block = block
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                local, grad, state = local_tensor(param), local_tensor(param.grad), self.state[param]
+                if not state:
+                    state["step"], state["average"] = torch.tensor(0.0), torch.zeros_like(local)
+                if self.block is not None:
+                    state["largest"] = torch.ones(-(-local.numel() // self.block))
+                state["step"] += 1
+                state["average"].lerp_(grad, 0.3)
+                local.sub_(state["average"] * group["lr"])
+
+
+def make(world_size: int, seed: int, steps: int = 0, **options: Any) -> DCPState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))  # of the last one not every rank holds something
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    state = DCPState(model, LocalMomentum(model.parameters(), **options))
+    train(state, 0, steps)
+    return state
+
+
+def train(state: DCPState, first: int, last: int) -> None:
+    assert state.optimizer is not None
+    for step in range(first, last):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        state.model(x).square().sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+def averages(state: DCPState) -> list[torch.Tensor]:
+    """As the optimizer has them, put together from all ranks."""
+    assert state.optimizer is not None
+    wholes = []
+    for param in state.model.parameters():
+        average = state.optimizer.state[param]["average"]
+        assert type(average) is torch.Tensor, "it is the plain tensor it was"
+        assert isinstance(param, DTensor) and average.shape == param.to_local().shape
+        assert float(state.optimizer.state[param]["step"]) == 3
+        whole = DTensor.from_local(
+            average, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+        )
+        wholes.append(whole.full_tensor().clone())
+    return wholes
+
+
+def weights(state: DCPState) -> list[torch.Tensor]:
+    return [param.full_tensor().detach().clone() for param in state.model.parameters() if isinstance(param, DTensor)]
+
+
+def _save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    state = make(world_size, 0, steps=3)
+    save_dcp(f"{folder}/c", state)
+    saved = averages(state)
+    train(state, 3, 5)
+    return {"averages": saved, "after": weights(state)}
+
+
+def _load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    fresh, stepped = make(world_size, 1), make(world_size, 2, steps=1)
+    found = []
+    for state in (fresh, stepped):
+        load_dcp(f"{folder}/c", state)
+        found.append(averages(state))
+    train(fresh, 3, 5)
+    return {"averages": found, "after": weights(fresh)}
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def test_a_plain_tensor_of_each_ranks_shard_comes_back_as_that_at_any_world_size(tmp_path: Path) -> None:
+    saved = run_ranks(_save, 2, str(tmp_path))[0]
+    assert all(average.abs().sum() > 0 for average in saved["averages"])
+    for world_size in (1, 2, 3):
+        for result in run_ranks(_load, world_size, str(tmp_path)):
+            assert all(same(found, saved["averages"]) for found in result["averages"])
+            if world_size == 2:
+                assert same(result["after"], saved["after"])
+
+
+def _refused(rank: int, world_size: int, folder: str) -> str:
+    state = make(world_size, 0, steps=1, block=4)
+    with pytest.raises((ConfigError, PeerError)) as refused:
+        save_dcp(f"{folder}/c", state)
+    return str(refused.value)
+
+
+def test_what_each_rank_could_hold_differently_is_refused_at_save_with_its_name_and_shapes(tmp_path: Path) -> None:
+    for message in run_ranks(_refused, 2, str(tmp_path)):
+        assert re.search(r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message), message
+        assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), message
+    assert list(tmp_path.iterdir()) == []
+
+
+class Older(DCPState):
+    """Saves plain tensors as they are: rank 0's for all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        del state["optim_local"]
+        for entries in state["optim"]["state"].values():
+            entries["average"] = local_tensor(entries["average"])
+        return state
+
+
+def _older(rank: int, world_size: int, folder: str) -> list[str]:
+    state = make(world_size, 0, steps=3)
+    save_dcp(f"{folder}/c", Older(state.model, state.optimizer))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    load_dcp(f"{folder}/c", make(world_size, 1))
+    return lines
+
+
+def test_a_folder_that_holds_rank_0s_part_for_all_loads_and_says_so(tmp_path: Path) -> None:
+    for lines in run_ranks(_older, 2, str(tmp_path)):
+        assert any("average" in line and "rank 0" in line for line in lines), lines

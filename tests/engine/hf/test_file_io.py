@@ -1,0 +1,222 @@
+"""Bytes between weight files and tensors: every dtype, stride and chunk, and files that break while they are read."""
+
+import errno
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.engine.hf import file_io
+from holdfast.engine.hf.file_io import WeightReader, WeightWriter
+from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
+from holdfast.utils.errors import CheckpointCorruptError
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SPECIAL = (0.0, -0.0, 1e-45, 1.17e-38, 65504.0, 65520.0, 3.4e38, float("inf"), -float("inf"), float("nan"), 1 + 2**-8)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many chunks":
+        monkeypatch.setattr(file_io, "WRITE_BYTES", 64)
+        monkeypatch.setattr(file_io, "READ_BYTES", 64)
+
+
+@pytest.fixture(params=["maps", "no maps", "no populate"])
+def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "no maps":
+        monkeypatch.setattr(file_io, "_map", lambda fd: None)
+    if request.param == "no populate":  # as a kernel before 5.14 answers
+        monkeypatch.setattr(file_io, "_MADV_POPULATE_READ", 9999)
+    return request.param
+
+
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.cat([torch.randn(25, dtype=torch.float64), torch.tensor(SPECIAL, dtype=torch.float64)]).to(dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros have a sign; which NaN torch casts to depends on how many values it casts at once."""
+    plain = torch.where(tensor.isnan(), torch.tensor(float("nan"), dtype=tensor.dtype), tensor)
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _views(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same 36 values, in other shapes and strides."""
+    spread = torch.empty(36, 3, dtype=values.dtype)
+    spread[:, 1] = values
+    transposed = values.view(4, 9).t().contiguous().t()
+    return {"flat": values, "cube": values.view(3, 3, 4), "column": spread[:, 1], "transposed": transposed}
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    layout = plan_layout([TensorSpec(k, tuple(v.shape), dtype, k, 0) for k, v in tensors.items()], 10**9, 0)
+    with WeightWriter(folder) as files:
+        for file in layout.files:
+            files.create(file)
+        for key, value in tensors.items():
+            files.write(layout.places[key], 0, value)
+        files.sync()
+
+
+@pytest.mark.parametrize(("source", "stored"), itertools.product(FLOATS, FLOATS))
+def test_what_is_written_is_what_torch_casts_to_in_any_stride(
+    tmp_path: Path, chunks: None, source: torch.dtype, stored: torch.dtype
+) -> None:
+    tensors = _views(_values(source)) | {
+        "none": torch.zeros(0, 3, dtype=source),
+        "one": torch.tensor(2.5, dtype=source),
+    }
+    _write(tmp_path, tensors, stored)
+    found = load_file(tmp_path / WEIGHTS_NAME)
+    assert found.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert found[key].shape == value.shape
+        assert torch.equal(_bits(found[key]), _bits(value.to(stored))), key
+
+
+@pytest.mark.parametrize(("stored", "wanted"), itertools.product(FLOATS, FLOATS))
+def test_what_is_read_is_what_torch_casts_to_in_any_stride(
+    tmp_path: Path, chunks: None, maps: str, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    values = _values(stored)
+    save_file({"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)}, tmp_path / WEIGHTS_NAME)
+    with WeightReader(tmp_path) as reader:
+        places = reader.layout()
+        for key, target in _views(torch.zeros(36, dtype=wanted)).items():
+            reader.read(places["w"], 0, target)
+            assert torch.equal(_bits(target), _bits(values.to(wanted))), key
+        part = torch.zeros(7, dtype=wanted)
+        reader.read(places["w"], 11, part)
+        assert torch.equal(_bits(part), _bits(values[11:18].to(wanted)))
+        one, none = torch.zeros((), dtype=wanted), torch.zeros(0, 3, dtype=wanted)
+        reader.read(places["one"], 0, one)
+        reader.read(places["none"], 0, none)
+        assert one == 2.5
+
+
+def test_a_header_of_odd_length_leaves_values_askew_and_they_are_read_all_the_same(tmp_path: Path, maps: str) -> None:
+    values = _values(torch.float32)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [36], "data_offsets": [0, 144]}}).encode()
+    header += b" " * (5003 - 8 - len(header))
+    (tmp_path / WEIGHTS_NAME).write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].nan_to_num(), values.nan_to_num())
+    for wanted in FLOATS:
+        target = torch.zeros(36, dtype=wanted)
+        with WeightReader(tmp_path) as reader:
+            place = reader.layout()["w"]
+            assert place.offset == 5003
+            reader.read(place, 0, target)
+        assert torch.equal(_bits(target), _bits(values.to(wanted)))
+
+
+def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_io, "READ_BYTES", 5000)
+    values = torch.randn(20_000)
+    save_file({"w": values}, tmp_path / WEIGHTS_NAME)
+    target = torch.zeros(19_998, dtype=torch.float64)
+    with WeightReader(tmp_path) as reader:
+        reader.read(reader.layout()["w"], 1, target)
+    assert torch.equal(target, values[1:-1].double())
+
+
+def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp_path: Path, chunks: None) -> None:
+    values = _values(torch.float32)
+    changed = values.clone()
+    changed[30] += 1
+    stored = {"a": values, "b": values.double(), "c": changed, "d": values.clone()}
+    save_file(stored, tmp_path / WEIGHTS_NAME)
+    with WeightReader(tmp_path) as reader:
+        places = reader.layout()
+        assert reader.same(places["a"], places["b"], 0, 36, torch.float32)
+        assert not reader.same(places["a"], places["c"], 0, 36, torch.float32)
+        assert reader.same(places["a"], places["c"], 0, 30, torch.float32)
+        assert reader.same(places["a"], places["d"], 5, 5, torch.float32)
+
+
+def test_a_view_of_one_element_has_any_stride_and_is_written_and_read_as_others(tmp_path: Path) -> None:
+    _write(tmp_path, {"w": torch.arange(10.0).as_strided((1, 1), (7, 5), 3)}, torch.float32)
+    target = torch.zeros(10)
+    with WeightReader(tmp_path) as reader:
+        reader.read(reader.layout()["w"], 0, target.as_strided((1, 1), (7, 5), 3))
+    assert target.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, values = os.preadv, torch.randn(100)
+    save_file({"w": values}, tmp_path / WEIGHTS_NAME)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    for wanted in (torch.float32, torch.bfloat16):
+        target = torch.zeros(100, dtype=wanted)
+        with WeightReader(tmp_path) as reader:
+            reader.read(reader.layout()["w"], 0, target)
+        assert torch.equal(target, values.to(wanted))
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [100, 5000, 39_000])
+def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
+    tmp_path: Path, maps: str, keep: int, wanted: torch.dtype
+) -> None:
+    path = tmp_path / WEIGHTS_NAME
+    save_file({"w": torch.randn(10_000)}, path)
+    with WeightReader(tmp_path) as reader:
+        place = reader.layout()["w"]
+        reader.read(place, 0, torch.zeros(10, dtype=wanted))  # so that the file is mapped at its full size
+        os.truncate(path, keep)
+        with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"):
+            reader.read(place, 0, torch.zeros(10_000, dtype=wanted))
+
+
+def test_a_file_that_is_gone_is_read_once_it_is_open_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    path, values = tmp_path / WEIGHTS_NAME, torch.randn(10_000)
+    save_file({"w": values}, path)
+    target = torch.zeros(10_000, dtype=torch.float64)
+    with WeightReader(tmp_path) as reader:
+        place = reader.layout()["w"]
+        path.unlink()
+        reader.read(place, 0, target)
+        assert str(path) in Path("/proc/self/maps").read_text()
+    assert torch.equal(target, values.double())
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(path) in _target(link)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # of the listing itself
+        return ""
+
+
+def test_a_write_that_is_cut_short_goes_on_and_one_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, values = os.pwrite, torch.randn(100)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+    _write(tmp_path, {"w": values}, torch.float32)
+    assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"], values)
+    answers: Iterator[int] = iter([errno.EIO])
+
+    def failing(fd: int, data: memoryview, offset: int) -> int:
+        for number in answers:
+            raise OSError(number, os.strerror(number))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    (tmp_path / "second").mkdir()
+    with pytest.raises(OSError, match="Input/output error"):
+        _write(tmp_path / "second", {"w": values}, torch.float32)
+
+
+def test_a_weight_file_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS_NAME).write_text("precious")
+    with pytest.raises(FileExistsError):
+        _write(tmp_path, {"w": torch.zeros(3)}, torch.float32)
+    assert (tmp_path / WEIGHTS_NAME).read_text() == "precious"

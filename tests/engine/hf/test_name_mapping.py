@@ -1,0 +1,165 @@
+"""Which model elements make up a file tensor: compared with what transformers' own conversion makes of real values."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+    revert_weight_conversion,
+)
+
+from holdfast.engine.hf.export import save_hf
+from holdfast.engine.hf.name_mapping import (
+    FileTensor,
+    element_map,
+    file_tensors,
+    stored_tensors,
+    unsharded_class,
+)
+from holdfast.utils.errors import CheckpointMismatchError
+from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
+from tests.helpers import run_ranks
+
+
+class Doubled(ConversionOps):
+    """Arithmetic, which no sharded export or import can follow."""
+
+    def convert(
+        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
+    ) -> dict:
+        value = next(iter(input_dict.values()))
+        return {target_patterns[0]: (value[0] if isinstance(value, list) else value) * 2}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+CONVERSIONS = {
+    "joined": WeightConverter(
+        "mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(dim=0)]
+    ),
+    "transposed": WeightConverter("mlp.down.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]),
+    "interleaved": WeightConverter(
+        "mlp.gate_up.weight",
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        operations=[Interleave(dim=0), Chunk(dim=0)],
+    ),
+    "doubled": WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Doubled()]),
+}
+
+
+@pytest.fixture(params=CONVERSIONS)
+def converted_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, PreTrainedModel]]:
+    """A Llama whose files are said to keep its MLP or attention in another way."""
+    register_checkpoint_conversion_mapping("llama", [CONVERSIONS[request.param]], overwrite=True)
+    yield request.param, tiny_model("llama")
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+def _rebuilt(tensor: FileTensor, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    blocks = [
+        stored[span.source].flatten().as_strided(span.shape, span.stride, span.offset).flatten()
+        for span in tensor.spans or ()
+    ]
+    return torch.cat(blocks).view(tensor.shape)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_spans_give_the_tensors_of_save_pretrained_in_its_order_and_blocks(name: str) -> None:
+    model = tiny_model(name)
+    stored, tied = stored_tensors(model)
+    assert list(tied) == (["lm_head.weight"] if model.config.tie_word_embeddings else [])
+    expected = revert_weight_conversion(model, dict(stored))
+    found = {tensor.key: tensor for tensor in file_tensors(model, stored)}
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert found[key].block_bytes == value.untyped_storage().nbytes()
+        assert torch.equal(_rebuilt(found[key], stored), value)
+    blocks: dict[object, set[int]] = {}
+    for key, tensor in found.items():
+        blocks.setdefault(tensor.block, set()).add(expected[key].untyped_storage().data_ptr())
+    assert all(len(storages) == 1 for storages in blocks.values())
+
+
+def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str, PreTrainedModel]) -> None:
+    kind, model = converted_model
+    stored, _ = stored_tensors(model)
+    expected = revert_weight_conversion(model, dict(stored))
+    tensors = file_tensors(model, stored)
+    assert [tensor.key for tensor in tensors] == list(expected)
+    opaque = [tensor for tensor in tensors if tensor.spans is None]
+    assert len(opaque) == {"joined": 0, "transposed": 0, "interleaved": 2, "doubled": 2}[kind]
+    for tensor in tensors:
+        if tensor.spans is not None:
+            assert torch.equal(_rebuilt(tensor, stored), expected[tensor.key])
+    for tensor in opaque:
+        shapes = {source: stored[source].shape for source in tensor.sources}
+        if kind == "doubled":
+            with pytest.raises(CheckpointMismatchError, match="more than rearranging"):
+                element_map(model, shapes, [tensor])
+            continue
+        flat = torch.cat([stored[source].flatten() for source in shapes])
+        elements = element_map(model, shapes, [tensor])[tensor.key]
+        assert torch.equal(flat[elements].view(tensor.shape), expected[tensor.key])
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), ()])
+def test_a_tensor_without_elements_or_dims_is_written_as_any_other(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = tiny_model("llama")
+    model.register_buffer("extra", torch.ones(shape))
+    save_hf(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tmp_path / folder / "model.safetensors" for folder in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_as_tied() -> None:
+    model = LlamaForCausalLM(tiny_config("llama"))  # type: ignore[arg-type]
+    first, second = (model.get_submodule(f"model.layers.{index}.mlp.up_proj") for index in (0, 1))
+    first.weight = second.weight
+    with pytest.raises(CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"):
+        stored_tensors(model)
+
+
+def _shard_and_replicate(model: PreTrainedModel) -> Any:
+    """Blocks of one class sharded, the rest replicated."""
+    for module in model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            fully_shard(module)
+    return replicate(model)
+
+
+WRAPPED: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "sharded": sharded,
+    "replicated": replicate,
+    "replicated by FSDP": replicate_with_fsdp,
+    "both": _shard_and_replicate,
+}
+
+
+def _classes_and_exports(rank: int, world_size: int, root: Path) -> None:
+    for name, wrap in WRAPPED.items():
+        plain, wrapped = tiny_model("llama"), wrap(tiny_model("llama"))
+        assert type(wrapped) is not type(plain), name
+        classes = [unsharded_class(module) for module in wrapped.modules()]
+        assert classes == [type(module) for module in plain.modules()], name
+        save_hf(wrapped, root / name)
+        assert (root / name / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes(), name
+
+
+def test_a_module_that_is_sharded_or_replicated_or_both_is_known_by_its_own_class(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    run_ranks(_classes_and_exports, 2, tmp_path)

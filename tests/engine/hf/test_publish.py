@@ -1,0 +1,227 @@
+"""A version is complete before any server hears of it, and no failure takes the one before away."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.copy_task import write_model_folder
+from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta, full_state_dict
+from holdfast.engine.hf.publish import published_versions, version_path
+from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, PublishError
+from holdfast.utils.manifest import verify_folder
+from tests.helpers import run_ranks
+
+
+class Server:
+    """Checks what it is told to load at the moment it is told, as a real one would."""
+
+    def __init__(self, off_by: int = 0, fails: bool = False) -> None:
+        self.off_by, self.fails = off_by, fails
+        self.told: list[int] = []
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        assert verify_folder(path)["weight_version"] == version
+        assert not [entry for entry in os.listdir(Path(path).parent) if entry.startswith(".")]
+        self.told.append(version)
+        if self.fails:
+            raise TimeoutError("the server did not answer")
+        return version + self.off_by
+
+
+@contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def make_engine(folder: str, **options: Any) -> FSDPEngine:
+    config = TrainEngineConfig(path=folder, init_from_scratch=True, dtype="float32", optimizer=None, **options)
+    engine = FSDPEngine(config)
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(1, 8, 1))
+    return engine
+
+
+def publish(engine: FSDPEngine, version: int) -> None:
+    """Change the weights, and publish them as ``version``."""
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            param.mul_(1.5)
+    engine.set_version(version)
+    engine.update_weights()
+
+
+def check_contents(engine: FSDPEngine, path: Path) -> None:
+    """A folder that stands by itself: the live weights, and a tokenizer."""
+    live = full_state_dict(engine.model)
+    if engine.data_parallel_rank == 0:
+        published = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        assert live.keys() == published.keys()
+        assert all(torch.equal(live[key], published[key]) for key in live)
+        assert len(AutoTokenizer.from_pretrained(path)("12=").input_ids) == 3
+        assert (path / "chat_template.jinja").exists()
+
+
+def _versions_grow_and_old_ones_go(rank: int, world_size: int, folder: str, root: str) -> list[int]:
+    engine, server = make_engine(folder), Server()
+    with pytest.raises(ConfigError, match="no WeightUpdateMeta"):
+        engine.update_weights()
+    engine.connect_engine([server], WeightUpdateMeta("disk", root))
+    for version, expected in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (7, [3, 7])):
+        publish(engine, version)
+        assert published_versions(root) == expected
+        assert sorted(os.listdir(root)) == [f"v{v:08d}" for v in expected]
+        check_contents(engine, version_path(root, version))
+    engine.update_weights(WeightUpdateMeta("disk", root, version=8, keep=1))
+    assert published_versions(root) == [8]
+    assert engine.get_version() == 7
+    return server.told
+
+
+def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: str, root: str) -> None:
+    engine, good = make_engine(folder), Server()
+    meta = WeightUpdateMeta("disk", root)
+    engine.connect_engine([good], meta)
+    publish(engine, 1)
+    publish(engine, 2)
+
+    with (
+        largest_file(100_000 if rank == 1 else resource.RLIM_INFINITY),
+        pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="File too large"),
+    ):
+        publish(engine, 3)
+    dist.barrier()  # rank 0 clears up after it has reported
+    assert sorted(os.listdir(root)) == ["v00000001", "v00000002"]
+    assert good.told == ([1, 2] if rank == 0 else [])
+
+    late = Server()
+    engine.connect_engine([good, Server(off_by=-1), late], meta)
+    with pytest.raises(PublishError, match="serves version 2 after it was told to load version 3"):
+        publish(engine, 3)
+    assert published_versions(root) == [1, 2, 3], "a server may still serve 1 or 2"
+    engine.connect_engine([Server(fails=True), late], meta)
+    with pytest.raises(TimeoutError, match="did not answer"):
+        publish(engine, 4)
+    assert published_versions(root) == [1, 2, 3, 4]
+    wanted, end = [3, 4] if rank == 0 else [], time.monotonic() + 10
+    while late.told != wanted and time.monotonic() < end:  # its thread may get its turn after another's has failed
+        time.sleep(0.01)
+    assert late.told == wanted, "all are told at once"
+    for version in published_versions(root):
+        assert verify_folder(version_path(root, version))["weight_version"] == version
+
+
+def _a_recovered_run_replaces_what_it_had_published(rank: int, world_size: int, folder: str, root: str) -> list[int]:
+    engine, server = make_engine(folder), Server()
+    engine.connect_engine([server], WeightUpdateMeta("disk", root))
+    for version in (5, 6, 7):
+        publish(engine, version)
+    if rank == 0:  # what a publisher killed while it wrote, and one killed while it removed, leave
+        for leftover in (".staging-v00000008-0123456789ab", ".retired-v00000005-0123456789ab"):
+            (Path(root) / leftover / "part").mkdir(parents=True)
+    dist.barrier()
+    publish(engine, 6)  # restored to step 6, with other weights than the first life's
+    assert sorted(os.listdir(root)) == ["v00000006"]
+    check_contents(engine, version_path(root, 6))
+    publish(engine, 7)
+    assert published_versions(root) == [6, 7]
+    check_contents(engine, version_path(root, 7))
+    return server.told
+
+
+def _all(rank: int, world_size: int, folder: str, root: str) -> tuple[list[int], list[int]]:
+    told = _versions_grow_and_old_ones_go(rank, world_size, folder, f"{root}/a")
+    _no_failure_takes_an_older_version_away(rank, world_size, folder, f"{root}/b")
+    return told, _a_recovered_run_replaces_what_it_had_published(rank, world_size, folder, f"{root}/c")
+
+
+class SlowServer:
+    """Needs some seconds to load a version; None: for ever."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        threading.Event().wait(self.seconds)
+        return version
+
+
+def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str, root: str) -> list[float]:
+    engine = make_engine(folder, timeout_s=2.0)
+    waited = []
+    for version, seconds in ((1, 3.5), (2, 0.0)):
+        started = time.monotonic()
+        engine.connect_engine([SlowServer(seconds)], WeightUpdateMeta("disk", root, timeout_s=30))
+        publish(engine, version)
+        waited.append(time.monotonic() - started)
+    engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", root, timeout_s=2.5))
+    with pytest.raises(PublishError, match=r"did not load .* within 2.5 s"):
+        publish(engine, 3)
+    engine.connect_engine([], WeightUpdateMeta("disk", root, version=4))
+    engine.update_weights()
+    assert published_versions(root) == [3, 4]
+    return waited
+
+
+def test_servers_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    for slow, quick in run_ranks(_servers_slower_than_the_ranks_wait, 2, str(folder), str(tmp_path / "weights")):
+        assert 3.5 <= slow < 9 and quick < 2
+
+
+def test_a_server_that_never_answers_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    script = f"""
+from holdfast.engine import WeightUpdateMeta
+from holdfast.utils.errors import PublishError
+from tests.engine.hf.test_publish import SlowServer, make_engine
+engine = make_engine({str(folder)!r})
+engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", {str(tmp_path / "weights")!r}, timeout_s=0.5))
+try:
+    engine.update_weights()
+except PublishError as error:
+    print(error)
+engine.destroy()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40)
+    assert ended.returncode == 0, ended.stderr
+    assert "within 0.5 s" in ended.stdout
+
+
+@pytest.mark.timeout(90)
+def test_versions_are_complete_when_rank_zero_tells_and_survive_every_failure(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    first, second = run_ranks(_all, 2, str(folder), str(tmp_path / "weights"))
+    assert first == ([1, 2, 3, 7, 8], [5, 6, 7, 6, 7])
+    assert second == ([], []), "only rank 0 tells"
+
+
+def test_a_url_is_no_place_to_publish_to(tmp_path: Path) -> None:
+    expected = r"WeightUpdateMeta\.path is s3://bucket/w; publishing needs a folder of this machine: give one"
+    with pytest.raises(ConfigError, match=expected):
+        WeightUpdateMeta("disk", "s3://me:secret@bucket/w")
+    assert WeightUpdateMeta("disk", f"file://{tmp_path}/w").path == f"{tmp_path}/w"
+
+
+def test_published_versions_sees_only_complete_ones_in_order_of_number(tmp_path: Path) -> None:
+    assert published_versions(tmp_path / "nowhere") == []
+    for name in ("v00000010", "v00000009", "v100000000", ".staging-v00000011-ab", "v3", "notes", "v00000012.tmp"):
+        (tmp_path / name).mkdir()
+    assert published_versions(tmp_path) == [9, 10, 100_000_000]
+    assert version_path(tmp_path, 100_000_000).name == "v100000000"

@@ -1,0 +1,296 @@
+"""Saves that are written while training goes on: what they hold, who is told when they fail, what is left of them."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.hf import shard_ranges
+from holdfast.engine.hf.export import save_hf
+from holdfast.engine.staging import background as background_save
+from holdfast.engine.staging.background import BackgroundSave
+from holdfast.engine.staging.staged_state import Staging
+from holdfast.engine.training.counters import EngineCounters
+from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError, PeerError
+from tests.engine.hf.test_export import _tokenizer
+from tests.engine.hf.test_name_mapping import CONVERSIONS
+from tests.engine.hf.test_shard_ranges import SHARDINGS
+from tests.engine.hf_models import tiny_model
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.helpers import run_ranks
+from tests.recover.runs import SPEC, make_batch, make_engine, square_loss, token_count
+
+pytestmark = pytest.mark.timeout(100)
+
+
+class Gate:
+    """Holds what is written in the background until it is opened; whoever waits for a save opens it first."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        for name in ("save_hf", "save_dcp"):
+            setattr(background_save, name, self._held(getattr(background_save, name)))
+
+    def _held(self, save: Callable[..., None]) -> Callable[..., None]:
+        def held(*args: Any, **kwargs: Any) -> None:
+            assert self._open.wait(30)
+            save(*args, **kwargs)
+
+        return held
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _train(engine: Any, steps: int = 1) -> None:
+    for step in range(steps):
+        engine.train_batch(make_batch([step, step + 1]), square_loss, token_count)
+        engine.step_lr_scheduler()
+
+
+def _metas(root: Path, kind: str) -> list[SaveLoadMeta]:
+    hf: dict[str, Any] = {"dtype": "bfloat16", "max_shard_size_bytes": 8000, "tokenizer": _tokenizer()}
+    return [
+        SaveLoadMeta(str(root / f"{kind}-hf"), "hf", False, **hf),
+        SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True),
+        SaveLoadMeta(str(root / f"{kind}-model"), "dcp", False),
+    ]
+
+
+def _settled_fds(expected: int) -> int:
+    """Open files of this process; gloo closes a connection when it hears that the other end did."""
+    deadline = time.monotonic() + 20
+    while (found := psutil.Process().num_fds()) > expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _saves_while_training(rank: int, world_size: int, model: str, root: Path) -> None:
+    gate, process = Gate(), psutil.Process()
+    engine = make_engine(model)
+    _train(engine)
+    gate.open()
+    for blocking, in_background in zip(_metas(root, "now"), _metas(root, "later"), strict=True):
+        engine.save(blocking)
+        gate.close()
+        engine.save(in_background, blocking=False)
+        engine.model.config.vocab_size = 99
+        with torch.no_grad():
+            engine.forward_batch(make_batch([1, 2]))  # FSDP2 has the root's parameters gathered after this
+        assert not Path(in_background.path).exists()
+        threading.Timer(0.2, gate.open).start()
+        _train(engine, 3)
+        engine.wait_for_save()
+        engine.model.config.vocab_size = 15
+    gate.close()
+    (last, *_) = _metas(root, "last")
+    engine.save(last, blocking=False)
+    threading.Timer(0.2, gate.open).start()
+    engine.destroy()
+    assert Path(last.path).is_dir(), "destroy waits"
+    assert [thread.name for thread in threading.enumerate() if "save" in thread.name or "staging" in thread.name] == []
+    expected = -1  # of an engine that saved nothing in the background
+    for number, blocking in enumerate((True, False, False)):
+        engine = make_engine(model)
+        engine.save(SaveLoadMeta(str(root / f"again{number}"), "hf", False), blocking=blocking)
+        engine.destroy()
+        dist.barrier()
+        time.sleep(0.5 if blocking else 0.0)
+        expected = process.num_fds() if blocking else expected
+        assert _settled_fds(expected) == expected
+
+
+def test_what_is_written_is_what_was_staged_however_training_goes_on_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    shm = set(os.listdir("/dev/shm"))
+    run_ranks(_saves_while_training, 2, str(tmp_path / "model"), tmp_path)
+    assert set(os.listdir("/dev/shm")) == shm
+    for kind in ("hf", "dcp", "model"):
+        assert _contents(tmp_path / f"later-{kind}") == _contents(tmp_path / f"now-{kind}"), kind
+    assert _contents(tmp_path / "last-hf") != _contents(tmp_path / "now-hf")
+    assert list(tmp_path.glob(".staging*")) == []
+
+
+def _every_sharding(rank: int, world_size: int, root: Path) -> str:
+    """Gathered spans, fused experts, tied weights and conversions; in a world that makes collectives meanwhile."""
+    shard_ranges.BLOCK_BYTES = 1000
+    dist.barrier()
+    n_fds = psutil.Process().num_fds()
+    gate = Gate()
+    for case, (name, shard) in SHARDINGS.items():
+        if case == "replicated":
+            continue
+        if case in CONVERSIONS:
+            register_checkpoint_conversion_mapping("llama", [CONVERSIONS[case]], overwrite=True)
+        model: PreTrainedModel = shard(tiny_model(name))
+        background = BackgroundSave(model, dist.group.WORLD, 30.0)  # type: ignore[arg-type]
+        save_hf(model, root / "now" / case)
+        gate.close()
+        background.begin(SaveLoadMeta(str(root / "later" / case), "hf", False), DCPState(model))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        gate.open()
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1000))
+        background.close()
+        del background
+        register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+    assert _settled_fds(n_fds) == n_fds
+    hybrid = SHARDINGS["replicated"][1](tiny_model("qwen3_tied"))
+    background = BackgroundSave(hybrid, dist.group.WORLD, 30.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="blocking=True") as refused:
+        background.begin(SaveLoadMeta(str(root / "later" / "hybrid"), "hf", False), DCPState(hybrid))
+    background.begin(SaveLoadMeta(str(root / "later" / "hybrid_dcp"), "dcp", False), DCPState(hybrid))
+    background.close()
+    return str(refused.value)
+
+
+def test_weights_that_have_to_be_gathered_are_exported_in_the_background_too_but_not_from_two_mesh_dimensions(
+    tmp_path: Path,
+) -> None:
+    for message in run_ranks(_every_sharding, 2, tmp_path):
+        assert "expected a mesh of one dimension" in message
+    later = sorted(path.name for path in (tmp_path / "later").iterdir())
+    assert later == sorted([*SHARDINGS.keys() - {"replicated"}, "hybrid_dcp"])
+    for case in SHARDINGS.keys() - {"replicated"}:
+        assert _contents(tmp_path / "later" / case) == _contents(tmp_path / "now" / case), case
+
+
+def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
+    engine, told = make_engine(model), []
+
+    def begin(name: str, limit_bytes: int) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        engine.save(SaveLoadMeta(str(root / name), "hf", False), blocking=False)
+        if limit_bytes and rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+        gate.open()
+        background = engine._background
+        assert background is not None and background._outcome is not None
+        background._outcome.exception(60)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        gate.close()
+
+    def telling(call: Callable[[], object]) -> None:
+        with pytest.raises((CheckpointWriteError, PeerError)) as error:
+            call()
+        told.append(f"{type(error.value).__name__}: {error.value}")
+
+    gate = Gate()
+    begin("full", 3000)
+    telling(lambda: engine.save(SaveLoadMeta(str(root / "next"), "dcp", True)))
+    begin("full", 3000)
+    telling(engine.wait_for_save)
+    engine.wait_for_save()  # told once
+    begin("good", 0)
+    begin("good", 0)
+    with pytest.raises(CheckpointExistsError):
+        engine.wait_for_save()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Staging, "stage", _no_room)
+        begun = SaveLoadMeta("s3://me:secret@bucket/out", "hf", False)
+        telling(lambda: engine.save(begun, blocking=False))
+    begin("full", 3000)
+    telling(engine.destroy)
+    engine.destroy()
+    assert [thread.name for thread in threading.enumerate() if "save" in thread.name] == []
+    return told
+
+
+def _no_room(*_: object, **__: object) -> None:
+    raise CheckpointWriteError("no room")
+
+
+def test_a_save_that_fails_in_the_background_is_told_on_every_rank_with_its_cause_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    other, failing = run_ranks(_failures, 2, str(tmp_path / "model"), tmp_path)
+    assert other.pop(2).startswith("PeerError: staging s3://bucket/out failed on rank 1")
+    assert failing.pop(2) == "CheckpointWriteError: no room"
+    assert len(other) == len(failing) == 3
+    assert all(t.startswith("CheckpointWriteError: cannot write") and "File too large" in t for t in failing)
+    assert all(t.startswith("PeerError") and "rank 1: CheckpointWriteError" in t for t in other)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "model"]
+
+
+def test_a_process_that_ends_without_a_word_has_its_last_save_and_says_if_it_failed(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    script = (
+        "import sys; from tests.recover.runs import make_engine; from holdfast.engine.api import SaveLoadMeta\n"
+        "engine = make_engine(sys.argv[1])\n"
+        "for path in sys.argv[2:]: engine.save(SaveLoadMeta(path, 'hf', False), blocking=False)\n"
+    )
+    out, nowhere = tmp_path / "out", tmp_path / "model/config.json/out"
+    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(out), str(nowhere)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert _contents(out)["model.safetensors"]
+    assert f"a save in the background failed: cannot write {nowhere}" in done.stderr
+
+
+def _initialize_again(rank: int, world_size: int, models: tuple[str, str], root: Path) -> None:
+    gate = Gate()
+    engine = make_engine(models[0])
+    _train(engine, 2)
+    engine.set_version(7)
+    engine.save(SaveLoadMeta(str(root / "first"), "hf", False), blocking=False)
+    optimizer, old = engine.optimizer, engine.model
+    threading.Timer(0.2, gate.open).start()
+    for destroyed in (False, True):
+        if destroyed:
+            engine.destroy()
+            engine.create_process_group()
+        engine.config.path = models[1]
+        engine.initialize(None, SPEC)
+        assert (root / "first").is_dir(), "what was being written is written"
+        assert engine.counters.state_dict() == EngineCounters().state_dict() and engine.optimizer is not optimizer
+        assert optimizer is not None and not optimizer._optimizer_step_pre_hooks
+        kind = "destroyed" if destroyed else "again"
+        for blocking in (True, False):
+            engine.save(SaveLoadMeta(str(root / f"{kind}-{blocking}"), "hf", False), blocking=blocking)
+            engine.wait_for_save()
+        assert _contents(root / f"{kind}-True") == _contents(root / f"{kind}-False")
+        engine.save(SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True), blocking=False)
+        _train(engine)
+        engine.wait_for_save()
+        engine.load(SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True))
+    assert engine.model is not old
+    gate.close()
+    engine.save(SaveLoadMeta(str(root / "first"), "hf", False), blocking=False)
+    gate.open()
+    with pytest.raises(CheckpointExistsError):
+        engine.initialize(None, SPEC)
+    engine.initialize(None, SPEC)
+    engine.destroy()
+
+
+def test_an_engine_that_is_initialized_again_saves_its_new_model_and_nothing_of_the_old_one_is_left(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path / "a", tiny_qwen3())
+    write_model_folder(tmp_path / "b", tiny_qwen3(tied=False, vocab_size=21, layers=1))
+    run_ranks(_initialize_again, 1, (str(tmp_path / "a"), str(tmp_path / "b")), tmp_path)

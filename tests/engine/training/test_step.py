@@ -1,0 +1,127 @@
+"""A step waits for the device once, however it is cut; micro-batches of weight 0 change nothing, whatever they give."""
+
+import logging
+import math
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast.engine import FSDPEngine, MicroBatchSpec
+from holdfast.engine.training.microbatch import split_batch
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "qwen3"
+    write_model_folder(path, tiny_qwen3(tied=False))
+    return path
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[FSDPEngine]:
+    engine = make_engine(folder)
+    yield engine
+    engine.destroy()
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts the tensors whose value Holdfast asks for (transformers asks whether a row is packed): with a GPU, each
+    waits until everything before is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            callers = [frame.filename for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+            self.count += "/site-packages/" not in callers[-2]  # behind this very method
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_the_numbers_that_a_step_waits_for_do_not_grow_with_its_micro_batches(engine: FSDPEngine, packed: bool) -> None:
+    counts, engine.config.pack_sequences = {}, packed
+    for n_mbs in (2, 6):
+        engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
+        for step in (engine.train_batch, engine.eval_batch):
+            with NumbersRead() as read:
+                step(make_batch(), nll, loss_tokens)
+            counts[step.__name__, n_mbs] = read.count
+    assert counts["train_batch", 6] == counts["train_batch", 2] and counts["eval_batch", 6] == counts["eval_batch", 2]
+
+
+def test_a_weight_that_is_a_plain_number_counts_as_one_in_a_tensor(engine: FSDPEngine) -> None:
+    plain: Any = lambda mb: int(mb["loss_mask"].sum())  # noqa: E731
+    losses = [
+        float(engine.eval_batch(make_batch(), nll, weigh))
+        for weigh in (loss_tokens, plain, lambda mb: mb["loss_mask"].sum().reshape(1))
+    ]
+    assert len(set(losses)) == 1 and math.isfinite(losses[0])
+
+
+def test_rows_that_do_not_count_leave_loss_and_gradient_as_they_are_without_them(
+    folder: Path, engine: FSDPEngine
+) -> None:
+    """They give what is not finite: a token whose embedding overflowed, a part of the vocabulary that is masked out."""
+    batch, twin = make_batch((5, 5, 5), masked_rows=(2,)), make_engine(folder)
+    batch["input_ids"][batch["input_ids"] == 7] = 6
+    batch["input_ids"][2, 1:] = 7
+    for one in (engine, twin):
+        model: Any = one.model
+        with torch.no_grad():
+            model.get_input_embeddings().weight.to_local()[7] = math.inf
+        model.lm_head.register_forward_hook(lambda module, args, output: mask_token_3(output))
+        one.config.mb_spec = MicroBatchSpec(n_mbs=3)
+    counted = batch["input_ids"][:2]
+    counted[counted == 3] = 2
+    stats, expected = (
+        engine.train_batch(batch, nll, loss_tokens),
+        twin.train_batch(rows(batch, slice(2)), nll, loss_tokens),
+    )
+    assert stats["update_skipped"] == expected["update_skipped"] == 0
+    assert math.isfinite(stats["loss"]) and stats["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert stats["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert (stats["n_mbs"], stats["n_tokens"]) == (3, 15), "the numbers are of the batch as it was given"
+    assert math.isfinite(float(engine.eval_batch(batch, nll, loss_tokens)))
+    twin.destroy()
+
+
+def mask_token_3(logits: torch.Tensor) -> torch.Tensor:
+    return logits.index_fill(-1, torch.tensor([3]), -math.inf)
+
+
+def long_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": mask, "attention_mask": mask}
+
+
+def test_by_default_no_row_of_several_sequences_is_longer_than_8192_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    n_tokens = [mb.n_tokens for mb in split_batch(long_batch([3000] * 6 + [9000]), MicroBatchSpec())]
+    assert n_tokens[0] == 9000 and max(n_tokens[1:]) <= 8192 and sum(n_tokens) == 27000
+    assert not caplog.records
+
+
+def test_a_long_row_that_nothing_limits_is_warned_about_once_for_each_doubling(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unlimited = MicroBatchSpec(max_tokens_per_mb=None)
+    with caplog.at_level(logging.WARNING):
+        split_batch(long_batch([4000] * 4), unlimited)
+        split_batch(long_batch([40000]), unlimited)  # cannot be cut
+        assert not caplog.records
+        for _ in range(3):
+            split_batch(long_batch([4000] * 5), unlimited)
+        split_batch(long_batch([4000] * 9), unlimited)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "more than 16384 tokens" in first and "0.25 GiB" in first and "more than 32768 tokens" in second
+    assert "mb_spec.max_tokens_per_mb" in first

@@ -1,0 +1,498 @@
+"""A restored loader gives the batches, and leaves the draws, of one that was never stopped; else it is refused."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as torchdata_sampler
+
+from holdfast.engine.api import StepInfo
+from holdfast.recover import ResumableDataLoader
+from holdfast.recover.coordinator import RankTarget
+from holdfast.recover.data.epoch_order import EpochOrder, epoch_order, note_order
+from holdfast.recover.data.position import RestoredEpoch, restore_dataloader
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError
+from holdfast.utils.rng import RngState, capture_rng, restore_rng
+from holdfast.utils.safe_torch import pack_plain, unpack_plain
+from tests.recover.runs import SPEC, Meter, Prompts, Tiny, make_handler, step_info
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
+
+STEPS = SPEC.total_train_steps
+
+
+def sampler(shuffle: bool = True) -> DistributedSampler:
+    return DistributedSampler(Prompts(), 1, 0, shuffle=shuffle, seed=5)
+
+
+def plain(**options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=sampler(), **options)
+
+
+def in_batch_sampler() -> StatefulDataLoader:
+    return StatefulDataLoader(Prompts(), batch_sampler=BatchSampler(sampler(), 4, drop_last=False))
+
+
+def torchdatas_own(**options: Any) -> StatefulDataLoader:
+    own = torchdata_sampler.StatefulDistributedSampler(Prompts(), 1, 0, seed=5)
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=own, **options)
+
+
+class Advancing(DistributedSampler):
+    """Goes on to the next epoch by itself, as accelerate's ``SeedableRandomSampler`` does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+def advancing(**options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=Advancing(Prompts(), 1, 0, seed=5), **options)
+
+
+def drawn(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
+    """Loaders with the sampler that ``make`` makes of a generator, its own or torch's."""
+
+    def loader(**options: Any) -> StatefulDataLoader:
+        generator = torch.Generator().manual_seed(5) if own else None
+        return StatefulDataLoader(Prompts(), batch_size=4, sampler=make(generator), **options)
+
+    return loader
+
+
+def shuffled(generator: torch.Generator | None) -> RandomSampler:
+    return RandomSampler(Prompts(), generator=generator)
+
+
+def with_replacement(generator: torch.Generator | None) -> RandomSampler:
+    return RandomSampler(range(40), replacement=True, num_samples=24, generator=generator)
+
+
+def subset(generator: torch.Generator | None) -> SubsetRandomSampler:
+    return SubsetRandomSampler(range(24), generator)
+
+
+def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * 24, 24, replacement=False, generator=generator)
+
+
+def drawn_in_batch_sampler(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
+    def loader(**options: Any) -> StatefulDataLoader:
+        inner = make(generator=torch.Generator().manual_seed(5) if own else None)
+        return StatefulDataLoader(Prompts(), batch_sampler=BatchSampler(inner, 4, drop_last=False), **options)
+
+    return loader
+
+
+def one_generator_for_both(**options: Any) -> StatefulDataLoader:
+    generator = torch.Generator().manual_seed(5)
+    return StatefulDataLoader(Prompts(), 4, sampler=shuffled(generator), generator=generator, **options)
+
+
+class Stream(IterableDataset):
+    """Samples in the order of an epoch, as streaming datasets have it; knows its place."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.at < len(order):
+            self.at += 1
+            yield order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at = state_dict["at"]
+
+
+def stream(**options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Stream(), batch_size=4, **options)
+
+
+@dataclass
+class Stop:
+    """Where a run was after a step."""
+
+    state: bytes
+    order: EpochOrder
+    rng: RngState
+
+    @classmethod
+    def of(cls, loader: Any) -> "Stop":
+        state = loader.state_dict()
+        return cls(pack_plain("it", state), epoch_order(loader, state), capture_rng())
+
+    def restore(self, loader: Any, last: StepInfo, order_known: bool = True) -> RestoredEpoch | None:
+        torch.manual_seed(99)
+        order = self.order if order_known else EpochOrder()
+        restored = restore_dataloader(loader, unpack_plain(self.state, "it"), order, last)
+        restore_rng(self.rng)
+        return restored
+
+
+def teller(loader: Any) -> Any:
+    """What is told the epoch."""
+    told = loader.batch_sampler.sampler if loader.batch_sampler is not None else None
+    return told if hasattr(told, "set_epoch") else loader.dataset
+
+
+def run(loader: Any, first: StepInfo, tell: bool = True) -> Iterator[tuple[StepInfo, list[int], float]]:
+    """A loop over epochs; every step with its batch, and a draw as dropout would make it."""
+    note_order(loader)
+    step = first
+    for epoch in range(first.epoch, SPEC.total_train_epochs):
+        if tell:
+            teller(loader).set_epoch(epoch)
+        for batch in loader:
+            yield step, batch.tolist(), torch.rand(1).item()
+            step = step.next()
+
+
+VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
+    "the epoch is never told": (plain, {}, False),
+    "in a batch sampler": (in_batch_sampler, {}, True),
+    "torchdata's own sampler": (torchdatas_own, {}, True),
+    "torchdata's own sampler, workers": (torchdatas_own, {"num_workers": 1}, True),
+    "advances by itself": (advancing, {}, False),
+    "advances by itself, batches read ahead": (advancing, {"num_workers": 2}, False),
+    "draws": (drawn(shuffled), {}, False),
+    "draws, workers": (drawn(shuffled), {"num_workers": 2}, False),
+    "draws, persistent workers": (drawn(shuffled), {"num_workers": 2, "persistent_workers": True}, False),
+    "draws, its generator is the loader's": (one_generator_for_both, {}, False),
+    "draws, its generator is the loader's, workers": (one_generator_for_both, {"num_workers": 2}, False),
+    "draws from torch's generator": (drawn(shuffled, own=False), {}, False),
+    "draws from torch's generator, workers": (drawn(shuffled, own=False), {"num_workers": 2}, False),
+    "draws in a batch sampler": (drawn_in_batch_sampler(shuffled), {}, False),
+    "draws from torch's generator in a batch sampler": (drawn_in_batch_sampler(subset, own=False), {}, False),
+    "draws with replacement": (drawn(with_replacement), {}, False),
+    "draws a subset": (drawn(subset, own=False), {}, False),
+    "draws by weight": (drawn(weighted, own=False), {"num_workers": 2}, False),
+    "a stream": (stream, {}, True),
+    "a stream, a worker": (stream, {"num_workers": 1}, True),
+    "persistent workers": (plain, {"num_workers": 2, "persistent_workers": True}, True),
+    "rare snapshots of the workers": (plain, {"num_workers": 2, "snapshot_every_n_steps": 4}, True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_restored_loader_goes_on_as_if_it_had_never_stopped(variant: str) -> None:
+    make, options, tell = VARIANTS[variant]
+    torch.manual_seed(1)
+    reference, stops, loader = [], [], make(**options)
+    for record in run(loader, step_info(0), tell):
+        reference.append(record)
+        stops.append(Stop.of(loader))
+    assert [step.global_step for step, *_ in reference] == list(range(STEPS))
+    for last in (0, 5, 7, 11, STEPS - 1):
+        resumed = make(**options)
+        restored = stops[last].restore(resumed, step_info(last))
+        records = []
+        for record in run(resumed, step_info(last).next(), tell):
+            if restored is not None and not records:
+                restored.check(record[0])
+            records.append(record)
+        assert records == reference[last + 1 :], f"stopped after step {last}"
+        is_over = last % 6 == 5
+        assert (restored is None) == (is_over or variant.startswith("draws")), (
+            "of an epoch that is over nothing is left"
+        )
+
+
+def _stopped_after(last: int, make: Callable[..., Any] = plain, tell: bool = True) -> tuple[Stop, list[list[int]]]:
+    """Where a run is after step ``last``, and the batches of the rest of it."""
+    loader = make()
+    records = run(loader, step_info(0), tell)
+    *_, _ = islice(records, last + 1)
+    stop = Stop.of(loader)
+    return stop, [batch for _, batch, _ in records]
+
+
+@pytest.mark.parametrize("last", [1, 5, 8])
+def test_a_generation_that_does_not_say_the_samplers_epoch_is_of_that_of_its_last_step(last: int) -> None:
+    stop, rest = _stopped_after(last)
+    loader = plain()
+    restored = stop.restore(loader, step_info(last), order_known=False)
+    resumed = run(loader, step_info(last).next())
+    assert next(resumed)[1] == rest[0]
+    if restored is not None:
+        restored.check(step_info(last + 1))
+    assert [batch for _, batch, _ in resumed] == rest[1:]
+
+
+def test_a_script_that_never_tells_the_epoch_does_not_silently_resume_a_generation_that_does_not_say_it() -> None:
+    stop, _ = _stopped_after(8)
+    loader = plain()
+    restored = stop.restore(loader, step_info(8), order_known=False)
+    assert restored is not None
+    next(run(loader, step_info(9), tell=False))
+    with pytest.raises(ConfigError, match=r"sampler is at epoch 0 .* in the order of epoch 1.* set_epoch to None"):
+        restored.check(step_info(9))
+
+
+def test_a_script_that_never_tells_the_epoch_can_resume_a_generation_that_does_not_say_it() -> None:
+    stop, rest = _stopped_after(8, tell=False)
+    resumed = plain()
+    teller(resumed).set_epoch = None  # the way out that the refusal tells
+    assert stop.restore(resumed, step_info(8), order_known=False) is None
+    assert [batch for _, batch, _ in run(resumed, step_info(9), tell=False)] == rest
+
+
+@pytest.mark.parametrize("make", [plain, advancing, drawn(shuffled), drawn_in_batch_sampler(shuffled)])
+def test_an_epoch_that_was_saved_after_its_loop_is_over(make: Callable[..., StatefulDataLoader]) -> None:
+    loader, reference = make(), []
+    note_order(loader)
+    for epoch in range(3):
+        if make is plain:
+            teller(loader).set_epoch(epoch)
+        reference.append([batch.tolist() for batch in loader])
+        if epoch == 0:
+            stop = Stop.of(loader)
+    resumed = make()
+    assert stop.restore(resumed, step_info(5)) is None
+    for epoch in (1, 2):
+        if make is plain:
+            teller(resumed).set_epoch(epoch)
+        assert [batch.tolist() for batch in resumed] == reference[epoch]
+
+
+def test_a_loader_with_more_batches_than_the_run_counts_steps_is_not_taken_to_be_at_its_end() -> None:
+    def longer() -> StatefulDataLoader:
+        return StatefulDataLoader(Prompts(), batch_size=3, sampler=sampler())
+
+    stop, rest = _stopped_after(5, longer)
+    loader = longer()
+    assert stop.restore(loader, step_info(5)) is not None
+    assert [batch.tolist() for batch in loader] == rest[:2]
+
+
+@pytest.mark.parametrize("last", [0, 23])
+def test_a_sampler_without_batches_draws_its_order_again(last: int) -> None:
+    def single() -> StatefulDataLoader:
+        return StatefulDataLoader(Prompts(), None, sampler=shuffled(torch.Generator().manual_seed(5)))
+
+    loader = single()
+    note_order(loader)
+    samples = chain.from_iterable(repeat(loader))
+    trained = [int(next(samples)) for _ in range(25 + last)]
+    assert trained[:24] != trained[24:]
+    stop, rest = Stop.of(loader), [int(next(samples)) for _ in range(40)]
+    resumed = single()
+    stop.restore(resumed, StepInfo(1, last, 24 + last, 24))
+    assert [int(sample) for sample in islice(chain.from_iterable(repeat(resumed)), 40)] == rest
+
+
+def test_the_first_epoch_of_a_generation_of_an_older_version_is_drawn_again_from_the_samplers_own_generator() -> None:
+    stop, rest = _stopped_after(2, drawn(shuffled), tell=False)
+    loader = drawn(shuffled)()
+    assert stop.restore(loader, step_info(2), order_known=False) is None
+    assert [batch for _, batch, _ in run(loader, step_info(3), tell=False)] == rest
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "torch's generator"])
+def test_a_run_that_is_killed_in_an_epoch_whose_order_was_drawn_trains_each_sample_once(
+    tmp_path: Path, own: bool
+) -> None:
+    def live(root: Path, steps: int) -> list[list[int]]:
+        tiny, loader = Tiny(), drawn(shuffled, own)()
+        torch.manual_seed(1)
+        with make_handler(root, freq_steps=1) as handler:
+            info = handler.load(tiny.state, loader)
+            first = step_info(0) if info is None else info.last_step_info.next()
+            batches = []
+            for step, batch, _ in islice(run(loader, first, tell=False), steps):
+                batches.append(batch)
+                handler.dump(tiny.state, step, loader)
+        return batches
+
+    untouched = live(tmp_path / "untouched", STEPS)
+    assert sorted(chain.from_iterable(untouched[6:12])) == list(range(24)) and untouched[6:12] != untouched[:6]
+    assert [batch for _ in range(3) for batch in live(tmp_path / "killed", 8)] == untouched
+
+
+# What is still wrong is refused
+
+
+class AdvancingWithState(torchdata_sampler.StatefulDistributedSampler):
+    """Advances by itself, and is not noted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+def test_a_sampler_with_a_state_that_has_advanced_while_batches_were_read_ahead_is_refused() -> None:
+    def loader() -> StatefulDataLoader:
+        own = AdvancingWithState(Prompts(), 1, 0, seed=5)
+        return StatefulDataLoader(Prompts(), batch_size=4, sampler=own, num_workers=1)
+
+    stop, rest = _stopped_after(2, loader)
+    resumed = loader()
+    stop.restore(resumed, step_info(2))
+    assert [batch.tolist() for batch in resumed] == rest[:3]
+    stop, _ = _stopped_after(4, loader)
+    with pytest.raises(CheckpointMismatchError, match="AdvancingWithState went on from epoch 1 by itself while"):
+        stop.restore(loader(), step_info(4))
+
+
+@pytest.mark.parametrize(("last", "own"), [(8, True), (2, False)])
+def test_a_generation_of_an_older_version_whose_order_cannot_be_drawn_again_is_refused(last: int, own: bool) -> None:
+    stop, _ = _stopped_after(last, drawn(shuffled, own), tell=False)
+    with pytest.raises(CheckpointMismatchError, match="older version, which did not save what RandomSampler has drawn"):
+        stop.restore(drawn(shuffled, own)(), step_info(last), order_known=False)
+
+
+def test_a_generation_of_a_sampler_that_draws_is_not_resumed_with_another() -> None:
+    stop, _ = _stopped_after(2, drawn(shuffled), tell=False)
+    with pytest.raises(CheckpointMismatchError, match="draws its order from a generator, and has another one now"):
+        stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
+
+
+def test_an_order_that_was_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path) -> None:
+    tiny, loader = Tiny(), drawn(shuffled)()
+    batches = iter(loader)
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(tiny.state, loader)
+        next(batches)
+        with pytest.raises(ConfigError, match="RandomSampler drew the order of this epoch before load had seen"):
+            handler.dump(tiny.state, step_info(0), loader)
+
+
+def test_a_script_that_starts_in_another_epoch_than_it_resumed_is_stopped_at_its_first_dump(tmp_path: Path) -> None:
+    handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), plain()
+    handler.load(tiny.state, loader)
+    for step, *_ in islice(run(loader, step_info(0)), 9):
+        handler.dump(tiny.state, step, loader)
+    handler.close()
+    handler, loader = make_handler(tmp_path, freq_steps=1), plain()
+    info = handler.load(tiny.state, loader)
+    assert info and teller(loader).epoch == 1
+    teller(loader).set_epoch(0)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match=r"sampler is at epoch 0 .* the rest of .* in the order of epoch 1"):
+        handler.dump(tiny.state, info.last_step_info.next(), loader)
+    handler.close()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        info = handler.load(tiny.state, loader := plain())
+        assert info and info.last_step_info == step_info(8), "nothing was committed"
+        for step, *_ in run(loader, step_info(9)):
+            handler.dump(tiny.state, step, loader)
+
+
+def test_a_sampler_that_does_not_shuffle_may_be_at_any_epoch() -> None:
+    def ordered() -> StatefulDataLoader:
+        return StatefulDataLoader(Prompts(), batch_size=4, sampler=sampler(shuffle=False))
+
+    stop, rest = _stopped_after(8, ordered)
+    loader = ordered()
+    assert stop.order == EpochOrder() and stop.restore(loader, step_info(8)) is None
+    assert [batch for _, batch, _ in run(loader, step_info(9))] == rest
+
+
+class _Deaf(StatefulDataLoader):
+    """Its state goes nowhere."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class _Counter(Meter):
+    """A loader that is only stateful; forgets, or is late to say, what it was given."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        super().__init__()
+        self.deaf = deaf
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.deaf:
+            super().load_state_dict(state_dict)
+
+
+def _deaf() -> StatefulDataLoader:
+    return _Deaf(Prompts(), batch_size=4, sampler=sampler())
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        (plain, _deaf, "saved after 1 batches .* says it is after 0: its load_state_dict does not restore it"),
+        (_Counter, lambda: _Counter(deaf=True), r"_Counter.state_dict\(\) is not what was given to load_state_dict"),
+    ],
+)
+def test_a_loader_that_is_not_where_it_was_is_refused_before_an_engine_is_touched(
+    tmp_path: Path, saved: Callable[[], Any], resumed: Callable[[], Any], message: str
+) -> None:
+    handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), saved()
+    handler.load(tiny.state, loader)
+    tiny.step()
+    if isinstance(loader, _Counter):
+        loader.seen, loader.mean = [1, 2], torch.tensor([0.5, torch.nan])
+    else:
+        next(iter(loader))
+    handler.dump(tiny.state, step_info(0), loader)
+    handler.close()
+    fresh = Tiny()
+    before = fresh.digest()
+    with pytest.raises(CheckpointMismatchError, match=message):
+        make_handler(tmp_path).load(fresh.state, resumed())
+    assert fresh.digest() == before
+    with make_handler(tmp_path) as handler:
+        assert handler.load(fresh.state, saved()) is not None and fresh.digest() == tiny.digest() != before
+
+
+def test_a_loader_of_ours_may_be_resumed_with_another_batch_size() -> None:
+    loader = ResumableDataLoader(Prompts(), 4, seed=0)
+    next(iter(loader))
+    other = ResumableDataLoader(Prompts(), 5, seed=0)
+    assert restore_dataloader(other, loader.state_dict(), EpochOrder(), step_info(0)) is None
+    assert other.state_dict()["cursor"] == 4
+
+
+class _Driven:
+    """The ranks of a driver, one of them, in the driver's process."""
+
+    world_size = 1
+
+    def __init__(self, target: RankTarget) -> None:
+        self._target = target
+
+    def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return [fn(self._target, *args)]
+
+    run_aside = run_all
+
+
+def test_a_driver_resumes_its_loader_in_the_order_of_its_epoch(tmp_path: Path) -> None:
+    tiny, reference = Tiny(), []
+    ranks = _Driven(RankTarget({"default": tiny.state}))
+    for first in (0, 9):
+        with make_handler(tmp_path, freq_steps=1) as handler:
+            torch.manual_seed(first)
+            handler.load(ranks, loader := plain())
+            for record in run(loader, step_info(first)):
+                if first == 0:
+                    reference.append(record)
+                    if len(reference) <= 9:
+                        handler.dump(ranks, record[0], loader)
+                else:
+                    handler.dump(ranks, record[0], loader)
+                    assert record == reference[record[0].global_step]

@@ -1,0 +1,207 @@
+"""After a restore the handler looks at what is there, and says it."""
+
+import errno
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.dcp.checkpoint import DCPLoad, read_dcp
+from holdfast.engine.dcp.state import DCPState
+from holdfast.recover.info import RecoverInfo
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tests.faults.generations import reseal
+from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_generation_remembers_steps_rate_schedule_samples_and_generators(tmp_path: Path) -> None:
+    run_until(tmp_path, 3)
+    info = RecoverInfo.read(newest(tmp_path))
+    facts = info.engines["default"]
+    assert (facts.optimizer_steps, facts.lr, facts.schedule_step, facts.moved) == (3, 0.1 / 4, 3, True)
+    assert facts.fingerprints.keys() == {"model", "optim"} and info.rng.keys() == {"rank_00000"}
+
+
+def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_until(tmp_path, 3)
+    with caplog.at_level(logging.INFO):
+        make_handler(tmp_path).load(Tiny().state)
+    (message,) = [
+        record.getMessage() for record in caplog.records if "restored from global_step_2" in record.getMessage()
+    ]
+    facts = RecoverInfo.read(newest(tmp_path)).engines["default"]
+    for word in ("step 2", "optimizer_steps", "0.025", *facts.fingerprints.values(), "generators of rank_00000"):
+        assert word in message
+    assert all(len(line) <= 120 for line in message.splitlines())
+
+
+class _Forgetful(DCPState):
+    """Loses something while it is loaded, as other systems have done without a word."""
+
+    lost = ""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        assert self.optimizer is not None and self.scheduler is not None
+        if self.lost == "moments":
+            for entry in self.optimizer.state.values():
+                entry["exp_avg"].zero_()
+        if self.lost == "weights":
+            next(iter(self.model.parameters())).data[0, 0] += 1
+        if self.lost == "schedule":
+            self.scheduler.last_epoch = 0
+        if self.lost == "rate":
+            self.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("lost", "what"),
+    [("moments", "optim"), ("weights", "model"), ("schedule", "schedule_step"), ("rate", "lr"), ("generators", "rank")],
+)
+def test_a_restore_that_lost_something_stops_the_run(
+    tmp_path: Path, lost: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_until(tmp_path, 3)
+    tiny = Tiny()
+    state = _Forgetful(tiny.model, tiny.optimizer, tiny.scheduler)
+    state.lost = lost
+    if lost == "generators":
+        monkeypatch.setattr("holdfast.recover.process_state.restore_rng", lambda state: torch.manual_seed(3))
+    with pytest.raises(
+        CheckpointCorruptError, match=rf"global_step_2 was restored, but .*{what}.* is .*; recover_info"
+    ):
+        make_handler(tmp_path).load(state)
+
+
+class _Draws(Meter):
+    """A user's object that draws when it is put back; generators come last, so that it changes nothing."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        torch.rand(3)
+
+
+def test_objects_that_draw_while_they_are_restored_do_not_disturb_the_generators(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.register("it", _Draws())
+    handler.load(tiny.state)
+    handler.dump(tiny.state, step_info(0))
+    expected = torch.rand(1)
+    again = make_handler(tmp_path)
+    again.register("it", _Draws())
+    again.load(tiny.state)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler, actor, critic = make_handler(tmp_path, freq_steps=1), Tiny(), Tiny()
+    handler.load({"actor": actor.state, "critic": critic.state})
+    actor.step()
+    critic.step()
+    handler.dump({"actor": actor.state, "critic": critic.state}, step_info(0))
+
+    def fail_for_the_second(path: Path, *args: Any) -> DCPLoad:
+        load = read_dcp(path, *args)
+        if path.name == "critic":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return load
+
+    monkeypatch.setattr("holdfast.recover.resuming.rank.read_dcp", fail_for_the_second)
+    fresh = {"actor": Tiny(), "critic": Tiny()}
+    before = {name: tiny.digest() for name, tiny in fresh.items()}
+    with pytest.raises(OSError, match="Input/output"):
+        make_handler(tmp_path).load({name: tiny.state for name, tiny in fresh.items()})
+    assert {name: tiny.digest() for name, tiny in fresh.items()} == before
+    assert names(tmp_path) == ["global_step_0"], "a failing disk is no verdict on the generation"
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_rate_that_is_not_finite_can_be_resumed(tmp_path: Path, lr: float) -> None:
+    run_until(tmp_path, 1)
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    tiny.optimizer.param_groups[0]["lr"] = lr
+    handler.dump(tiny.state, step_info(1))
+    handler.close()
+    again = Tiny()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        assert handler.load(again.state) is not None
+        assert repr(again.optimizer.param_groups[0]["lr"]) == repr(lr)
+        handler.dump(again.state, step_info(2))
+    assert repr(RecoverInfo.read(newest(tmp_path)).engines["default"].lr) == repr(lr)
+
+
+def test_a_schedule_that_is_stepped_by_fractions_of_an_epoch_goes_on(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(tiny.state)
+        tiny.step()
+        tiny.scheduler.step(0.125)  # type: ignore[arg-type]
+        assert handler.dump(tiny.state, step_info(0))
+    again = Tiny()
+    with make_handler(tmp_path) as handler:
+        assert handler.load(again.state) is not None
+    assert again.digest() == tiny.digest() and again.scheduler.last_epoch == 0.125
+
+
+class _Versioned(DCPState):
+    version: Any = "v1"
+
+    def get_version(self) -> Any:
+        return self.version
+
+    def set_version(self, version: Any) -> None:
+        self.version = version
+
+
+def test_a_snapshot_that_could_not_be_read_back_fails_and_those_before_it_stay(tmp_path: Path) -> None:
+    tiny = Tiny()
+    state = _Versioned(tiny.model, tiny.optimizer, tiny.scheduler)
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(state)
+        for step, version in enumerate([1, None, "v3"]):
+            tiny.step()
+            state.version = version
+            if version == 1:
+                handler.dump(state, step_info(step))
+                continue
+            with pytest.raises(
+                ConfigError, match=f"step {step} .*: info.weight_versions.default is {version!r}; expect"
+            ):
+                handler.dump(state, step_info(step))
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+    with make_handler(tmp_path) as handler:
+        assert handler.load(state) is not None and state.version == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight_versions", "v2"), ("engines", 0.1)])
+def test_a_generation_with_values_of_other_types_ends_the_start_and_is_not_set_aside(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    """Its digests fit: another version wrote it, and may read it."""
+    run_until(tmp_path, 2)
+    folder = newest(tmp_path)
+    info = json.loads((folder / "recover_info.json").read_text())
+    (folder / "recover_info.json").write_text(json.dumps(info | {field: {"default": value}}))
+    reseal(folder)
+    tiny = Tiny()
+    before = tiny.digest()
+    for _ in range(2):
+        with (
+            make_handler(tmp_path) as handler,
+            pytest.raises(
+                CheckpointMismatchError, match=f"{field}.default is {value!r}; expected .*; another version of Holdfast"
+            ),
+        ):
+            handler.load(tiny.state)
+    assert names(tmp_path) == ["global_step_0", "global_step_1"] and hidden(tmp_path) == []
+    assert tiny.digest() == before

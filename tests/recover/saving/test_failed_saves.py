@@ -1,0 +1,176 @@
+"""A snapshot that fails, or repeats the one before, is reported; training goes on, but not for ever."""
+
+import copy
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.engine.dcp.state import DCPState
+from holdfast.recover import GenerationStore
+from holdfast.utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
+from tests.helpers import run_ranks
+from tests.recover.runs import Tiny, hidden, make_handler, names, run_until, step_info
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _in_the_way(root: Path, there: bool) -> None:
+    """A file where the folder of the generations should be, or its removal."""
+    recover = root / "e" / "t" / "recover"
+    if there:
+        os.rename(recover, recover.with_name("elsewhere"))
+        recover.write_text("")
+    else:
+        recover.unlink()
+        os.rename(recover.with_name("elsewhere"), recover)
+
+
+def test_failed_snapshots_are_logged_and_counted_and_one_more_in_a_row_than_allowed_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_until(tmp_path, 1)
+    handler, tiny = make_handler(tmp_path, freq_steps=1, save_failures_allowed=2), Tiny()
+    handler.load(tiny.state)
+    _in_the_way(tmp_path, True)
+    assert [handler.dump(tiny.state, step_info(step)) for step in (1, 2)] == [False, False]
+    assert handler.failed_saves == 2 and "step 2: snapshot failed, 2 in a row (2 allowed): cannot" in caplog.text
+    _in_the_way(tmp_path, False)
+    assert handler.dump(tiny.state, step_info(3)) and handler.failed_saves == 0
+    _in_the_way(tmp_path, True)
+    assert [handler.dump(tiny.state, step_info(step)) for step in (4, 5)] == [False, False]
+    with pytest.raises(CheckpointWriteError):
+        handler.dump(tiny.state, step_info(6))
+    _in_the_way(tmp_path, False)
+    assert names(tmp_path) == ["global_step_0", "global_step_3"] and hidden(tmp_path) == []
+
+
+def test_a_forced_snapshot_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    handler.dump(tiny.state, step_info(0))
+    _in_the_way(tmp_path, True)
+    with pytest.raises(CheckpointWriteError):
+        handler.dump(tiny.state, step_info(1), force=True)
+
+
+def test_a_disk_without_room_for_another_generation_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_until(tmp_path, 1)
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    monkeypatch.setattr(GenerationStore, "newest_bytes", lambda self: 1 << 60)
+    assert not handler.dump(tiny.state, step_info(1))
+    assert f"{1 << 60}" in caplog.text and "free" in caplog.text
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def test_the_newest_generation_says_how_many_bytes_the_next_one_needs(tmp_path: Path) -> None:
+    store = GenerationStore(tmp_path / "e" / "t" / "recover")
+    assert store.newest_bytes() == 0
+    run_until(tmp_path, 1)
+    (generation,) = store.generations()
+    files = [path for path in generation.path.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert store.newest_bytes() == sum(path.stat().st_size for path in files)
+
+
+def _one_rank_cannot_write(rank: int, world_size: int, root: str, kind: str) -> tuple[list[bool], str]:
+    tiny, handler = Tiny(), make_handler(root, freq_steps=1, save_failures_allowed=1)
+    handler.load(tiny.state)
+    saved, limits = [handler.dump(tiny.state, step_info(0))], resource.getrlimit(resource.RLIMIT_FSIZE)
+    if kind == "disk" and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+    if kind == "bug" and rank == 1:
+        handler._stateful["x"] = _Unsavable()
+    try:
+        for step in (1, 2):
+            tiny.step()
+            saved.append(handler.dump(tiny.state, step_info(step)))
+    except (CheckpointWriteError, PeerError, ZeroDivisionError) as error:
+        outcome = type(error).__name__
+    else:
+        outcome = "none"
+    dist.barrier()
+    return saved, outcome
+
+
+class _Unsavable:
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def test_a_rank_that_cannot_write_fails_the_snapshot_on_all_ranks_and_training_goes_on(tmp_path: Path) -> None:
+    (saved, _), (also, error) = run_ranks(_one_rank_cannot_write, 2, str(tmp_path), "disk")
+    assert saved == also == [True, False], "the first failure is allowed, the second ends the run"
+    assert error == "CheckpointWriteError"
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def test_a_rank_with_a_bug_ends_the_run_on_all_ranks_at_once(tmp_path: Path) -> None:
+    outcomes = run_ranks(_one_rank_cannot_write, 2, str(tmp_path), "bug")
+    assert outcomes == [([True], "PeerError"), ([True], "ZeroDivisionError")]
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+class _StaleState(DCPState):
+    """Always the tensors of the first time it was asked, as a staging buffer that is never filled again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "_staged"):
+            self._staged = copy.deepcopy(super().state_dict())
+        return self._staged
+
+
+def test_a_snapshot_of_stale_values_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = Tiny()
+    tiny.step()
+    handler = make_handler(tmp_path, freq_steps=1, save_failures_allowed=1)
+    handler.load(tiny.state)
+    stale = _StaleState(tiny.model, tiny.optimizer, tiny.scheduler)
+    assert handler.dump(stale, step_info(0))
+    tiny.step()
+    assert not handler.dump(stale, step_info(1))
+    assert "all that was sampled of 'default' is the same at optimizer steps 1 and 2" in caplog.text
+    tiny.step()
+    with pytest.raises(StaleSnapshotError):
+        handler.dump(stale, step_info(2))
+    assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def test_a_stale_snapshot_is_noticed_after_a_restart_too(tmp_path: Path) -> None:
+    run_until(tmp_path, 3)
+    tiny, handler = Tiny(), make_handler(tmp_path, freq_steps=1, save_failures_allowed=0)
+    handler.load(tiny.state)
+    stale = _StaleState(tiny.model, tiny.optimizer, tiny.scheduler)
+    stale.state_dict()
+    tiny.step()
+    with pytest.raises(StaleSnapshotError):
+        handler.dump(stale, step_info(3))
+
+
+def test_steps_that_change_nothing_yet_are_no_stale_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All rewards equal: no advantage, no gradient, moments of zero; and a learning rate of zero later."""
+    tiny = Tiny()
+    for group in tiny.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    handler = make_handler(tmp_path, freq_steps=1, save_failures_allowed=0, max_ckpt_to_keep=None)
+    handler.load(tiny.state)
+    for step in range(2):
+        for param in tiny.model.parameters():
+            param.grad = torch.zeros_like(param)
+        tiny.optimizer.step()
+        assert handler.dump(tiny.state, step_info(step))
+    tiny.optimizer.param_groups[0]["lr"] = 0.0
+    for step in range(2, 4):
+        tiny.model(torch.randn(5, 3)).square().mean().backward()
+        tiny.optimizer.step()
+        assert handler.dump(tiny.state, step_info(step))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

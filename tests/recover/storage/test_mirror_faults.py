@@ -1,0 +1,271 @@
+"""A mirror that is killed, down, hanging or overtaken: it is never wrong, and never in the way of the training."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.recover import GenerationStore
+from holdfast.recover.storage.mirror import Mirror
+from holdfast.utils.errors import CheckpointWriteError, MirrorError
+from holdfast.utils.files import remove_folder
+from tests.recover.mirrors import BUCKET, S3Server, block, commit, contents, listing, start, start_copy
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    for name, value in module_server.environment.items():
+        monkeypatch.setenv(name, value)
+    module_server.clear()
+    yield module_server
+    module_server.clear()
+
+
+@pytest.fixture
+def s3_url(server: S3Server, tmp_path: Path) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}/trial"
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/mirror/trial" if request.param == "file" else request.getfixturevalue("s3_url")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> GenerationStore:
+    return GenerationStore(tmp_path / "recover")
+
+
+@pytest.fixture
+def back(tmp_path: Path) -> GenerationStore:
+    return GenerationStore(tmp_path / "back")
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("next_one", ["the same", "the step trained again"])
+def test_a_copy_that_was_killed_does_not_count_and_the_next_completes_it(
+    url: str,
+    server: S3Server,
+    store: GenerationStore,
+    back: GenerationStore,
+    tmp_path: Path,
+    next_one: str,
+) -> None:
+    generation = commit(store, 5)
+    whole = contents(generation.path)
+    block(generation.path / "default" / "shard_2")
+    process = start_copy(url, generation, server.environment)
+    until(lambda: "global_step_5/default/shard_1" in listing(url))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    mirror = Mirror(url, 2)
+    assert mirror.steps() == [] and "global_step_5/default/shard_0" in listing(url)
+
+    (generation.path / "default" / "shard_2").unlink()
+    (generation.path / "default" / "shard_2").write_bytes(whole["default/shard_2"])
+    if next_one != "the same":
+        generation = commit(GenerationStore(tmp_path / "again"), 5, seed=1)
+    server.clear()
+    mirror.submit(generation)
+    assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [5]
+    assert contents(mirror.fetch(5, back).path) == contents(generation.path)
+    assert len(listing(url)) == 4
+    if url.startswith("s3") and next_one == "the same":
+        assert server.puts() == ["global_step_5/default/shard_2", "global_step_5/manifest.json"]
+
+
+@pytest.mark.timeout(400)
+def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
+    s3_url: str, server: S3Server, store: GenerationStore, tmp_path: Path
+) -> None:
+    """The copy of step 1 takes the place of that of step 0; the process is killed before each of its requests."""
+    old, new = commit(store, 0, sizes=(10, 20)), commit(store, 1, sizes=(10, 20))
+    outcomes: list[list[int]] = []
+    mirror = Mirror(s3_url, 1)
+    while True:
+        mirror.forget_newer(-1)
+        mirror.submit(old)
+        assert mirror.wait(30) and mirror.steps() == [0]
+        server.hold_at(len(outcomes))
+        process = start_copy(s3_url, new, server.environment, keep=1)
+        until(lambda process=process: server.held.is_set() or not process.is_alive())
+        if not server.held.is_set():
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        server.clear()
+        outcomes.append(mirror.steps())
+        for step in outcomes[-1]:
+            back = GenerationStore(tmp_path / f"back_{len(outcomes)}_{step}")
+            assert contents(mirror.fetch(step, back).path) == contents((old, new)[step].path)
+        mirror.submit(new)
+        assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [1]
+    process.join(30)
+    server.clear()
+    assert process.exitcode == 0 and mirror.steps() == [1] and len(listing(s3_url)) == 3
+    assert len(outcomes) > 20 and outcomes == sorted(outcomes, key=[[0], [1, 0], [1]].index)
+    assert [0] in outcomes and [1, 0] in outcomes and [1] in outcomes
+
+
+def test_a_mirror_that_is_down_costs_a_warning_and_serves_again_when_it_is_back(
+    store: GenerationStore, back: GenerationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation = commit(store, 0)
+    with S3Server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+    mirror = Mirror(f"s3://{BUCKET}/down/trial", 2, attempts=2, first_wait_s=0.01)
+    started = time.monotonic()
+    mirror.submit(generation)
+    assert time.monotonic() - started < 0.5 and mirror.pinned() == {0}
+    assert mirror.wait(60) and mirror.pinned() == set()
+    assert isinstance(mirror.last_error, MirrorError) and "Could not connect" in str(mirror.last_error)
+    assert [record.levelname for record in caplog.records if record.name == "holdfast.recover.storage.mirror"] == [
+        "WARNING"
+    ]
+    assert sum("again in" in record.message for record in caplog.records) == 1
+    with pytest.raises(MirrorError, match="failed 2 times, the last time with EndpointConnectionError"):
+        mirror.steps()
+    with pytest.raises(MirrorError):
+        mirror.fetch(0, back)
+    assert not back.root.exists()
+    with S3Server(server.port):
+        mirror.submit(generation)
+        assert mirror.wait(60) and mirror.last_error is None and mirror.steps() == [0]
+        assert contents(mirror.fetch(0, back).path) == contents(generation.path)
+
+
+def test_an_error_that_passes_is_tried_again(
+    s3_url: str, server: S3Server, store: GenerationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = Mirror(s3_url, 2, first_wait_s=0.01)
+    server.fail(3)
+    mirror.submit(commit(store, 0))
+    assert mirror.wait(60) and mirror.last_error is None and mirror.steps() == [0]
+    assert any("again in" in record.message for record in caplog.records)
+
+
+def test_a_bucket_that_does_not_exist_is_not_made(server: S3Server, store: GenerationStore) -> None:
+    mirror = Mirror("s3://another-bucket/trial", 2)
+    mirror.submit(commit(store, 0))
+    assert mirror.wait(60) and isinstance(mirror.last_error, OSError) and mirror.steps() == []
+    assert "bucket does not exist" in str(mirror.last_error)
+    assert "PUT /another-bucket" not in server.requests
+
+
+def test_a_newer_generation_takes_the_turn_of_one_that_waits(
+    url: str, store: GenerationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    generations = [commit(store, step) for step in range(4)]
+    path = generations[0].path / "default" / "shard_1"
+    block(path)
+    mirror = Mirror(url, None)
+    started = time.monotonic()
+    for generation in generations:
+        mirror.submit(generation)
+    assert time.monotonic() - started < 0.5
+    assert mirror.pinned() == {0, 3} and not mirror.wait(0.1)
+    with path.open("wb"):  # the reader sees an empty file, as it was, and so does who reads it again
+        path.unlink()
+        path.touch()
+    assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [3, 0]
+    assert sum("a newer one came" in record.message for record in caplog.records) == 2
+
+
+def test_a_generation_that_is_retired_while_it_is_copied_is_skipped(
+    url: str, store: GenerationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone, next_one = commit(store, 0), commit(store, 1)
+    path = gone.path / "default" / "shard_0"
+    block(path)
+    mirror = Mirror(url, 2)
+    mirror.submit(gone)
+    mirror.submit(next_one)
+    with path.open("wb"):
+        remove_folder(gone.path)
+    assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [1]
+    assert sum("it was removed meanwhile" in record.message for record in caplog.records) == 1
+    assert not any("global_step_0" in name for name in listing(url))
+
+
+def test_close_waits_for_what_is_under_way(url: str, store: GenerationStore) -> None:
+    mirror = Mirror(url, 2)
+    mirror.submit(commit(store, 0))
+    mirror.close(30)
+    assert Mirror(url, 2).steps() == [0]
+    assert not any(thread.name == "mirror" for thread in threading.enumerate())
+
+
+def test_a_process_ends_in_time_although_its_mirror_hangs(
+    s3_url: str, server: S3Server, store: GenerationStore
+) -> None:
+    generation = commit(store, 0)
+    server.hold_at(0)
+    script = f"""
+        import logging, time
+        from pathlib import Path
+        from holdfast.recover.storage.mirror import Mirror
+        from holdfast.recover.storage.generations import Generation
+
+        logging.basicConfig(level="WARNING")
+        mirror = Mirror({s3_url!r}, 1)
+        mirror.submit(Generation(0, Path({str(generation.path)!r})))
+        started = time.monotonic()
+        mirror.close(2.0)
+        print("closed after", round(time.monotonic() - started, 1), flush=True)
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **server.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    closed = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert line.startswith("closed after 2."), (line, errors)
+    assert process.returncode == 0 and time.monotonic() - closed < 8.0
+    assert "gave up after 2.0 s on copying step(s) [0]" in errors and "Traceback" not in errors
+    assert server.held.is_set()
+
+
+def test_a_disk_that_refuses_a_fetch_is_left_as_it_was(tmp_path: Path, store: GenerationStore) -> None:
+    url, back = f"file://{tmp_path}/mirror", GenerationStore(tmp_path / "back")
+    mirror = Mirror(url, 2)
+    mirror.submit(commit(store, 0))
+    assert mirror.wait(30)
+    process = start(fetch_with_small_files, {}, url, back)
+    process.join(60)
+    assert process.exitcode == 0
+    assert back.generations() == [] and not list(back.root.iterdir())
+
+
+def fetch_with_small_files(url: str, store: GenerationStore) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(CheckpointWriteError, match="File too large"):
+        Mirror(url, 2).fetch(0, store)

@@ -1,0 +1,211 @@
+"""A run whose generations are copied away comes back from the copies when its own folder is gone or bad."""
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.recover import RecoverHandler
+from holdfast.recover.resuming.rank import check_bytes
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from holdfast.utils.remote import RemoteFolder
+from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def _mirrored(tmp_path: Path, name: str = "run", **options: Any) -> RecoverHandler:
+    return make_handler(tmp_path / name, mirror_url=f"file://{tmp_path}/mirror", **options)
+
+
+def _train(tmp_path: Path, steps: int, **options: Any) -> list[str]:
+    return run_until(tmp_path / "run", steps, mirror_url=f"file://{tmp_path}/mirror", **options)
+
+
+def _copies(tmp_path: Path) -> list[str]:
+    return sorted(path.parent.name for path in (tmp_path / "mirror" / "e" / "t").glob("global_step_*/manifest.json"))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_closed_run_has_its_newest_generations_at_the_mirror(tmp_path: Path) -> None:
+    _train(tmp_path, 5, mirror_max_to_keep=1)
+    assert _copies(tmp_path) == ["global_step_4"] and names(tmp_path / "run") == ["global_step_3", "global_step_4"]
+
+
+def test_a_snapshot_whose_copy_cannot_be_begun_is_committed_and_copied_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse_copies(thread: threading.Thread) -> None:  # as Python 3.12 does at its end
+        if thread.name == "mirror":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    tiny = Tiny()
+    with monkeypatch.context() as patch, _mirrored(tmp_path, freq_steps=1, save_failures_allowed=0) as handler:
+        patch.setattr(threading.Thread, "start", refuse_copies)
+        handler.load(tiny.state)
+        assert handler.dump(tiny.state, step_info(0)) and handler.save_stats.failed == 0
+        handler.close()
+    assert "committed, but what follows failed: can't create new thread" in caplog.text
+    assert names(tmp_path / "run") == ["global_step_0"] and _copies(tmp_path) == []
+    with _mirrored(tmp_path) as handler:
+        info = handler.load(tiny.state)
+        assert info and info.last_step_info.global_step == 0
+    assert _copies(tmp_path) == ["global_step_0"]
+
+
+def test_a_run_whose_folder_is_gone_comes_back_from_the_mirror(tmp_path: Path) -> None:
+    digests = _train(tmp_path, 3)
+    shutil.rmtree(tmp_path / "run")
+    tiny = Tiny()
+    info = _mirrored(tmp_path).load(tiny.state)
+    assert info and info.last_step_info.global_step == 2 and tiny.digest() == digests[2]
+    assert names(tmp_path / "run") == ["global_step_2"] and hidden(tmp_path / "run") == []
+
+
+def test_a_damaged_generation_is_replaced_by_its_copy_and_not_by_an_older_one(tmp_path: Path) -> None:
+    digests = _train(tmp_path, 3)
+    _flip(newest(tmp_path / "run") / "default" / "__0_0.distcp")
+    tiny = Tiny()
+    info = _mirrored(tmp_path).load(tiny.state)
+    assert info and info.last_step_info.global_step == 2 and tiny.digest() == digests[2]
+    assert [name[:24] for name in hidden(tmp_path / "run")] == [".rejected-global_step_2-"]
+
+
+def test_a_damaged_copy_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    digests = _train(tmp_path, 3, mirror_max_to_keep=None)
+    shutil.rmtree(tmp_path / "run")
+    copies = [int(name.rpartition("_")[2]) for name in _copies(tmp_path)]
+    if len(copies) < 2:
+        pytest.fail(f"only {copies} were copied")
+    _flip(tmp_path / "mirror" / "e" / "t" / "global_step_2" / "default" / "__0_0.distcp")
+    tiny = Tiny()
+    info = _mirrored(tmp_path).load(tiny.state)
+    assert info and info.last_step_info.global_step == copies[-2] and tiny.digest() == digests[copies[-2]]
+
+
+def test_with_every_copy_bad_and_nothing_else_left_the_run_does_not_start_over(tmp_path: Path) -> None:
+    _train(tmp_path, 3)
+    shutil.rmtree(tmp_path / "run")
+    for copy in (tmp_path / "mirror" / "e" / "t").glob("global_step_*"):
+        _flip(copy / "default" / "__0_0.distcp")
+    with pytest.raises(CheckpointCorruptError, match=r"no copy at file:.* is complete and sound \(there is some"):
+        _mirrored(tmp_path).load(Tiny().state)
+
+
+@pytest.mark.parametrize("bad_reads", [1, 2])
+def test_reads_that_go_wrong_now_and_then_do_not_make_the_only_copy_a_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_reads: int
+) -> None:
+    digests = _train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    read, wrong = RemoteFolder.chunks, list(range(bad_reads))
+
+    def flip_now_and_then(folder: RemoteFolder, path: str, size: int) -> Iterator[bytes]:
+        for chunk in read(folder, path, size):
+            flips = path.endswith(".distcp") and wrong
+            yield bytes([chunk[0] ^ 1 << wrong.pop()]) + chunk[1:] if flips else chunk
+
+    monkeypatch.setattr(RemoteFolder, "chunks", flip_now_and_then)
+    if bad_reads == 2:
+        with _mirrored(tmp_path) as handler, pytest.raises(CheckpointCorruptError, match="no copy at file:"):
+            handler.load(Tiny().state)
+    assert not list(tmp_path.rglob(".damaged-*"))
+    tiny = Tiny()
+    with _mirrored(tmp_path) as handler:
+        assert handler.load(tiny.state) is not None and tiny.digest() == digests[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_an_only_copy_that_was_found_bad_is_tried_again_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    digests = _train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    file = tmp_path / "mirror" / "e" / "t" / "global_step_0" / "default" / "__0_0.distcp"
+    good = file.read_bytes()
+    if damage == "flipped":
+        _flip(file)
+    else:
+        file.unlink()
+    for _ in range(2):
+        with (
+            _mirrored(tmp_path) as handler,
+            pytest.raises(CheckpointCorruptError, match=r"\.damaged-global_step_<step>"),
+        ):
+            handler.load(Tiny().state)
+    marked = [path.name for path in tmp_path.rglob(".damaged-*")]
+    assert marked == ([".damaged-global_step_0"] if damage == "flipped" else [])
+    assert (".damaged-global_step_0 says so" in caplog.text) == (damage == "flipped")
+    file.write_bytes(good)
+    tiny = Tiny()
+    with _mirrored(tmp_path) as handler:
+        assert handler.peek() == step_info(0)
+        assert handler.load(tiny.state) is not None and tiny.digest() == digests[0]
+    assert _copies(tmp_path) == ["global_step_0"] and not list(tmp_path.rglob(".damaged-*")), "its copy replaced it"
+
+
+def test_a_mirror_that_cannot_be_read_stops_only_a_run_that_has_nothing_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train(tmp_path, 2)
+    shutil.rmtree(tmp_path / "mirror")
+    (tmp_path / "mirror").write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        info = _mirrored(tmp_path).load(Tiny().state)
+    assert info and info.last_step_info.global_step == 1 and "the mirror cannot be read" in caplog.text
+    with pytest.raises(CheckpointNotFoundError, match="whether this run is to be resumed is not known"):
+        _mirrored(tmp_path, "fresh").load(Tiny().state)
+
+
+def test_a_mirror_that_fails_never_stops_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handler, tiny = _mirrored(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    (tmp_path / "mirror").write_text("a file")
+    assert handler.dump(tiny.state, step_info(0))
+    handler.close()
+    assert "no copy of" in caplog.text and names(tmp_path / "run") == ["global_step_0"]
+
+
+def test_going_back_with_resume_path_also_forgets_the_newer_copies(tmp_path: Path) -> None:
+    _train(tmp_path, 4, max_ckpt_to_keep=None, mirror_max_to_keep=None)
+    wanted = str(tmp_path / "run" / "e" / "t" / "recover" / "global_step_1")
+    handler = _mirrored(tmp_path, resume_path=wanted)
+    info = handler.load(Tiny().state)
+    handler.close()
+    assert info and info.last_step_info.global_step == 1
+    assert max(_copies(tmp_path)) == "global_step_1"
+
+
+def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path) -> None:
+    run_until(tmp_path / "run", 2)  # as if killed before anything was copied
+    handler = _mirrored(tmp_path)
+    handler.load(Tiny().state)
+    handler.close()
+    assert _copies(tmp_path) == ["global_step_1"]
+
+
+def test_a_copy_that_is_bad_again_once_it_is_here_is_not_fetched_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _train(tmp_path, 3, max_ckpt_to_keep=None, mirror_max_to_keep=None)
+
+    def damage_the_newest(holder: Any, generation: str, files: Any) -> str | None:
+        bad = generation.endswith("global_step_2")
+        return "this disk flips bits" if bad else check_bytes(holder, generation, files)
+
+    monkeypatch.setattr("holdfast.recover.resuming.select.check_bytes", damage_the_newest)
+    info = _mirrored(tmp_path).load(Tiny().state)
+    assert info and info.last_step_info.global_step == 1
+    assert len(hidden(tmp_path / "run")) == 2, "the local one, and the one that was fetched in its place"

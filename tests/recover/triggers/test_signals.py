@@ -1,0 +1,384 @@
+"""Signals, notices and deadlines: the run stops at the next step boundary, and in time."""
+
+import fcntl
+import logging
+import os
+import random
+import signal
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+
+from holdfast.recover.triggers.signals import (
+    SAVE_MARGIN,
+    UNMEASURED_SAVE_S,
+    StopNotice,
+    StopRequests,
+    parse_deadline,
+)
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.processes import process_started_at
+from tests.helpers import PRELOAD
+
+pytestmark = pytest.mark.timeout(60)
+
+ALL_SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT"]
+
+
+class Clock:
+    """Unix time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = time.time()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Job:
+    """A process that runs a function with a pipe to the test; its standard error goes to a file."""
+
+    def __init__(self, run: Callable[[Connection], None], stderr: Path) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.stderr = stderr
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(run, theirs, stderr))
+        self.process.start()
+        theirs.close()
+
+    def receive(self, timeout_s: float = 20) -> Any:
+        assert self.pipe.poll(timeout_s), "the job says nothing"
+        return self.pipe.recv()
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+def _run(run: Callable[[Connection], None], pipe: Connection, stderr: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    file = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    run(pipe)
+
+
+@contextmanager
+def job(run: Callable[[Connection], None], folder: Path) -> Iterator[Job]:
+    started = Job(run, folder / "stderr")
+    try:
+        yield started
+    finally:
+        started.process.join(timeout=0.5)
+        started.process.kill()
+        started.process.join()
+
+
+def train_until_asked(pipe: Connection) -> None:
+    """Steps that write to standard error, then a snapshot."""
+    stop = StopRequests(ALL_SIGNALS, None)
+    stop.install()
+    pipe.send("training")
+    while (reason := stop.due(0, 0)) is None:
+        for _ in range(20):
+            sys.stderr.write("step\n")
+    try:
+        pipe.send(reason)
+        pipe.poll(20)  # the snapshot
+        pipe.send("saved")
+    except KeyboardInterrupt:
+        pipe.send("interrupted")
+
+
+def fork_a_child(pipe: Connection) -> None:
+    """A job whose child, as a data loader's worker, inherits the handlers."""
+    stop = StopRequests(ALL_SIGNALS, None)
+    stop.install()
+    if (pid := os.fork()) == 0:
+        pipe.send("child runs")
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            os._exit(3)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1] if pipe.poll(20) and pipe.recv() == pid else None
+    pipe.send((status, stop.due(0, 0)))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_stops_the_run_at_the_next_step_boundary(tmp_path: Path, name: str) -> None:
+    with job(train_until_asked, tmp_path) as running:
+        assert running.receive() == "training"
+        assert not running.pipe.poll(0.1)
+        running.send_signal(getattr(signal, name))
+        assert running.receive(timeout_s=2) == name
+        running.send_signal(getattr(signal, name))  # schedulers repeat themselves
+        running.pipe.send("saved")
+        assert running.receive() == "saved"
+    assert set(running.stderr.read_text().splitlines()) == {"step"}
+
+
+def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_path: Path) -> None:
+    with job(train_until_asked, tmp_path) as running:
+        assert running.receive() == "training"
+        running.send_signal(signal.SIGINT)
+        assert running.receive(timeout_s=2) == "SIGINT"
+        said = [line for line in running.stderr.read_text().splitlines() if "holdfast" in line]
+        assert said == ["holdfast: finishing the step, then a snapshot; Ctrl-C again stops at once"]
+        running.send_signal(signal.SIGINT)
+        assert running.receive(timeout_s=2) == "interrupted"
+
+
+def test_ctrl_c_while_the_run_is_in_the_middle_of_writing_to_a_full_pipe_does_no_harm(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stderr")
+    reader = os.open(tmp_path / "stderr", os.O_RDONLY | os.O_NONBLOCK)
+    with job(train_until_asked, tmp_path) as running:
+        assert running.receive() == "training"
+        _wait_for(lambda: _unread_bytes(reader) > 0.99 * fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ))
+        time.sleep(0.1)
+        running.send_signal(signal.SIGINT)  # a handler that used sys.stderr would enter it a second time, and raise
+        time.sleep(0.2)
+        _wait_for(lambda: bool(os.read(reader, 1 << 16)) and running.pipe.poll(0.01))
+        assert running.receive() == "SIGINT"
+        running.pipe.send("saved")
+        assert running.receive() == "saved"
+    os.close(reader)
+
+
+def _unread_bytes(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_ctrl_c_after_another_signal_is_still_the_first(tmp_path: Path) -> None:
+    with job(train_until_asked, tmp_path) as running:
+        assert running.receive() == "training"
+        running.send_signal(signal.SIGTERM)
+        assert running.receive(timeout_s=2) == "SIGTERM"
+        running.send_signal(signal.SIGINT)
+        assert not running.pipe.poll(0.3)
+        running.pipe.send("saved")
+        assert running.receive() == "saved"
+
+
+def test_a_forked_child_ends_by_the_signals_of_its_parent(tmp_path: Path) -> None:
+    with job(fork_a_child, tmp_path) as running:
+        pid = _child_of(running)
+        os.kill(pid, signal.SIGTERM)
+        running.pipe.send(pid)
+        status, reason = running.receive()
+        assert os.WTERMSIG(status) == signal.SIGTERM and reason is None
+
+
+def test_a_forked_child_leaves_the_first_ctrl_c_to_its_parent(tmp_path: Path) -> None:
+    with job(fork_a_child, tmp_path) as running:
+        pid = _child_of(running)
+        os.kill(pid, signal.SIGINT)
+        time.sleep(0.3)
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        os.kill(pid, signal.SIGINT)
+        running.pipe.send(pid)
+        status, reason = running.receive()
+        assert os.WEXITSTATUS(status) == 3 and reason is None
+    assert running.stderr.read_text() == ""
+
+
+def _child_of(running: Job) -> int:
+    assert running.receive() == "child runs"
+    pid = running.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+@pytest.fixture
+def usr1_handler() -> Iterator[list[int]]:
+    """A handler of SIGUSR1 that was there before; the signals it has seen."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_that_were_there_are_not_called_but_put_back(usr1_handler: list[int]) -> None:
+    names = ["SIGUSR1", "SIGUSR2", "SIGINT"]
+    before = [signal.getsignal(getattr(signal, name)) for name in names]
+    stop = StopRequests(names, None)
+    stop.install()
+    stop.install()
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.due(0, 0) == "SIGUSR1" and usr1_handler == []
+    stop.grant()
+    stop.uninstall()
+    assert [signal.getsignal(getattr(signal, name)) for name in names] == before
+    signal.raise_signal(signal.SIGUSR1)
+    assert usr1_handler == [signal.SIGUSR1]
+    stop.uninstall()
+
+
+def test_a_handler_installed_later_is_left_alone(usr1_handler: list[int]) -> None:
+    stop = StopRequests(["SIGUSR1"], None)
+    stop.install()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    stop.uninstall()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+
+def test_it_can_be_installed_again(usr1_handler: list[int]) -> None:
+    stop = StopRequests(["SIGUSR1"], None)
+    for _ in range(2):
+        stop.install()
+        stop.uninstall()
+    stop.install()
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.due(0, 0) == "SIGUSR1" and usr1_handler == []
+    stop.uninstall()
+
+
+def test_another_thread_installs_nothing_but_may_ask_for_a_stop(
+    usr1_handler: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, before = StopRequests(["SIGUSR1"], None), signal.getsignal(signal.SIGUSR1)
+
+    def work() -> None:
+        stop.install()
+        stop.uninstall()
+        stop.request(StopNotice("the node is drained"))
+
+    with caplog.at_level(logging.DEBUG, logger="holdfast"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "not in the main thread" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert stop.due(0, 0) == "the node is drained"
+
+
+def test_the_first_reason_is_kept_and_asking_again_gives_it_again() -> None:
+    stop = StopRequests([], None)
+    assert stop.due(0, 0) is None
+    stop.request(StopNotice("first"))
+    stop.request(StopNotice("second"))
+    assert [stop.due(0, 0) for _ in range(3)] == ["first"] * 3
+
+
+def test_a_notice_stops_the_run_at_once_and_says_until_when() -> None:
+    by = datetime(2031, 5, 6, 7, 8, 9).timestamp()
+    answers = [None, StopNotice("spot instance reclaimed", by=by)]
+    stop = StopRequests([], None, [lambda: None, lambda: answers.pop(0)])
+    assert stop.due(1, 1) is None
+    _wait_for(lambda: stop.due(1, 1) is not None)
+    reason = stop.due(1, 1)
+    assert reason is not None and reason.startswith(
+        "spot instance reclaimed, which ends the process at 2031-05-06T07:08"
+    )
+
+
+def test_notices_are_asked_at_most_once_a_second() -> None:
+    asked: list[None] = []
+    stop = StopRequests([], None, [lambda: asked.append(None)])
+    began = time.monotonic()
+    while time.monotonic() < began + 2.5:
+        stop.due(1, 1)
+    assert 2 <= len(asked) <= time.monotonic() - began + 1
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float = 5) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_deadline_stops_the_run_as_late_as_is_safe() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        clock, step_s, save_s = Clock(), rng.uniform(0.1, 30), rng.uniform(0.1, 100)
+        began, length = clock.now_s, rng.uniform(300, 2000)
+        stop = StopRequests([], datetime.fromtimestamp(began + length).isoformat(), clock=clock)
+        assert stop.deadline is not None and abs(stop.deadline - (began + length)) < 0.001
+        while (reason := stop.due(save_s, step_s)) is None:
+            clock.now_s += step_s
+        left_s = stop.deadline - clock.now_s
+        assert left_s > save_s * SAVE_MARGIN
+        assert left_s < 2 * step_s + save_s * SAVE_MARGIN + 10 or clock.now_s == began
+        assert reason.startswith("recover.must_save_by ") and f"a save of {save_s:.1f} s" in reason
+
+
+def test_a_save_that_was_never_measured_counts_as_a_minute() -> None:
+    clock = Clock()
+    in_three_minutes = datetime.fromtimestamp(clock.now_s + 180).isoformat()
+    stop = StopRequests([], in_three_minutes, clock=clock)
+    assert UNMEASURED_SAVE_S == 60
+    assert stop.due(0, 1) is None
+    clock.now_s += 86
+    assert stop.due(1, 1) is None
+    reason = stop.due(0, 1)
+    assert reason is not None and "a save of 60.0 s" in reason
+
+
+def test_a_deadline_that_is_missed_still_stops_the_run() -> None:
+    clock = Clock()
+    stop = StopRequests([], datetime.fromtimestamp(clock.now_s + 60).isoformat(), clock=clock)
+    clock.now_s += 3600
+    assert stop.due(1, 1) is not None
+
+
+HOUR = 3600
+
+
+@pytest.mark.parametrize(
+    ("text", "length_s"),
+    [("5400", 5400), ("5400.5", 5400.5), ("90m", 5400), ("3h30m", 3.5 * HOUR), ("2d", 48 * HOUR),
+     ("3:30:00", 3.5 * HOUR), ("1:00:30:00", 24.5 * HOUR), ("1d2h3m4s", 26 * HOUR + 184), ("00:59:59", 3599),
+     ("45000s", 45000), ("100:00:00", 100 * HOUR), (" 90m\n", 5400)],
+)  # fmt: skip
+def test_durations_count_from_the_start_of_the_process(text: str, length_s: float) -> None:
+    now = datetime.fromtimestamp(process_started_at() + 60)
+    assert parse_deadline(text, now) == pytest.approx(process_started_at() + length_s, abs=0.1)
+
+
+def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        noon_utc = datetime(2031, 1, 1, 12, tzinfo=timezone.utc)  # noqa: UP017
+        now = noon_utc - timedelta(days=30)
+        for text in ("2031-01-01T07:00", "2031-01-01 07:00:00", "2031-01-01T13:00+01:00", "2031-01-01T12:00:00Z"):
+            assert parse_deadline(text, now) == noon_utc.timestamp()
+            assert parse_deadline(text, datetime(2030, 12, 31)) == noon_utc.timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "soon", "3:30", "3:60:00", "1:2:3:4:5", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan", "2031-01-01",
+     "2031-13-01T00:00", "18:00", "2031-01-01T18:00 tomorrow", "m", "\u0663m"],
+)  # fmt: skip
+def test_what_is_no_deadline_is_refused_with_the_forms_that_are(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StopRequests([], text)
+    assert f"'recover.must_save_by' is {text!r}; expected" in str(caught.value)
+    assert "'3:30:00'" in str(caught.value) and "'2026-11-20T18:00'" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0:00:00", "2020-01-01T00:00", "2020-01-01T00:00+00:00"])
+def test_a_deadline_that_is_over_is_refused_before_anything_starts(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"which was over at \d{4}-\d\d-\d\dT"):
+        StopRequests([], text)
+
+
+@pytest.mark.parametrize("name", ["SIGFOO", "TERM", "15", "", "SIGKILL", "SIGSTOP", "SIGSEGV", "SIG_IGN"])
+def test_signals_that_are_unknown_or_cannot_be_caught_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'recover.stop_signals' has '{name}'; expected one of SIGALRM, .*SIGTERM"):
+        StopRequests(["SIGTERM", name], None)
