@@ -3,8 +3,7 @@
 All ranks compute the same layout (`safetensors_layout`, `name_mapping`). Rank 0 makes the files at full size; every
 rank then writes the elements it holds at their offsets, cast to the export dtype in chunks (`file_io`), and fsyncs.
 What several ranks hold is written once, in equal shares. A folder becomes visible under its name only when all ranks
-have
-succeeded. The files equal those of ``save_pretrained`` of the unsharded model, byte for byte.
+have succeeded. The files equal those of ``save_pretrained`` of the unsharded model, byte for byte.
 
 Cost: one write of the weights, spread over the ranks; beside the model, a chunk of memory. What no rank can address
 alone is gathered: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor
