@@ -338,7 +338,7 @@ HOUR = 3600
 @pytest.mark.parametrize(
     ("text", "length_s"),
     [("5400", 5400), ("5400.5", 5400.5), ("90m", 5400), ("3h30m", 3.5 * HOUR), ("2d", 48 * HOUR),
-     ("3:30:00", 3.5 * HOUR), ("1:00:30:00", 24.5 * HOUR), ("1d2h3m4s", 26 * HOUR + 184), ("00:59:59", 3599),
+     ("3:30:00", 3.5 * HOUR), ("1d2h3m4s", 26 * HOUR + 184), ("00:59:59", 3599),
      ("45000s", 45000), ("100:00:00", 100 * HOUR), (" 90m\n", 5400)],
 )  # fmt: skip
 def test_durations_count_from_the_start_of_the_process(text: str, length_s: float) -> None:
@@ -362,7 +362,7 @@ def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "text",
-    ["", "soon", "3:30", "3:60:00", "1:2:3:4:5", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan", "2031-01-01",
+    ["", "soon", "3:30", "3:60:00", "1:2:3:4:5", "1:00:30:00", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan", "2031-01-01",
      "2031-13-01T00:00", "18:00", "2031-01-01T18:00 tomorrow", "m", "\u0663m"],
 )  # fmt: skip
 def test_what_is_no_deadline_is_refused_with_the_forms_that_are(text: str) -> None:
