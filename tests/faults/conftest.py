@@ -1,152 +1,17 @@
-"""What the fault tests share: how much to break, and the table of what became of it.
+"""What the fault tests share: the tally of what they inject, and generations to break."""
 
-A test injects faults and reports them to `tally`; the session ends with one table of them, and fails unless every
-injected fault was survived with nothing lost, nothing undetected and nothing executed. ``make test`` injects a
-representative subset, ``make faults`` (``HOLDFAST_FAULTS=full``) everything; it also keeps the table, as text and as
-JSON, in the folder that ``HOLDFAST_FAULTS_OUT`` names.
-"""
-
-import io
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tests.faults.generations import Victim, make_generations
+from tests.faults.tally import FULL, TALLY, Tally
 
 SAY_EVERY_S = 5.0
-
-PROMISED = {
-    "SIGKILL at a system call": 900,
-    "power loss": 1000,
-    "truncated file": 1000,
-    "flipped bit": 1000,
-    "pickle that runs code": 100,
-    "full disk": 50,
-    "RLIMIT_FSIZE": 50,
-    "ENOSPC": 500,
-    "EIO": 500,
-    "EDQUOT": 500,
-    "EROFS": 500,
-    "EMFILE": 500,
-    "EACCES": 500,
-    "SIGKILL of a random process": 300,
-    "SIGSTOP of a random worker": 20,
-    "safeguard taken away": 100,
-}
-"""How many faults of the kinds that begin so ``make faults`` injects at least: none can be left out unnoticed."""
-
-
-@dataclass
-class Faults:
-    """What became of the faults of one kind.
-
-    Args:
-        injected: faults that really happened (a kill that came too late is none).
-        survived: those after which the oracle of the test held in full.
-        lost: those after which something committed was gone or wrong.
-        undetected: damaged files that were loaded, or broken harnesses that no test noticed.
-        executed: payloads that ran.
-        seconds: wall time of the tests that injected them.
-    """
-
-    injected: int = 0
-    survived: int = 0
-    lost: int = 0
-    undetected: int = 0
-    executed: int = 0
-    seconds: float = 0.0
-
-    def counts(self) -> tuple[int, ...]:
-        """All but the time, in the order of the table."""
-        return self.injected, self.survived, self.lost, self.undetected, self.executed
-
-    @property
-    def fine(self) -> bool:
-        """Whether all that was injected was survived, and nothing bad was seen."""
-        return self.injected == self.survived and not (self.lost or self.undetected or self.executed)
-
-
-class Tally:
-    """Counts faults by kind, and the time they took: that between two calls of `add` belongs to the later one."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[str, Faults] = {}
-        self._since = time.monotonic()
-        self._last: Faults | None = None
-
-    def add(
-        self, kind: str, *, injected: int = 0, survived: int = 0, lost: int = 0, undetected: int = 0, executed: int = 0
-    ) -> None:
-        """Count faults of a kind; call it as soon as each one is judged, and after what was injected has failed too."""
-        faults = self.kinds.setdefault(kind, Faults())
-        faults.injected += injected
-        faults.survived += survived
-        faults.lost += lost
-        faults.undetected += undetected
-        faults.executed += executed
-        self._last = faults
-        self._charge()
-
-    def start_test(self) -> None:
-        """What follows belongs to the kinds of the test that starts now."""
-        self._since, self._last = time.monotonic(), None
-
-    def end_test(self) -> None:
-        """The rest of the test belongs to the kind it counted last."""
-        self._charge()
-        self._last = None
-
-    def total(self) -> Faults:
-        """The sum over all kinds."""
-        values = [asdict(faults) for faults in self.kinds.values()]
-        return Faults(**{field.name: sum(value[field.name] for value in values) for field in fields(Faults)})
-
-    @property
-    def fine(self) -> bool:
-        """Whether every kind is."""
-        return all(faults.fine for faults in self.kinds.values())
-
-    def missing(self) -> list[str]:
-        """What was promised and not injected."""
-        counts = {
-            name: sum(faults.injected for kind, faults in self.kinds.items() if kind.startswith(name))
-            for name in PROMISED
-        }
-        return [f"{name}: {counts[name]} of {least}" for name, least in PROMISED.items() if counts[name] < least]
-
-    def table(self, title: str) -> Table:
-        """The table that people are shown."""
-        table = Table(title=title)
-        table.add_column("kind")
-        for name in ("injected", "survived", "lost", "undetected", "executed", "seconds"):
-            table.add_column(name, justify="right")
-        for kind, faults in self.kinds.items():
-            style = "" if faults.fine else "bold red"
-            table.add_row(kind, *map(str, faults.counts()), f"{faults.seconds:.1f}", style=style)
-        total = self.total()
-        table.add_section()
-        table.add_row("total", *map(str, total.counts()), f"{total.seconds:.1f}", style="bold")
-        return table
-
-    def _charge(self) -> None:
-        now = time.monotonic()
-        if self._last is not None:
-            self._last.seconds += now - self._since
-            self._since = now
-
-
-_TALLY = pytest.StashKey[Tally]()
-FULL = os.environ.get("HOLDFAST_FAULTS") == "full"
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +23,7 @@ def full() -> bool:
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Tally:
     """Where the tests report what they injected, and what became of it."""
-    return pytestconfig.stash[_TALLY]
+    return pytestconfig.stash[TALLY]
 
 
 @pytest.fixture
@@ -205,72 +70,3 @@ def victim() -> Iterator[Victim]:
     torch.set_num_threads(1)
     yield Victim()
     torch.set_num_threads(threads)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """One tally a session."""
-    config.stash[_TALLY] = Tally()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fixtures count as part of the test that had to wait for them."""
-    tally = item.config.stash[_TALLY]
-    tally.start_test()
-    try:
-        return (yield)
-    finally:
-        tally.end_test()
-
-
-def _whole(config: pytest.Config) -> bool:
-    """Whether this is ``make faults``, which injects everything."""
-    return FULL and bool(os.environ.get("HOLDFAST_FAULTS_WHOLE"))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A table with a flaw is a failure, whatever the tests said; for ``make faults`` so is one that lacks something."""
-    tally = session.config.stash[_TALLY]
-    reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
-    lacks = _whole(session.config) and bool(tally.missing() or (reporter and reporter.stats.get("skipped")))
-    if session.exitstatus == pytest.ExitCode.OK and (lacks or not tally.fine):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table, and keep it where ``HOLDFAST_FAULTS_OUT`` says."""
-    tally = config.stash[_TALLY]
-    if not tally.kinds:
-        return
-    amount = "everything" if FULL else "quick subset"
-    title = f"faults ({amount}), Python {platform.python_version()}, torch {torch.__version__}"
-    text = io.StringIO()
-    width = terminalreporter._tw.fullwidth
-    Console(file=text, width=max(100, width), force_terminal=bool(terminalreporter.isatty)).print(tally.table(title))
-    terminalreporter.write_line("")
-    terminalreporter.write(text.getvalue())
-    if not tally.fine:
-        terminalreporter.write_line("the table is not clean: something was not survived", red=True)
-    outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    if _whole(config):
-        for lack in tally.missing():
-            terminalreporter.write_line(f"promised and not injected: {lack}", red=True)
-        if outcomes["skipped"]:
-            terminalreporter.write_line(f"{outcomes['skipped']} tests were skipped on this machine", red=True)
-    if folder := os.environ.get("HOLDFAST_FAULTS_OUT"):
-        _keep(tally, title, outcomes, Path(folder))
-
-
-def _keep(tally: Tally, title: str, outcomes: dict[str, int], folder: Path) -> None:
-    """Write ``faults.txt`` and ``faults.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "faults.txt", "w") as file:
-        Console(file=file, width=110).print(tally.table(title))
-    report = {
-        "title": title,
-        "fine": tally.fine and not (outcomes["failed"] or outcomes["error"]),
-        "tests": outcomes,
-        "total": asdict(tally.total()),
-        "kinds": {kind: asdict(faults) for kind, faults in tally.kinds.items()},
-    }
-    (folder / "faults.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -18,11 +18,11 @@ from itertools import chain
 import pytest
 
 from holdfast.utils.distributed import gather_objects
-from tests.faults.conftest import Tally
 from tests.faults.nursery import GROUP_TIMEOUT_S
 from tests.faults.sessions import SESSIONS, agree
 from tests.faults.shim import Call, Shim, not_durable
 from tests.faults.snapshots import Snapshot
+from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, workshop
 from tests.recover.runs import hidden
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Tally
 from tests.faults.nursery import Outcome, Stage
 from tests.faults.scenarios import EVERY, make_scenario
 from tests.faults.shim import Call, write_half
+from tests.faults.tally import Tally
 from tests.faults.workshop import Built, Workshop, perform, workshop
 
 pytestmark = pytest.mark.timeout(3600)

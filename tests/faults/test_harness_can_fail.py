@@ -30,7 +30,6 @@ from holdfast.recover.storage import generations as store
 from holdfast.utils import atomic_folder, files, manifest
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry
-from tests.faults.conftest import Tally
 from tests.faults.fsync_purposes import EARLIER_LIFE, IN_MIRROR, IN_STAGING, MANIFEST_MOVED, fsync_purposes
 from tests.faults.generations import (
     NEWER,
@@ -54,6 +53,7 @@ from tests.faults.power_traces import (
     survey,
 )
 from tests.faults.shim import Call
+from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, perform, workshop
 
 pytestmark = pytest.mark.timeout(600)

@@ -32,7 +32,6 @@ from tests.faults.attacks import (
     pickle_attacks,
     plant_file,
 )
-from tests.faults.conftest import Tally
 from tests.faults.generations import (
     LOAD_TIMEOUT_S,
     NEWER,
@@ -47,6 +46,7 @@ from tests.faults.generations import (
     time_limit,
 )
 from tests.faults.payloads import WRAPPINGS, Call, careless, payload_objects, payload_streams
+from tests.faults.tally import Tally
 from tests.helpers import run_ranks
 from tests.recover.runs import make_handler, make_loader
 

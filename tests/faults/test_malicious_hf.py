@@ -17,9 +17,9 @@ from holdfast.engine.hf.load import load_hf
 from holdfast.engine.training.model import build_on_meta
 from holdfast.utils.errors import ConfigError, HoldfastError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
-from tests.faults.conftest import Tally
 from tests.faults.generations import time_limit
 from tests.faults.payloads import Call, payload_streams
+from tests.faults.tally import Tally
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,11 +10,11 @@ from functools import cache, partial
 
 import pytest
 
-from tests.faults.conftest import Tally
 from tests.faults.power_loss import FULL, QUICK, Effort, PowerLoss, Tree, write_tree
 from tests.faults.power_traces import MIRRORED, POWER_SCENARIOS, Recorded, record, record_second_life, survey
 from tests.faults.scenarios import Scenario
 from tests.faults.shim import Call
+from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, workshop
 
 pytestmark = pytest.mark.timeout(1800)

@@ -25,7 +25,7 @@ from examples.chaos import GrpoRun, sha256
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
-from tests.faults.conftest import FULL, Tally
+from tests.faults.tally import FULL, Tally
 
 AMOUNTS = {
     "SIGKILL": int(os.environ.get("HOLDFAST_KILLS", "300" if FULL else "10")),

@@ -17,7 +17,6 @@ from holdfast.engine.dcp.checkpoint import load_dcp
 from holdfast.recover.info import INFO_NAME
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.errors import HoldfastError
-from tests.faults.conftest import Tally
 from tests.faults.damages import KINDS, Damage, boundaries, flip, truncate
 from tests.faults.generations import (
     NEWER,
@@ -33,6 +32,7 @@ from tests.faults.generations import (
     slug,
     time_limit,
 )
+from tests.faults.tally import Tally
 from tests.helpers import run_ranks
 from tests.recover.runs import digest, make_handler, make_loader
 

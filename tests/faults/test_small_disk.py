@@ -21,9 +21,9 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.utils.distributed import rank_zero_decides
-from tests.faults.conftest import Tally
 from tests.faults.sessions import SESSIONS, Session, agree
 from tests.faults.shim import Call, Shim
+from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, workshop
 
 pytestmark = pytest.mark.timeout(1800)
