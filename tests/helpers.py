@@ -90,6 +90,11 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     return results
 
 
+def shared_memory() -> set[str]:
+    """Files in shared memory, without Ray's stores: folders there belong to tests that run at the same time."""
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and not entry.name.startswith("plasma")}
+
+
 def free_port() -> int:
     """A port that was free a moment ago, for programs that insist on being given one."""
     with socket.socket() as probe:

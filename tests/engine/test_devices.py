@@ -78,12 +78,12 @@ def test_ranks_of_two_kinds_or_with_one_gpu_are_refused_and_named() -> None:
         require_devices_of_their_own([on("0"), on("1"), on("0")])
 
 
-def _disagree(rank: int, world_size: int, port: int) -> list[str]:
+def _disagree(rank: int, world_size: int, ports: list[int]) -> list[str]:
     """Rank 1 wants what it cannot have: before there is a group, and in one."""
     said = []
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for device in ("cuda" if rank == 1 else "auto", "cpu"):
+    for device, port in zip(("cuda" if rank == 1 else "auto", "cpu"), ports, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         engine = FSDPEngine(TrainEngineConfig(device=device, timeout_s=40))
         try:
             engine.create_process_group()
@@ -101,7 +101,7 @@ def _disagree(rank: int, world_size: int, port: int) -> list[str]:
 def test_a_rank_that_has_no_device_is_an_error_on_all_before_there_is_a_group_and_in_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("rank 1 has a device here")
-    first, second = run_ranks(_disagree, 2, free_port(), timeout_s=50)
+    first, second = run_ranks(_disagree, 2, [free_port(), free_port()], timeout_s=50)
     assert len(first) == len(second) == 2
     for theirs, own in zip(first, second, strict=True):
         assert theirs.startswith("PeerError: choosing a device failed on rank 1: ConfigError: config key 'device' is")

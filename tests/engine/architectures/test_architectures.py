@@ -65,7 +65,8 @@ def _dies_in_one_check(rank: int, world_size: int, model_type: str, root: Path, 
 def test_a_check_that_kills_its_process_costs_no_other_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "_judge", _dies_in_one_check)
     found = matrix.judge("qwen3")
-    assert found.pop("step") == Verdict(NO, "a rank ended or hung: the process died without a word")
+    step = found.pop("step")  # which rank is heard first is a matter of luck
+    assert step.word == NO and step.why.startswith("a rank ended or hung: ")
     assert set(found.values()) == {Verdict(YES)} and len(found) == len(CHECKS) - 1
 
 

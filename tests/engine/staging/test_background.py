@@ -1,6 +1,5 @@
 """Saves that are written while training goes on: what they hold, who is told when they fail, what is left of them."""
 
-import os
 import resource
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf.test_shard_ranges import SHARDINGS
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, shared_memory
 from tests.recover.runs import SPEC, make_batch, make_engine, square_loss, token_count
 
 pytestmark = pytest.mark.timeout(100)
@@ -123,9 +122,9 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
 
 def test_what_is_written_is_what_was_staged_however_training_goes_on_and_nothing_is_left_of_it(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     run_ranks(_saves_while_training, 2, str(tmp_path / "model"), tmp_path)
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_memory() == shm
     for kind in ("hf", "dcp", "model"):
         assert _contents(tmp_path / f"later-{kind}") == _contents(tmp_path / f"now-{kind}"), kind
     assert _contents(tmp_path / "last-hf") != _contents(tmp_path / "now-hf")

@@ -26,7 +26,7 @@ from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, 
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, shared_memory
 from tests.ray_helpers import local_ray
 from tests.recover.runs import SPEC, Job, Tiny, hidden, names, step_info
 
@@ -303,14 +303,14 @@ def test_a_run_that_is_stopped_has_its_snapshot_and_its_copy_though_the_export_f
 
 def test_nothing_is_left_of_exports_after_close(tmp_path: Path) -> None:
     process, trainer = psutil.Process(), Trainer(tmp_path)
-    before = process.num_fds(), set(os.listdir("/dev/shm"))
+    before = process.num_fds(), shared_memory()
     for run in range(3):
         with make(tmp_path / str(run)) as handler:
             handler.load(trainer.state)
             for step in range(2):
                 trainer.step(step)
                 handler.dump(trainer.state, step_info(step))
-    assert (process.num_fds(), set(os.listdir("/dev/shm"))) == before
+    assert (process.num_fds(), shared_memory()) == before
     assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
 
 
