@@ -40,7 +40,7 @@ lint: $(INSTALLED)  ## Check style, types and what may import what
 	$(VENV)/bin/lint-imports --no-logo
 
 docs: $(DOCS_INSTALLED)  ## Build the site of docs/ into site/; a broken link or anchor fails it
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torch's ways, for a quarter of an hour
 	$(PY) -m benchmarks
