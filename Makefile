@@ -10,12 +10,13 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 GPU_VENV := .venv-gpu
 GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults lint bench bench-compare gpu clean
+.PHONY: help demo test test-all faults lint docs bench bench-compare gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -38,6 +39,9 @@ lint: $(INSTALLED)  ## Check style, types and what may import what
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-logo
 
+docs: $(DOCS_INSTALLED)  ## Build the site of docs/ into site/; a broken link or anchor fails it
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torch's ways, for a quarter of an hour
 	$(PY) -m benchmarks
 
@@ -50,7 +54,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info demo_out bench_out faults_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info site demo_out bench_out faults_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -61,13 +65,22 @@ endef
 # The stamp is newer than both files exactly when what they ask for is installed.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(check_python)
-	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Holdfast and all it needs into $(VENV), PyTorch among it: some minutes the first time ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(check_python)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing what builds the site into $(VENV), and Holdfast if it is not there ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 # What PYTHON has installed is taken as it is, its torch first of all: no constraints.
 $(GPU_INSTALLED): pyproject.toml
 	$(check_python)
-	test -x $(GPU_VENV)/bin/pip || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
-	$(GPU_PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@test -x $(GPU_VENV)/bin/pip || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	@echo "Installing Holdfast and what it lacks into $(GPU_VENV), some minutes the first time ..."
+	@$(GPU_PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

@@ -2,7 +2,7 @@
 
 The first run is left alone. In the second one trainer loses a rank to SIGKILL at a third of the way, and the driver
 is killed at two thirds and started again with the same command. Prints what happened and the SHA-256 of both results,
-draws the rewards to ``demo_out/demo.png``, and exits with 1 when the weights differ.
+draws the rewards to ``demo_out/demo.png``, whose path it prints last, and exits with 1 when the weights differ.
 """
 
 import os
@@ -47,6 +47,7 @@ class Kill:
 
 def leave_alone(console: Console, run: GrpoRun) -> None:
     """A run nobody touches."""
+    console.print("  starting Ray and the workers takes about ten seconds, then it trains")
     run.start()
     follow(console, run, TOTAL_STEPS - 1, "reference")
     finish(run)
@@ -68,7 +69,7 @@ def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     """Kill a process, wait until training goes on, and report the times."""
     attempts, step, killed_at = len(run.attempts()), run.last_step(), time.time()
     assert run.kill(who, rank=1)
-    console.print(f"  [red]SIGKILL {what} after step {step}[/red]")
+    console.print(f"  [red]SIGKILL {what} after step {step}[/red]; coming back takes ten to twenty seconds")
     if who == "driver":
         run.start()
     run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
@@ -127,17 +128,21 @@ def draw(reference: GrpoRun, killed: GrpoRun, kills: list[Kill], path: Path) -> 
 def main() -> int:
     """Run the demo."""
     console, started = Console(), time.monotonic()
+    console.print("Two GRPO runs of a tiny Qwen3: two Ray workers train, a third samples. About three minutes in all.")
     shutil.rmtree(OUT, ignore_errors=True)
     os.makedirs(OUT)
     reference, killed = (GrpoRun(OUT / name, f"total_steps={TOTAL_STEPS}") for name in ("reference", "killed"))
     try:
-        console.print("[bold]1. A GRPO run that nobody touches[/bold]")
+        console.print(
+            f"[bold]1. A GRPO run that nobody touches[/bold]: {TOTAL_STEPS} steps, about a minute on two cores"
+        )
         leave_alone(console, reference)
-        console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]")
+        console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]: about two minutes")
         kills = kill_twice(console, killed)
     finally:
         reference.stop()
         killed.stop()
+    console.print("[bold]3. What happened[/bold]: the kills, the rewards, the weights; a few seconds")
     show(console, kills)
     draw(reference, killed, kills, OUT / "demo.png")
     hashes = [sha256(run.final_weights()) for run in (reference, killed)]
@@ -148,6 +153,7 @@ def main() -> int:
     same = hashes[0] == hashes[1]
     verdict = "[green]bit-identical[/green]" if same else "[red]THE WEIGHTS DIFFER[/red]"
     console.print(f"{verdict}, after {time.monotonic() - started:.0f} s")
+    console.print(f"The picture: {OUT / 'demo.png'}", soft_wrap=True)
     return 0 if same else 1
 
 

@@ -1,45 +1,208 @@
-"""The README is true: its code runs, its links and its tree lead somewhere."""
+"""The README and the pages of docs/ are true: code runs, links, paths, commands, figures and messages are there."""
 
+import ast
 import re
+import tomllib
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from examples.copy_task import CopyPrompts, sft_collate
+import pytest
+
+from examples.copy_task import make_tokenizer
+from holdfast.recover import RecoverConfig
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/[\w/.-]+\.py)`"
+"""A path of the repository; ``recover/`` is a folder of every run, too."""
 
 
-def _run_block(rank: int, world_size: int, code: str, folder: str) -> None:
-    scope: dict[str, Any] = {
-        "dataset": CopyPrompts(32, seed=0),
-        "collate": sft_collate,
-        "model_folder": f"{folder}/model",
-        "fileroot": f"{folder}/runs",
-    }
+def _run_block(rank: int, world_size: int, code: str) -> None:
+    scope: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), scope)
     assert scope["step"].global_step == 8
 
 
-def test_the_embedding_example_runs_on_two_ranks(tmp_path: Path) -> None:
+def _changed(code: str, old: str, new: object) -> str:
+    """The block with another value, which stands in it once."""
+    assert code.count(old) == 1, old
+    return code.replace(old, str(new))
+
+
+def test_the_script_runs_on_two_ranks_with_a_model_folder(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     write_model_folder(tmp_path / "model", tiny_qwen3())
-    run_ranks(_run_block, 2, code.replace("freq_steps=10", "freq_steps=3"), str(tmp_path))
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    code = _changed(code, "Qwen/Qwen3-0.6B", tmp_path / "model")
+    code = _changed(code, '"runs"', f'"{tmp_path / "runs"}"')
+    run_ranks(_run_block, 2, _changed(code, "freq_steps=2", "freq_steps=3"))
     recover = tmp_path / "runs" / "experiment" / "trial" / "recover"
     assert sorted(path.name for path in recover.glob("global_step_*")) == ["global_step_5", "global_step_7"]
-    run_ranks(_run_block, 2, code, str(tmp_path))  # the same command again: finished, and nothing is trained
+    run_ranks(_run_block, 2, code)  # the same command again: finished, and nothing is trained
 
 
-def test_links_lead_to_files() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link).is_file()] == []
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def _text(page: Path) -> str:
+    """The page without its code, in which brackets are no links."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked to by, on the repository's host and on the site."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", _text(page)) if "://" not in link]
+    broken = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_file() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+        if page.parent == DOCS and target.parent != DOCS:
+            broken.append(f"{link}: the site has docs/ only; write the path as code")
+    assert broken == []
+
+
+def test_every_page_is_linked_from_the_readme_and_from_the_start_of_the_site() -> None:
+    pages = {page.name for page in PAGES if page.parent == DOCS} - {"index.md"}
+    assert set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README)) == pages
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text())) == pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_backticks_exist(page: Path) -> None:
+    paths = re.findall(PATH, page.read_text())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_targets_and_scripts_that_exist(page: Path) -> None:
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    named = re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)
+    assert [name for name in named if name not in targets] == []
+    scripts = re.findall(r"\.venv/bin/\S+ (?:-\S+ )*((?:examples|tests)/\S+\.py)", text)
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_what_is_installed_is_what_pyproject_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"dist/{project['name']}-{project['version']}-py3-none-any.whl[ray]" in README
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+    extras = README.partition("Extras: ")[2].partition("\n\n")[0]
+    assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in extras] == []
+
+
+def test_what_the_demo_prints_is_in_its_source() -> None:
+    demo = (ROOT / "examples" / "demo.py").read_text()
+    block = README.partition("make demo     #")[2].partition("    make test")[0]
+    for words in (
+        "final mean reward",
+        "rewards over steps",
+        "left alone  ",
+        "killed twice",
+        "bit-identical",
+        "The picture",
+    ):
+        assert words in block and words in demo
+    headings = re.search(r'Table\((".*")\)', demo)
+    assert headings is not None
+    for word in re.findall(r"\w+", headings[1].replace(r"\n", " ")):
+        assert word in block
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of the rows of tables, headings and rulers included."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+WAYS = {
+    "save_stall": ("blocking", ["Holdfast dump", "AReaL dcp.save", "verl torch.save", None, "torch async_save"]),
+    "save": ("throughput", ["Holdfast dump", "AReaL dcp.save", "verl torch.save", None, "torch async_save"]),
+    "load": ("throughput", ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None]),
+    "bytes": ("dcp", ["Holdfast dump", "AReaL dcp.save", "verl torch.save", None, "torch async_save"]),
+}
+"""Benchmark -> which figure the README's row shows, and which way in each of its columns."""
+
+
+def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
+    results = (DOCS / "performance.md").read_text().partition("<!-- results")[2]
+    rows = _rows(README.partition("## Beside others")[2].partition("\n## ")[0])[1:]
+    assert len(rows) == 8
+    shown = set()
+    for row in rows:
+        benchmark = re.fullmatch(r"benchmark `(\w+)`", row[-1])
+        if benchmark is None:
+            path = re.fullmatch(r"`(tests/\S+\.py)`", row[-1])
+            assert path is not None and (ROOT / path[1]).is_file(), row
+            continue
+        shown.add(name := benchmark[1])
+        measured = _rows(results.partition(f"### {name}\n")[2].partition("\n### ")[0])
+        figure, ways = WAYS[name]
+        for way, cell in zip(ways, row[1:-1], strict=True):
+            expected = ["-"] if way is None else [line[2] for line in measured if line[:2] == [figure, way]]
+            assert [cell.partition(",")[0]] == expected, f"{name}: {way}: the README says {cell}"
+    assert shown == set(WAYS)
+
+
+def test_every_guarantee_names_a_test() -> None:
+    rows = _rows((DOCS / "guarantees.md").read_text())[1:]
+    assert len(rows) >= 29
+    assert [row[0] for row in rows if not re.search(r"`tests/\S+\.py`", row[1])] == []
+
+
+def test_the_table_of_the_configuration_has_every_key_and_no_other() -> None:
+    page = (DOCS / "saving-and-resuming.md").read_text().partition("## Configuration")[2].partition("\n## ")[0]
+    named = {key for row in _rows(page) for key in re.findall(r"`(\w+)`", row[0])} - {"recover"}
+    assert named == {field.name for field in fields(RecoverConfig)}
+
+
+def _messages() -> list[str]:
+    """Every text in the sources, with a NUL for what is filled in."""
+    found = []
+    for package in ("engine", "recover", "utils"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%(?:\.\d+)?[srdfg]", "\0", node.value))
+    return found
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_sources() -> None:
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
+    sources = _messages()
+    named = [row[0][1:-1] for row in _rows(page) if row[0].startswith("`")]
+    assert len(named) > 40
+    missing = []
+    for message in named:
+        pattern = re.compile(".*?".join(re.escape(piece.strip()) for piece in message.split("...")), re.DOTALL)
+        if not any(pattern.search(source) for source in sources):
+            missing.append(message)
+    assert missing == [], "reworded? the page quotes messages as they are printed, with ... for what is filled in"
 
 
 def test_the_tree_names_every_file_of_engine_and_recover_and_no_other() -> None:
-    tree = (ROOT / "docs" / "architecture.md").read_text().partition("## The tree")[2]
+    tree = (DOCS / "architecture.md").read_text().partition("## The tree")[2]
     for package in ("engine", "recover"):
         section = re.search(rf"^    {package}/ .*?(?=^    \w)", tree, re.DOTALL | re.MULTILINE)
         assert section is not None
