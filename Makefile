@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
+PROCESSES ?= 2
+PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadgroup
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 GPU_VENV := .venv-gpu
@@ -16,7 +18,7 @@ GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults lint docs bench bench-compare gpu clean
+.PHONY: help demo test test-slow test-all faults lint docs bench bench-compare gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -24,11 +26,14 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
 	$(PY) examples/demo.py
 
-test: $(INSTALLED)  ## Run all tests, with a quick subset of the faults
-	$(PY) -m pytest
+test: $(INSTALLED)  ## Run the tests: one of each kind of fault, and all that is quick
+	$(PYTEST)
 
-test-all: $(INSTALLED)  ## The same and the slow ones: every architecture of docs/models.md, six minutes more
-	$(PY) -m pytest -m "slow or not slow"
+test-slow: $(INSTALLED)  ## Run the others: more of each kind of fault, hangs, whole jobs, a quick benchmark
+	$(PYTEST) -m slow
+
+test-all: test test-slow  ## Run both, and every architecture of docs/models.md
+	$(PYTEST) -m matrix
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest --timeout-method=signal tests/faults

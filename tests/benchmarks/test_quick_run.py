@@ -19,7 +19,7 @@ from benchmarks.harness import OURS, Figure, Options, read_figures
 from benchmarks.ranks import Session, on_ranks
 from benchmarks.run import BENCHMARKS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 WAYS = {

@@ -126,6 +126,7 @@ def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_with_a_start_on_one_rank_is_an_error_on_all_at_once_and_a_second_try_may_succeed(
     tmp_path: Path,
 ) -> None:

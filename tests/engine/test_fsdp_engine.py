@@ -318,6 +318,7 @@ def _draw_from_scratch(rank: int, world_size: int, folder: str) -> dict[str, tor
     return drawn
 
 
+@pytest.mark.slow
 def test_weights_drawn_from_a_seed_are_the_same_at_every_world_size(tmp_path: Path) -> None:
     for name, config in {
         "qwen3": tiny_qwen3(tied=False),
@@ -445,6 +446,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_thread_of_gloo_that_is_late_does_not_abort_a_process_that_ends_after_destroy(tmp_path: Path) -> None:
     script = tmp_path / "late_threads.py"

@@ -126,6 +126,7 @@ def _holds(folder: Path, seed: int) -> bool:
     return weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["model", "branch", "slow", "scratch", "moving"])
 def test_all_ranks_start_from_one_commit_of_a_model_on_the_hub(case: str, hub: Any) -> None:
     root, server, online, _ = hub
@@ -160,6 +161,7 @@ def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> No
     assert _holds(root / "offline" / case, 2 if case == "branch" else 1)
 
 
+@pytest.mark.slow
 def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub: Any) -> None:
     root, server, online, _ = hub  # the server has ended
     again = reports(root / "unreachable", {"model": ONLINE["model"]}, HF_HOME=f"{root}/cache", HF_ENDPOINT=server.url)

@@ -251,6 +251,7 @@ def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
     return found + ([f"processes {left} were left"] if left else [])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900 + 60 * sum(AMOUNTS.values()))
 def test_whatever_is_killed_stopped_or_terminated_the_run_ends_with_the_same_bytes(
     tmp_path: Path, tally: Tally, say: Callable[[str], None]

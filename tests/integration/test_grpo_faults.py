@@ -56,7 +56,11 @@ def assert_ends_as(run: GrpoRun, expected: str) -> None:
     assert [entry["step"] for entry in read_stats(run.trial_root / "stats" / "stats.jsonl")] == list(range(STEPS))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+    ids=lambda signum: signum.name,
+)
 def test_the_loss_of_the_rollout_worker_leaves_the_trainers_alone(
     run: GrpoRun, expected: str, signum: signal.Signals
 ) -> None:
@@ -75,6 +79,7 @@ def test_the_loss_of_the_rollout_worker_leaves_the_trainers_alone(
     assert [attempt["number"] for attempt in run.attempts()] == [0], "nothing was restored"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_hangs_is_a_loss_like_its_death(run: GrpoRun, expected: str) -> None:
     run.start()
     train_until(run, 12)
@@ -85,6 +90,7 @@ def test_a_trainer_that_hangs_is_a_loss_like_its_death(run: GrpoRun, expected: s
     assert (second["loss"]["group"], second["loss"]["ranks"]) == ("trainer", [1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
 def test_asked_to_stop_it_snapshots_exits_with_75_and_the_same_command_goes_on(
     run: GrpoRun, expected: str, signum: signal.Signals
@@ -107,6 +113,7 @@ def test_asked_to_stop_it_snapshots_exits_with_75_and_the_same_command_goes_on(
     assert [attempt["step"] for attempt in run.attempts()] == [0, stopped_after + 1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_stops_at_once_and_loses_nothing_committed(run: GrpoRun, expected: str) -> None:
     run.start()
     train_until(run, 11)

@@ -18,6 +18,7 @@ OVERRIDES = ("trainer.total_epochs=6", "trainer.save_freq=7")
 EXPORT = f"hf/global_step_{STEPS - 1}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_run_killed_at_two_random_moments_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

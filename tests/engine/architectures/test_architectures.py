@@ -75,7 +75,7 @@ def test_representatives_do_what_the_page_says(model_type: str, page: dict[str, 
     _check_row(model_type, page)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", [name for name in model_types() if name not in REPRESENTATIVES])
 def test_all_architectures_do_what_the_page_says(model_type: str, page: dict[str, Verdicts]) -> None:
     if model_type not in page:

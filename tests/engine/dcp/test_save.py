@@ -340,6 +340,7 @@ def _one_rank_fails(rank: int, world_size: int, folder: str, how: str) -> None:
         assert how != "bug" or isinstance(error, PeerError if rank == 0 else KeyError), repr(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ACTS)
 def test_a_rank_that_fails_dies_or_hangs_in_the_middle_fails_the_save_on_the_others_in_bounded_time(
     tmp_path: Path, how: str

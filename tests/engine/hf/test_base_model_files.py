@@ -120,6 +120,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BASES)
 def test_an_export_has_the_bytes_that_save_pretrained_gives_of_the_base_as_from_pretrained_loads_it(

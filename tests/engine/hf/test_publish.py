@@ -179,12 +179,14 @@ def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str,
     return waited
 
 
+@pytest.mark.slow
 def test_servers_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     for slow, quick in run_ranks(_servers_slower_than_the_ranks_wait, 2, str(folder), str(tmp_path / "weights")):
         assert 3.5 <= slow < 9 and quick < 2
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     script = f"""

@@ -238,6 +238,7 @@ def _killed(rank: int, world_size: int, victim: int, url: str, environment: dict
     return raised(lambda: save_hf(sharded(tiny_model("llama")), url, max_shard_size_bytes=4000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_export_does_not_count_and_the_next_removes_what_it_left(
     server: S3Server, s3_url: str, tmp_path: Path, victim: int

@@ -241,6 +241,7 @@ def two_ranks(model_path: str) -> list[dict[str, Any]]:
     return run_ranks(_all_checks, 2, model_path, timeout_s=150)
 
 
+@pytest.mark.slow
 def test_grpo_on_two_ranks_takes_the_step_of_an_unsharded_padded_model(two_ranks: list[dict[str, Any]]) -> None:
     first, second = (result["grpo"] for result in two_ranks)
     assert first == second

@@ -168,6 +168,7 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
     assert_lost(pair, [1], call, moment, r"no answer to add\(\) within 0.5 s")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_lost_though_no_deadline_was_set_and_a_slow_one_is_not(placement: PlacementGroup) -> None:
     group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
     group.call_all("nap", 3.5)

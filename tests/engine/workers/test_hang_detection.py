@@ -76,27 +76,32 @@ def test_an_endless_loop_while_the_others_wait_in_a_collective_ends_the_group(st
     assert_lost(start(), [0, 1], r"no progress for 1.5 s during spin\(\)", "spin", 1, True)
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_named_alone_when_the_collective_times_out_first(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [1], r"others gave up waiting for them in a collective of spin\(\).*Timed out", "spin", 1, True)
 
 
+@pytest.mark.slow
 def test_a_collective_that_one_rank_never_joins_is_the_loss_of_that_rank(start: StartGroup) -> None:
     group = start(world_size=3, stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [2], "others gave up waiting for them in a collective", "reduce_except", 2)
 
 
+@pytest.mark.slow
 def test_a_collective_that_nobody_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [0, 1], r"nobody could finish a collective of receive_from_peer\(\)", "receive_from_peer")
 
 
+@pytest.mark.slow
 def test_a_bug_is_raised_though_others_time_out_waiting_for_it(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     with pytest.raises(UserBugError):
         group.call_all("fail_late", 0, COLLECTIVE_S + 0.5)
 
 
+@pytest.mark.slow
 def test_a_hung_server_is_lost_to_those_who_publish_to_it_and_they_live_on(start: StartGroup) -> None:
     trainer = start(stall_timeout_s=60)
     rollout = WorkerGroup(Server, name="rollout", process_group=False, hang_timeout_s=1.0)
@@ -111,12 +116,14 @@ def test_a_hung_server_is_lost_to_those_who_publish_to_it_and_they_live_on(start
     assert not any(running(pid) for pid in rollout.pids())
 
 
+@pytest.mark.slow
 def test_a_slow_rank_that_beats_lives_on_and_so_do_those_that_wait_for_it(start: StartGroup) -> None:
     group = start()
     assert group.call_all("nap_and_reduce", 1, 4.0, True) == [2.0, 2.0]
     assert group.call_all("add") == [10, 10]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_without_beats_lives_on_within_the_timeout_and_an_idle_one_for_ever(start: StartGroup) -> None:
     group = start(stall_timeout_s=4.0)
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
@@ -124,12 +131,14 @@ def test_a_slow_rank_without_beats_lives_on_within_the_timeout_and_an_idle_one_f
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long_in_one_call_lives_on_where_no_peer_waits_for_it(start: StartGroup) -> None:
     group = start(process_group=False)
     assert group.call(0, "compute", 5.0) > 0
     assert group.call_all("add") == [10, 10]
 
 
+@pytest.mark.slow
 def test_a_rank_that_neither_computes_nor_beats_is_lost_also_where_no_peer_waits_for_it(start: StartGroup) -> None:
     assert_lost(start(process_group=False), [0, 1], r"no progress for 1.5 s during idle\(\)", "idle")
 

@@ -50,6 +50,7 @@ def pid_elsewhere(group: WorkerGroup) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_killed_group_is_gone_on_other_nodes_too_when_the_kill_returns(cluster: Cluster) -> None:
     group = WorkerGroup(Worker, world_size=2, process_group=False)
     assert len(group.node_ids()) == 2
@@ -60,6 +61,7 @@ def test_a_killed_group_is_gone_on_other_nodes_too_when_the_kill_returns(cluster
     group.shutdown()
 
 
+@pytest.mark.slow
 def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     group = WorkerGroup(Worker, world_size=2, process_group=False, name="pair")
     elsewhere = pid_elsewhere(group)
