@@ -113,7 +113,7 @@ class LocalRanks:
         n_callers: number of processes that call the handler, each with a dataloader of its own.
         caller: which of them this is.
         is_driver: whether the caller is a process besides the ranks.
-        is_decider: whether decisions are made in this process.
+        is_leader: whether decisions are made in this process.
     """
 
     is_driver = False
@@ -122,7 +122,7 @@ class LocalRanks:
         self._target, self._group = target, group
         self.world_size = self.n_callers = get_world_size(group)
         self.caller = get_rank(group)
-        self.is_decider = self.caller == 0
+        self.is_leader = self.caller == 0
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
@@ -156,7 +156,7 @@ class DrivenRanks:
     """
 
     is_driver = True
-    is_decider = True
+    is_leader = True
     n_callers = 1
     caller = 0
 

@@ -66,29 +66,29 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
     assert whole is not None
     control = _control_groups.get(whole, lambda: None)()
     if control is None:
-        control = new_group_aside(whole)
+        control = new_background_group(whole)
         assert control is not None
         _control_groups[whole] = weakref.ref(control)
     return control
 
 
-def new_group_aside(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
+def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks for another thread: a collective in the background must not meet one of the
     training in its group. All ranks of ``group`` call it; None without torch.distributed, or as timeout torch's own."""
     if not dist.is_initialized():
         return None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if get_world_size(group) == dist.get_world_size():
-        aside = dist.new_group(backend="gloo", timeout=timeout)
+        background = dist.new_group(backend="gloo", timeout=timeout)
     else:
         ranks = get_group_ranks(group)
-        aside = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-    assert isinstance(aside, dist.ProcessGroup)
-    return aside
+        background = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    assert isinstance(background, dist.ProcessGroup)
+    return background
 
 
 def drop_group(group: dist.ProcessGroup | None) -> None:
-    """Leave a group that `new_group_aside` made, unless it went with the default group that it was made in."""
+    """Leave a group that `new_background_group` made, unless it went with the default group that it was made in."""
     if group is not None and dist.is_initialized():
         with suppress(ValueError):
             dist.destroy_process_group(group)

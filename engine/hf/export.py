@@ -5,9 +5,9 @@ rank then writes the elements it holds at their offsets, cast to the export dtyp
 What several ranks hold is written once, in equal shares. A folder becomes visible under its name only when all ranks
 have succeeded. The files equal those of ``save_pretrained`` of the unsharded model, byte for byte.
 
-Cost: one write of the weights, spread over the ranks; beside the model, a chunk of memory. What no rank can address
-alone is gathered: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor
-(and what it is converted with) at a time.
+Cost: one write of the weights, spread over the ranks; beside the model, a chunk of memory. What needs an all-gather is
+gathered: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor (and what
+it is converted with) at a time.
 """
 
 import os
@@ -38,7 +38,7 @@ from .shard_ranges import (
     row_blocks,
     whole_tensor,
 )
-from .sidecars import write_companions
+from .sidecars import write_sidecars
 from .upload import export_to_url
 
 logger = get_logger(__name__)
@@ -67,7 +67,7 @@ def save_hf(
         model: any transformers model, sharded by `fully_shard` or not.
         path: the folder to create, or a URL.
         group: control group of CPU tensors (gloo); None takes the default group.
-        gather_group: for a `staged_model`, over which to gather what no rank can address alone; None: its mesh.
+        gather_group: for a `staged_model`, over which to gather what needs an all-gather; None: its mesh.
         dtype: what floating-point weights are stored as; None keeps each as it is.
         tokenizer: saved beside the weights, chat template included.
         processor: likewise.
@@ -135,7 +135,7 @@ def write_hf(
         small_files: list[str] = []
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
-                write_companions(model, folder, dtype, tokenizer, processor, base_model_path)
+                write_sidecars(model, folder, dtype, tokenizer, processor, base_model_path)
                 small_files = [name for name in walk_files(folder) if name not in weights]
                 for name in small_files:
                     fsync_file(folder / name)
@@ -144,9 +144,9 @@ def write_hf(
                     small_files.append(INDEX_NAME)
             for tensor, span in plan.direct:
                 _write_share(files, places[tensor.key], span, plan.parts[span.source])
-            if not (plan.gathered or plan.opaque):
+            if not (plan.gathered or plan.unmapped):
                 files.sync()
-        if plan.gathered or plan.opaque:
+        if plan.gathered or plan.unmapped:
             _write_gathered(files, folder, model, plan, stored, places, group, gather_group)
     return weights[rank::world_size] + small_files
 
@@ -198,7 +198,7 @@ def _write_gathered(
                 for file_tensor, span in wanted:
                     _write_share(files, places[file_tensor.key], span, block)
     rank, world_size = get_rank(group), get_world_size(group)
-    for tensors in plan.opaque:
+    for tensors in plan.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
         flat = torch.cat([whole_tensor(stored[source], gather_group).reshape(-1) for source in sources])
         with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):

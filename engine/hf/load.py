@@ -5,9 +5,9 @@ index and the sizes of its files, and by comparing the copies of tied weights wh
 read straight into the parameters (`file_io`). Only a file that cannot be read any more, or has become shorter since,
 can stop this half-way; the error says on every rank that the model is now half loaded.
 
-Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. Weights that no rank can
-address alone are read by all of them: shards that are not rows in blocks of rows, transposes and conversions that are
-not slices a tensor (and what it is converted with) at a time.
+Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. Weights that need an all-
+gather are read by all of them: shards that are not rows in blocks of rows, transposes and conversions that are not
+slices a tensor (and what it is converted with) at a time.
 """
 
 import os
@@ -100,8 +100,8 @@ def load_hf(
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
             _read_direct(reader, plan, places)
             _read_blocks(reader, plan, places, state)
-            for tensors in plan.opaque:
-                _read_opaque(reader, model, tensors, places, state)
+            for tensors in plan.unmapped:
+                _read_unmapped(reader, model, tensors, places, state)
     # As in `from_pretrained`: an export reverts them.
     set_conversions(model, loading.conversions)
     return missing
@@ -201,7 +201,7 @@ def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place])
     for _, span in plan.direct:
         if not plan.parts[span.source].data.is_contiguous():
             raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
-    for tensors in plan.opaque:
+    for tensors in plan.unmapped:
         loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
 
 
@@ -233,7 +233,7 @@ def _read_direct(reader: WeightReader, plan: Plan, places: Mapping[str, Place]) 
 def _read_blocks(
     reader: WeightReader, plan: Plan, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read what no rank can address alone, a block after the other, and keep this rank's part of each."""
+    """Read what needs an all-gather, a block after the other, and keep this rank's part of each."""
     for source, spans in plan.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
@@ -246,7 +246,7 @@ def _read_blocks(
             fill_block(tensor, first, last, values)
 
 
-def _read_opaque(
+def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],

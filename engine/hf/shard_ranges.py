@@ -22,7 +22,7 @@ from .name_mapping import FileTensor, Span, file_tensors
 from .safetensors_layout import Layout, TensorSpec, plan_layout
 
 BLOCK_BYTES = 64 << 20
-"""About how much of a tensor that no rank can address alone is gathered, or read, at a time."""
+"""About how much of a tensor that needs an all-gather is gathered, or read, at a time."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class Plan:
         tensors: every file tensor, in file order.
         parts: ``state_dict`` key -> what this rank holds, for the sources of ``direct``.
         direct: the spans that each rank addresses in its own shards.
-        gathered: source -> the spans of it that no rank can address alone (nearly always none).
-        opaque: groups of file tensors without spans (rarer still), whose sources must be converted together.
+        gathered: source -> the spans of it that need an all-gather (nearly always none).
+        unmapped: groups of file tensors without spans (rarer still), whose sources must be converted together.
     """
 
     tensors: Sequence[FileTensor]
     parts: Mapping[str, LocalPart]
     direct: Sequence[tuple[FileTensor, Span]]
     gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
-    opaque: Sequence[Sequence[FileTensor]]
+    unmapped: Sequence[Sequence[FileTensor]]
 
     def layout(self, max_shard_size_bytes: int, total_parameters: int) -> Layout:
         """Where the file tensors lie; see `plan_layout`."""

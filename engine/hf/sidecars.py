@@ -27,7 +27,7 @@ _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
-def write_companions(
+def write_sidecars(
     model: PreTrainedModel,
     folder: Path,
     dtype: torch.dtype | None,

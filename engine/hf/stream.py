@@ -2,7 +2,7 @@
 
 For stores that take a file from one writer, from start to end. All ranks take turns together. In a turn every owner
 gets the next block of its file from those who hold it, cast where it lies, by one uneven all-to-all, and writes it.
-What no rank can address alone (see `Plan`) all gather in the turn in which an owner comes to it. Every message says
+What needs an all-gather (see `Plan`) is gathered in the turn in which an owner comes to it. Every message says
 whether its sender is well, so that all stop in the same turn.
 
 Cost: every byte is sent once; what is gathered goes to everybody, as often as a file comes back to it. Memory beside
@@ -285,7 +285,7 @@ class WeightStreaming:
 
     def _gather_sources(self, group: Group, convert: bool) -> dict[str, torch.Tensor] | None:
         """The flattened values of its file tensors, by key."""
-        tensors = self._plan.opaque[group.number]
+        tensors = self._plan.unmapped[group.number]
         sources = sorted({source for tensor in tensors for source in tensor.sources})
         wholes = {source: whole_tensor(self._stored[source], self._gather_group) for source in sources}
         with self._noting():

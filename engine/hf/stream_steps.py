@@ -91,7 +91,7 @@ def plan_steps(
     for source, wanted in plan.gathered.items():
         for tensor, span in wanted:
             found[places[tensor.key].file] += _gathered(places[tensor.key], source, stored[source], tensor, span)
-    for number, tensors in enumerate(plan.opaque):
+    for number, tensors in enumerate(plan.unmapped):
         for tensor in tensors:
             place = places[tensor.key]
             found[place.file].append(Gathered(*_bytes(place, 0, tensor.numel), tensor, None, Group(number)))

@@ -34,7 +34,7 @@ from ...utils.remote import RemoteFolder, without_secrets
 from .name_mapping import stored_tensors
 from .safetensors_layout import INDEX_NAME, Layout, WeightFile, encode_index
 from .shard_ranges import Plan, plan_tensors
-from .sidecars import WEIGHT_SUFFIXES, write_companions
+from .sidecars import WEIGHT_SUFFIXES, write_sidecars
 from .stream import WeightStreaming
 
 logger = get_logger(__name__)
@@ -94,11 +94,11 @@ def _share_bytes(plan: Plan, world_size: int) -> int:
     return min(max(-(-total_bytes // world_size), _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
 
 
-def _small_files(layout: Layout, model: PreTrainedModel, *companions: Any) -> dict[str, bytes]:
+def _small_files(layout: Layout, model: PreTrainedModel, *sidecars: Any) -> dict[str, bytes]:
     """Everything but the weights, by name."""
     files = {} if layout.index is None else {INDEX_NAME: encode_index(layout.index)}
     with tempfile.TemporaryDirectory(prefix="holdfast-export-") as folder:
-        write_companions(model, Path(folder), *companions)
+        write_sidecars(model, Path(folder), *sidecars)
         return files | {name: (Path(folder) / name).read_bytes() for name in walk_files(folder)}
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_ranks_succeed, drop_group, new_group_aside
+from ...utils.distributed import all_ranks_succeed, drop_group, new_background_group
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..api import SaveLoadMeta
@@ -42,7 +42,7 @@ class BackgroundSave:
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._model, self._group = model, group
         self._staging = Staging(model)
-        self._aside = new_group_aside(group, timeout_s)
+        self._background_group = new_background_group(group, timeout_s)
         self._outcome: Future[None] | None = None
 
     def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
@@ -61,7 +61,7 @@ class BackgroundSave:
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, weights_only=not meta.with_optim)
             if meta.weight_format == "dcp":
-                write = partial(save_dcp, meta.path, StagedState(values, self._staging.finish), self._aside)
+                write = partial(save_dcp, meta.path, StagedState(values, self._staging.finish), self._background_group)
             else:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
@@ -84,14 +84,14 @@ class BackgroundSave:
     def close(self) -> None:
         """`wait`, then give up the buffers and the group, whatever it raises."""
         with ExitStack() as last:
-            last.callback(drop_group, self._aside)
+            last.callback(drop_group, self._background_group)
             last.callback(self._staging.release)
             self.wait()
 
     def _export(self, model: PreTrainedModel, path: str, options: dict[str, Any]) -> None:
-        with all_ranks_succeed(f"staging {without_secrets(path)}", self._aside):
+        with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
-        save_hf(model, path, group=self._aside, gather_group=self._aside, **options)
+        save_hf(model, path, group=self._background_group, gather_group=self._background_group, **options)
 
 
 def _fulfil(outcome: Future[None], write: Callable[[], None], threads: int) -> None:

@@ -5,10 +5,10 @@ something goes wrong:
 
 - a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
 - a process is stopped, or makes no progress (an endless loop): the same; how that is found is told in `hang_detection`;
-- a collective timed out on some ranks: those that still owe an answer hang, which is the same again;
+- a collective timed out on some ranks: those that still have a pending call hang, which is the same again;
 - a rank raised anything else: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo
   neighbours of a dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and
-  those of a stopped rank when their collective times out, so the ranks that still owe an answer by then are pinged. If
+  those of a stopped rank when their collective times out, so ranks that still have a pending call are pinged then. If
   they are well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of
   step is of no use. When every rank has answered, the group stays usable.
 
@@ -118,7 +118,7 @@ class WorkerGroup:
             build_timeout_s: how long the constructors may take, of which loading a large model is a part.
             hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged, and
                 ``stall_timeout_s`` is without effect. Neither counts while the group starts.
-            stall_timeout_s: when of the ranks that owe an answer none has made progress for so long, they are lost; a
+            stall_timeout_s: when of the ranks with a pending call none has made progress for so long, they are lost; a
                 call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
                 for every micro-batch. Without a process group computing is progress too, so that a call that samples
                 for an hour is left alone; one that waits for so long, for a server say, has to beat. None: no limit.

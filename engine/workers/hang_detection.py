@@ -1,11 +1,11 @@
-"""Waits for the ranks that owe an answer, and finds those of them that live but will never give one.
+"""Waits for the ranks with a pending call, and finds those of them that live but will never give one.
 
 They are pinged every `PING_EVERY_S`. A thread of their own answers, however slow the worker is, unless C code holds the
 interpreter; it says how long ago the process last made progress (`holdfast.utils.heartbeat`). So a process is found
 
 - stopped: it leaves a ping unanswered for ``hang_s``;
 - in an endless loop, or in a collective that nobody else joins: it answers, but made no progress for ``stall_s``, and
-  nor did any other that owes an answer. While one of them still does, the others may just be waiting for it. Without a
+  nor did any other that has a pending call. While one of them still does, the others may just wait for it. Without a
   process group nobody waits for a rank, and computing is progress: only one that does nothing at all is found.
 
 A ping costs about a millisecond, on threads that do nothing else.
@@ -20,12 +20,12 @@ from typing import Any
 from .ray_adapter import Answers
 
 PING_EVERY_S = 5.0
-"""How often the ranks that owe an answer are pinged; also how late a hang may be noticed beyond its timeout."""
+"""How often the ranks with a pending call are pinged; also how late a hang may be noticed beyond its timeout."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """What a process that owes an answer may do before it counts as hung.
+    """What a process that has a pending call may do before it counts as hung.
 
     Attributes:
         hang_s: leave a ping unanswered for so long; None: none is pinged, so none is found hung.

@@ -15,7 +15,7 @@ DATA_STATE = "data.pt"
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     """What `DATA_STATE` holds: the state of every process that calls the handler, packed one by one, or of the first
-    only when any number of them can resume it, and their epochs' orders. All that call the handler call this.
+    only when any number of them can resume it, and their epochs' orders. Collective over the callers.
 
     Raises:
         ConfigError: a state could not be read back, only some of the processes have a dataloader, or one's order could

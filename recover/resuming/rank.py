@@ -49,7 +49,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
             return str(error)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"rank {get_rank()} does not see {generation}/{name}, which the process that decides sees; all ranks "
+                f"rank {get_rank()} does not see {generation}/{name}, which the leader sees; all ranks "
                 "need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
             ) from error
     return None

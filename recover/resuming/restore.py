@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 def restore_run(
     ranks: Ranks, choice: Choice, dataloader: Stateful | None, stateful: Mapping[str, Stateful]
 ) -> RestoredEpoch | None:
-    """Bring all ranks, and the process that calls the handler, to a generation; all that call the handler call this.
+    """Bring all ranks, and the process that calls the handler, to a generation; collective over the callers.
 
     Args:
         ranks: whose engines, user objects and generators.

@@ -37,7 +37,7 @@ Choice = tuple[Path, RecoverInfo]
 
 
 class ResumeChoice:
-    """The choice of one run. `peek` and `choose` run everywhere, the other methods in the process that decides.
+    """The choice of one run. `peek` and `choose` run everywhere, the other methods in the leader.
 
     Args:
         config: its ``mode`` and ``resume_path``.
@@ -46,7 +46,7 @@ class ResumeChoice:
 
     Attributes:
         resume_path: the generation to go back to, or None.
-        origin: digest of that generation's manifest, in the process that decides and once it has chosen. A folder can
+        origin: digest of that generation's manifest, in the leader and once it has chosen. A folder can
             move; this tells whether the newest generation descends from it.
     """
 
@@ -74,7 +74,7 @@ class ResumeChoice:
 
         Args:
             ranks: who compares the bytes.
-            mirror: where else to look, in the process that decides.
+            mirror: where else to look, in the leader.
 
         Raises:
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.

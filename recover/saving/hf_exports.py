@@ -28,11 +28,11 @@ class HFExports:
     Args:
         config: its ``hf_*`` keys count.
         key: of the handler, which the ranks know it by.
-        companions: tokenizer and processor, or None for either.
+        sidecars: tokenizer and processor, or None for either.
     """
 
-    def __init__(self, config: RecoverConfig, key: str, companions: tuple[object, object]) -> None:
-        self._config, self._key, self._companions = config, key, companions
+    def __init__(self, config: RecoverConfig, key: str, sidecars: tuple[object, object]) -> None:
+        self._config, self._key, self._sidecars = config, key, sidecars
         self._store = GenerationStore(config.hf_root)  # the same names, in another folder
         self._begun: int | None = None
 
@@ -41,10 +41,10 @@ class HFExports:
         """What the ranks are asked for; None when no export ever is due."""
         if self._config.hf_freq_steps is None:
             return None
-        return ExportRequest(self._config.hf_engine, self._config.hf_dtype, *self._companions)
+        return ExportRequest(self._config.hf_engine, self._config.hf_dtype, *self._sidecars)
 
     def check(self, ranks: Ranks) -> None:
-        """See that the ranks can export what the configuration names; all that call the handler call this.
+        """See that the ranks can export what the configuration names; collective over the callers.
 
         Raises:
             ConfigError: see `check_export`.
@@ -53,14 +53,14 @@ class HFExports:
             ranks.run_all(check_export, request, self._config.async_save)
 
     def due(self, step: int) -> bool:
-        """Whether the weights after ``step`` are to be exported and have not been; in the process that decides."""
+        """Whether the weights after ``step`` are to be exported and have not been; in the leader."""
         every = self._config.hf_freq_steps
         if every is None or (step + 1) % every or step == self._begun:
             return False
         return not os.path.lexists(self._store.path_of(step))
 
     def capture(self, ranks: Ranks, *, staged: bool) -> None:
-        """Take down the weights alone, on all ranks; all that call the handler call this."""
+        """Capture the weights alone, on all ranks; collective over the callers."""
         ranks.run_all(capture_rank, self._key, staged, False, True)
 
     def begin(self, step: int) -> None:
@@ -70,7 +70,7 @@ class HFExports:
     def write(
         self, ranks: Ranks, step: int, staged: bool, committing: Callable[[], AbstractContextManager[None]]
     ) -> Path:
-        """Write and commit what was captured; all that call the handler call this.
+        """Write and commit what was captured; collective over the callers.
 
         Args:
             ranks: who writes.
@@ -84,7 +84,7 @@ class HFExports:
         """
         staging = ranks.decide(partial(self._store.open_staging, step))
         with ExitStack() as undo:
-            if ranks.is_decider:
+            if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
             ranks.run_all(export_rank, self._key, str(staging), staged)
 
@@ -105,7 +105,7 @@ class HFExports:
     def go_back(self, step: int) -> None:
         """Remove what killed writers left, and set aside what is of later steps than ``step``, where the run goes on.
 
-        In the process that decides. Nobody shall take weights of a life that was given up for those of this one.
+        In the leader. Nobody shall take weights of a life that was given up for those of this one.
         """
         self._begun = None
         if self._config.hf_freq_steps is None:

@@ -33,7 +33,7 @@ class Capture:
     Attributes:
         step_info: the step that was just trained.
         metrics: a copy of what is remembered, without what is not finite.
-        resumed_from: ``resume_path`` of the run and the digest that goes with it, in the process that decides.
+        resumed_from: ``resume_path`` of the run and the digest that goes with it, in the leader.
         data: the dataloaders' state.
         driver: state of the driver's process and the digest of its generators; None when the ranks call the handler.
         staged: whether the ranks' state may change while it is written.
@@ -87,16 +87,16 @@ class GenerationWriter:
         staged: bool,
         export: bool = False,
     ) -> Capture:
-        """Take down the state of the run after a step, on all ranks; all that call the handler call this.
+        """Capture the state of the run after a step, on all ranks; collective over the callers.
 
         Args:
             ranks: whose state.
             step_info: the step.
             dataloader: its state goes along.
             metrics: see `Capture`, as is the next.
-            resumed_from: in the process that decides.
+            resumed_from: in the leader.
             staged: have the ranks copy their state, so that it can be written while it changes.
-            export: have them take down what `HFExports.write` writes, too.
+            export: have them capture what `HFExports.write` writes, too.
 
         Raises:
             ConfigError: the state of a user object or a dataloader could not be read back.
@@ -110,7 +110,7 @@ class GenerationWriter:
     def write(
         self, ranks: Ranks, capture: Capture, committing: Callable[[], AbstractContextManager[None]]
     ) -> tuple[Generation, int]:
-        """Write and commit what was captured; all that call the handler call this.
+        """Write and commit what was captured; collective over the callers.
 
         Args:
             ranks: who writes.
@@ -126,7 +126,7 @@ class GenerationWriter:
         """
         staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step, committing))
         with ExitStack() as undo:
-            if ranks.is_decider:
+            if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
             parts = ranks.run_all(write_rank, self._key, str(staging), capture.staged)
             assert len(parts) == ranks.world_size, "a generation without a rank's shards would be no generation"

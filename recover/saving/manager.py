@@ -137,7 +137,7 @@ class SnapshotSaver:
             logger.error("step %d: %s failed, %d in a row (%d allowed): %s", step, kind, n_failed, allowed, error)
 
     def look(self, ranks: Ranks) -> None:
-        """Settle what was being written if it is done by now; all that call the handler call this.
+        """Settle what was being written if it is done by now; collective over the callers.
 
         Raises:
             see `settle`.
@@ -208,7 +208,7 @@ class SnapshotSaver:
         must: bool = False,
         in_background: bool,
     ) -> bool:
-        """Save a step, or only stage it and leave the rest to the background; all that call the handler call this.
+        """Save a step, or only stage it and leave the rest to the background; collective over the callers.
 
         Args:
             ranks: whose state.

@@ -23,7 +23,7 @@ from ...engine.dcp.state import DCPState
 from ...engine.staging.staged_state import Staging
 from ...engine.tensors import flatten
 from ...utils.atomic_folder import as_write_error
-from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_group_aside
+from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry
@@ -80,16 +80,16 @@ class RankWriter:
     """One rank's side of the snapshots of one handler.
 
     Args:
-        aside: gloo group for snapshots that are written in the background; None when there are none.
+        background_group: gloo group for snapshots that are written in the background; None when there are none.
         request: what is exported; None: nothing.
 
     Attributes:
-        aside: see above.
+        background_group: see above.
         rng: the generators of this rank as they are now, which is as `load` leaves them.
     """
 
-    def __init__(self, aside: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
-        self.aside, self._request = aside, request
+    def __init__(self, background_group: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
+        self.background_group, self._request = background_group, request
         self.rng = capture_rng()
         self._savers: dict[str, DCPSaver] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
@@ -97,7 +97,7 @@ class RankWriter:
         self._export: _ExportCapture | None = None
 
     def capture(self, target: RankTarget, staged: bool, snapshot: bool, export: bool) -> None:
-        """Take down what a snapshot, an export, or both are made of, as it is; with ``staged`` it may change once this
+        """Capture what a snapshot, an export, or both are made of, as it is; with ``staged`` it may change once this
         has returned (see `staged_state`)."""
         self._capture = self._export = None
         if snapshot:
@@ -132,7 +132,7 @@ class RankWriter:
         capture, self._capture = self._capture, None
         assert capture is not None, "nothing was captured"
         target = capture.target
-        group = self.aside if in_background else target.group_of()
+        group = self.background_group if in_background else target.group_of()
         with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
             for name in capture.values:
                 (folder / name).mkdir(exist_ok=True)
@@ -146,7 +146,8 @@ class RankWriter:
             }
         for name, values in capture.values.items():
             saver = self._savers.setdefault(name, DCPSaver())
-            for entry in saver.write(folder / name, values, self.aside if in_background else target.group_of(name)):
+            writers = self.background_group if in_background else target.group_of(name)
+            for entry in saver.write(folder / name, values, writers):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
         if in_background:
             with all_ranks_succeed("finishing the snapshot", group):
@@ -162,9 +163,9 @@ class RankWriter:
             capture.export.write(folder, capture.group)
             return
         torch.set_num_threads(capture.threads)  # else a new thread takes all cores
-        with all_ranks_succeed("preparing the export", self.aside):
+        with all_ranks_succeed("preparing the export", self.background_group):
             self._stagings[capture.name][1].finish()
-        capture.export.write(folder, self.aside, self.aside)
+        capture.export.write(folder, self.background_group, self.background_group)
 
     def prepare(self, target: RankTarget, snapshots: bool) -> None:
         """Take the host memory that `capture` will need with ``staged``: of the weights alone without ``snapshots``."""
@@ -187,7 +188,7 @@ class RankWriter:
         """Give up the buffers and the group."""
         for _, staging in self._stagings.values():
             staging.release()
-        drop_group(self.aside)
+        drop_group(self.background_group)
 
 
 _WRITERS: dict[str, RankWriter] = {}
@@ -211,8 +212,8 @@ def open_writer(
     """
     close_writer(holder, key)
     target = rank_target(holder)
-    aside = None if timeout_s is None else new_group_aside(target.group, timeout_s)
-    _WRITERS[key] = RankWriter(aside, request)
+    background_group = None if timeout_s is None else new_background_group(target.group, timeout_s)
+    _WRITERS[key] = RankWriter(background_group, request)
     if timeout_s is not None:
         _WRITERS[key].prepare(target, snapshots)
 
@@ -281,4 +282,4 @@ def restore_rank_rng(holder: Any, key: str) -> None:
 
 def writer_group(key: str) -> dist.ProcessGroup | None:
     """The group for the background of a handler in this process."""
-    return _WRITERS[key].aside
+    return _WRITERS[key].background_group

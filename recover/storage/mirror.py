@@ -8,7 +8,7 @@ A generation counts as soon as its manifest is there, and is verified byte by by
 a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other. A copy that
 was found damaged is taken again only where there is nothing else.
 
-Cost: one background thread in the process that decides. It reads every file twice, for the digest and for the upload
+Cost: one background thread in the leader. It reads every file twice, for the digest and for the upload
 (the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
 ``max_concurrency`` parts of 50 MB). A URL has one writer at a time: the lock of the run's folder sees to that, as long
 as runs with different folders are given different URLs.

@@ -7,7 +7,7 @@ from .retention import RetentionRules
 
 
 class GenerationUpkeep:
-    """The upkeep of one run's generations, in the process that decides.
+    """The upkeep of one run's generations, in the leader.
 
     Args:
         config: its retention and mirror keys.

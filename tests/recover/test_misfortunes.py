@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_see_a_file_stops_the_run_and_sets_nothing_aside(tm
     files = read_manifest(newest(tmp_path))["files"]
     target = RankTarget({"default": Tiny().state})
     assert check_bytes(target, str(newest(tmp_path)), files) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the process that decides sees"):
+    with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the leader sees"):
         check_bytes(target, str(tmp_path / "not mounted here"), files)
 
 

@@ -105,7 +105,7 @@ def _file_size_limited(action: Callable[[], object], limit_bytes: int) -> str:
 
 
 def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    """What only needs one architecture: companions of the weights, failed writes, other placements."""
+    """What only needs one architecture: sidecars of the weights, failed writes, other placements."""
     model = sharded(tiny_model("llama"))
     save_hf(model, root / "complete", tokenizer=_tokenizer(), base_model_path=root / "base")
     messages = {

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.timeout(100)
 
 
 def make(root: Path | str, **options: Any) -> RecoverHandler:
-    companions = {name: options.pop(name) for name in ("tokenizer", "processor") if name in options}
+    sidecars = {name: options.pop(name) for name in ("tokenizer", "processor") if name in options}
     options = {"trial_name": "t", "hf_freq_steps": 1} | options
-    return RecoverHandler(RecoverConfig("e", fileroot=str(root), **options), SPEC, **companions)
+    return RecoverHandler(RecoverConfig("e", fileroot=str(root), **options), SPEC, **sidecars)
 
 
 class Trainer:
