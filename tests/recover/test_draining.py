@@ -52,6 +52,7 @@ def drain(node_id: str, deadline_s: float | None) -> float:
     return by_ms / 1000
 
 
+@pytest.mark.slow
 def test_the_notice_of_a_node_that_runs_a_worker_or_the_driver_is_told_and_no_others(cluster: Cluster) -> None:
     (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
 

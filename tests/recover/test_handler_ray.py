@@ -112,6 +112,7 @@ def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, fir
     return seen, records, job.snapshot()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun_and_back(
     model: str, placement: PlacementGroup, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_
     assert info and info.last_step_info.global_step == 1
 
 
+@pytest.mark.slow
 def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
     started = time.time()
     job = Job(tmp_path, wait=False, must_save_by="80")  # a first save is taken to last a minute, until one was measured
@@ -162,6 +163,7 @@ def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) 
     assert make_handler(tmp_path, lock_timeout_s=5.0).load(Tiny().state) is None
 
 
+@pytest.mark.slow
 def test_a_run_that_copies_its_own_folder_goes_on_alone_in_it(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path / "runs", freq_steps=1), Tiny()
     handler.load(tiny.state)
@@ -213,6 +215,7 @@ def test_a_run_that_has_lost_its_folder_to_another_job_commits_nothing_more(tmp_
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_second_job_waits_for_the_first_when_told_to(tmp_path: Path) -> None:
     first = Job(tmp_path)
     second = Job(tmp_path, wait=False, lock_timeout_s=30.0)

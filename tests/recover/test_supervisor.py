@@ -78,6 +78,7 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
     assert live_placements() == 0
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
 
@@ -120,6 +121,7 @@ def test_a_group_that_hangs_is_gone_before_it_is_started_again(tmp_path: Path) -
     assert Supervisor().run(job) == 4
 
 
+@pytest.mark.slow
 def test_a_restart_that_is_hit_again_can_be_tried_again_and_a_trainers_loss_ends_the_attempt(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     pids: list[int] = []
@@ -300,6 +302,7 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
         last[0].worker_group(Server, name="too late")
 
 
+@pytest.mark.slow
 def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -310,9 +313,9 @@ def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_tim
         rollout = attempt.worker_group(Worker, **options)
         if attempt.number == 0:
             with pytest.raises(WorkerLost) as lost:
-                rollout.call(0, "nap", 3.0)
+                rollout.call(0, "nap", 3.4)
             rollout = attempt.restart(lost.value)
-        rollout.call(0, "nap", 3.0)
+        rollout.call(0, "nap", 3.4)
         return attempt.number
 
     supervisor = Supervisor(RecoverConfig(mode="off", retries=4))

@@ -90,8 +90,10 @@ def _cut_after(last: int, root: str, rank: int) -> Path:
     return again
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "shuffle"),
+    [(0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, True), (0, False), (2, False)))],
+)
 def test_a_resumed_epoch_has_the_batches_and_the_weights_of_one_that_was_never_killed(
     tmp_path: Path, workers: int, shuffle: bool
 ) -> None:
@@ -124,6 +126,7 @@ def _until(rank: int, world_size: int, root: str, killed_after: int) -> tuple[li
     return batches, script.digest()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_its_second_and_third_epoch_ends_as_one_that_was_not(tmp_path: Path) -> None:
     untouched = run_ranks(_until, 2, str(tmp_path / "untouched"), -1)
     for killed_after in (8, 14):

@@ -171,6 +171,7 @@ def _possible_outcomes(life: Life, start: int) -> set[int]:
     return outcomes[life.moment] if last in due else {without}
 
 
+@pytest.mark.slow
 def test_random_kills_with_restarts_on_other_numbers_of_ranks_train_every_sample_once(tmp_path: Path) -> None:
     run_ranks(_random_kills, 1, str(tmp_path), 5, 40)
 
@@ -180,6 +181,7 @@ def _live_rank(rank: int, world_size: int, run: Run, life: Life, root: str, numb
     return live(run, life, root, number, [rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_killed_ranks_come_back_two_one_three_and_four_at_a_time_and_train_every_sample_once(
     drop_last: bool, tmp_path: Path

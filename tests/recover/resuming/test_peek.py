@@ -237,6 +237,7 @@ def test_each_rank_has_its_own_generators_put_back_also_one_that_is_new(tmp_path
     assert first == second and first[0] == saved[0] and first[1] not in (saved[0], first[0])
 
 
+@pytest.mark.slow
 def test_peek_is_quick_enough_for_the_top_of_a_script(tmp_path: Path) -> None:
     """It neither needs nor starts a process group, in a process that has imported nothing else."""
     run_until(tmp_path, 1)

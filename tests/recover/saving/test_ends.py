@@ -68,6 +68,7 @@ def test_the_snapshot_of_ranks_that_end_is_finished_and_their_exit_is_their_own(
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_their_group_before_their_snapshot_is_written_do_not_end_well(tmp_path: Path) -> None:
     code, said = end(tmp_path, "dist.destroy_process_group()", n_ranks=2)
     assert code == 1 and names(tmp_path) == []
@@ -95,6 +96,7 @@ def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
     assert end(tmp_path, how, write_s=2.0)[0] == code and names(tmp_path) == found
 
 
+@pytest.mark.slow
 def test_a_child_of_the_process_that_trains_has_no_snapshot_to_finish(tmp_path: Path) -> None:
     how = "child, at = os.fork(), time.monotonic(); child and (os.wait(), print('for', time.monotonic() - at))"
     code, said = end(tmp_path, how)
@@ -115,6 +117,7 @@ handler.dump(state, StepInfo(0, 1, 1, 6))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "handler.wait()", "handler.close()"])
 def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_path: Path, how: str) -> None:
     """torch ends the process with SIGABRT when such a thread wants the interpreter back."""
@@ -136,6 +139,7 @@ LAST = "handler.dump(state, StepInfo(0, 1, 1, 6)); reached.wait(); print('the en
 """A dump whose commit, or whose writer and then the look at what it writes, does not come back."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hang", ["generations.commit_folder = hang", "leader.write_rank = generations.walk_leaves = hang"]
 )

@@ -381,6 +381,7 @@ def _reference(job: Job, path: str) -> None:
     job.engines["default"].save(SaveLoadMeta(path, "hf", False, base_model_path=job.engines["default"].config.path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())

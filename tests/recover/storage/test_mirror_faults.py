@@ -97,6 +97,7 @@ def test_a_copy_that_was_killed_does_not_count_and_the_next_completes_it(
         assert server.puts() == ["global_step_5/default/shard_2", "global_step_5/manifest.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
     s3_url: str, server: S3Server, store: GenerationStore, tmp_path: Path
@@ -219,6 +220,7 @@ def test_close_waits_for_what_is_under_way(url: str, store: GenerationStore) -> 
     assert not any(thread.name == "mirror" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_time_although_its_mirror_hangs(
     s3_url: str, server: S3Server, store: GenerationStore
 ) -> None:

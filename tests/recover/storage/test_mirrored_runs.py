@@ -156,6 +156,7 @@ def test_an_only_copy_that_was_found_bad_is_tried_again_at_the_next_start(
     assert _copies(tmp_path) == ["global_step_0"] and not list(tmp_path.rglob(".damaged-*")), "its copy replaced it"
 
 
+@pytest.mark.slow
 def test_a_mirror_that_cannot_be_read_stops_only_a_run_that_has_nothing_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_mirror_that_cannot_be_read_stops_only_a_run_that_has_nothing_of_its_o
         _mirrored(tmp_path, "fresh").load(Tiny().state)
 
 
+@pytest.mark.slow
 def test_a_mirror_that_fails_never_stops_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     handler, tiny = _mirrored(tmp_path, freq_steps=1), Tiny()
     handler.load(tiny.state)
