@@ -7,7 +7,7 @@ and its bytes, in large blocks straight from memory, digested on their way. Then
 stable storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks.
 
 Stock ``dcp.load`` reads what is written. Making the folder's entries durable and the folder visible is the caller's
-(`files.commit_folder`); until then it is no checkpoint.
+(`utils.files.commit_folder`); until then it is no checkpoint.
 """
 
 import os

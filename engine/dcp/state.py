@@ -3,7 +3,7 @@
 The names are those AReaL writes (``{"dcp": DCPState}`` with ``model`` and ``optim`` inside), so its folders load here
 and torch's own reader reads ours. Three things differ from torch's ``get_state_dict``:
 
-- it takes no optimizer step to make the optimizer's state (see `optimizer.materialize_state`);
+- it takes no optimizer step to make the optimizer's state (see `training.optimizer.materialize_state`);
 - a tensor that is tied to another is stored once, under the first of its names;
 - what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
   has to be unpickled (see `safe_json`).

@@ -1,4 +1,4 @@
-"""Waits for the ranks with a pending call, and finds those of them that live but will never give one.
+"""Waits for the ranks with a pending call, and finds those of them that live but will never answer.
 
 They are pinged every `PING_EVERY_S`. A thread of their own answers, however slow the worker is, unless C code holds the
 interpreter; it says how long ago the process last made progress (`holdfast.utils.heartbeat`). So a process is found

@@ -1,6 +1,6 @@
 """What Ray reserves, and what it says when calls end: answers, errors of the code, deaths of processes.
 
-With `group` the only engine file that knows Ray.
+With `group` and `ray_private` (in ``compat``) the only engine file that imports ray.
 """
 
 import math

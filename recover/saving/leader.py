@@ -115,7 +115,7 @@ class GenerationWriter:
         Args:
             ranks: who writes.
             capture: what `capture` returned.
-            committing: entered by who decides for whatever changes the generations that are there, the commit above
+            committing: entered in the leader for whatever changes the generations that are there, the commit above
                 all; if it raises, that is not done.
 
         Returns:

@@ -76,8 +76,8 @@ class SnapshotSaver:
         writer: of the run.
         exports: of the run.
         pace: told how long each step took to save.
-        after_commit: called with each new generation, by who decides.
-        confirm_folder: raises when the folder is no longer this run's; called before each commit, by who decides.
+        after_commit: called with each new generation, in the leader.
+        confirm_folder: raises when the folder is no longer this run's; called before each commit, in the leader.
 
     Attributes:
         stats: see `SaveStats`.

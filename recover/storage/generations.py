@@ -1,7 +1,7 @@
 """Generations on a local folder: stage, commit, list, verify, set aside, retire.
 
 A generation's name appears when it is complete, and no folder is ever written over. All of it runs in one process,
-the decider: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
+the leader: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class GenerationStore:
         What cannot be removed is logged and left: it costs space, not the run.
         """
         if self.root.is_dir():
-            fsync_dir(self.root)  # what an earlier life has named counts only once it is on the disk
+            fsync_dir(self.root)  # what an earlier process has named counts only once it is on the disk
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
