@@ -380,7 +380,7 @@ class RecoverHandler:
         self.schedule.mark(info.last_step_info)
 
     def _go_on_exporting(self, ranks: Ranks, resumed: Choice | None) -> None:
-        """Give up exports of a life that is given up, and make the one that a crash has kept from the step resumed."""
+        """Set aside exports of steps that are given up; make that of the step resumed, if a crash came before it."""
         here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
         step = -1 if resumed is None else resumed[1].last_step_info.global_step
         ranks.decide(lambda: self._exports.go_back(step if here else step - 1))

@@ -48,7 +48,7 @@ class StatsLogger:
         self._writer: SummaryWriter | None = None
 
     def resume_after(self, step: int | None) -> None:
-        """Forget what an earlier life logged of steps after ``step``; of all steps when it is None (a fresh start).
+        """Forget what was logged before of steps after ``step``; of all steps when it is None (a fresh start).
 
         Call it before the first `log`. The file is replaced atomically; lines torn by a crash go too.
         """

@@ -5,9 +5,9 @@ index and the sizes of its files, and by comparing the copies of tied weights wh
 read straight into the parameters (`file_io`). Only a file that cannot be read any more, or has become shorter since,
 can stop this half-way; the error says on every rank that the model is now half loaded.
 
-Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. Weights that need an all-
-gather are read by all of them: shards that are not rows in blocks of rows, transposes and conversions that are not
-slices a tensor (and what it is converted with) at a time.
+Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. What an export would gather,
+all ranks read: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor (and
+what it is converted with) at a time.
 """
 
 import os
@@ -233,7 +233,7 @@ def _read_direct(reader: WeightReader, plan: Plan, places: Mapping[str, Place]) 
 def _read_blocks(
     reader: WeightReader, plan: Plan, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read what needs an all-gather, a block after the other, and keep this rank's part of each."""
+    """Read what an export would gather, a block after the other, and keep this rank's part of each."""
     for source, spans in plan.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"

@@ -3,8 +3,8 @@
 A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
 Rank 0 then tells every server and takes its word for the version it serves; the other ranks wait as long as that takes.
 Older versions go only after that, because a server may still be reading one; versions newer than the one published
-belong to a life that ended in a crash, and go first, as does what a killed publisher left half-written. One job
-publishes to a folder at a time.
+are of steps that a crash took back, and go first, as does what a killed publisher left half-written. One job publishes
+to a folder at a time.
 """
 
 import os

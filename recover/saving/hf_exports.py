@@ -1,7 +1,7 @@
 """Hugging Face exports of a run: when one is due, the order of writing it, which stay, and which are given up.
 
 They lie beside the generations, each as ``hf/global_step_<N>``, and become visible as these do: staged, fsynced by
-every rank, renamed. A run that goes back sets those aside that the life it gives up has made.
+every rank, renamed. A run that goes back sets aside those of the steps it gives up.
 """
 
 import os
@@ -105,7 +105,7 @@ class HFExports:
     def go_back(self, step: int) -> None:
         """Remove what killed writers left, and set aside what is of later steps than ``step``, where the run goes on.
 
-        In the leader. Nobody shall take weights of a life that was given up for those of this one.
+        In the leader. Nobody shall take weights of steps that were given up for those that the run goes on with.
         """
         self._begun = None
         if self._config.hf_freq_steps is None:

@@ -1,9 +1,10 @@
 """The table of injected faults: counted by the tests of this folder, printed and judged at the end of the session.
 
 A test injects faults and reports them to the fixture ``tally``; the session fails unless every injected fault was
-survived with nothing lost, nothing undetected and nothing executed. ``make test`` injects a representative subset,
-``make faults`` (``HOLDFAST_FAULTS=full``) everything; it also keeps the table, as text and as JSON, in the folder that
-``HOLDFAST_FAULTS_OUT`` names. Where tests are spread over processes (pytest-xdist), each sends its counts to the first.
+survived with nothing lost, nothing undetected and nothing executed. ``make test`` and ``make test-slow`` inject a
+representative subset, ``make faults`` (``HOLDFAST_FAULTS=full``) everything; it also keeps the table, as text and as
+JSON, in the folder that ``HOLDFAST_FAULTS_OUT`` names. Where tests are spread over processes (pytest-xdist), each sends
+its counts to the first.
 """
 
 import io

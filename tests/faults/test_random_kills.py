@@ -2,8 +2,8 @@
 
 SIGKILL to a random process (driver, trainers, rollout worker, also one that still starts), SIGSTOP to a random worker,
 SIGTERM to the driver, in random order at random moments, recoveries included. All the while a watcher verifies every
-generation it can see. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest tests/faults/test_random_kills.py -s`` makes another
-storm of it.
+generation it can see. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m slow -s tests/faults/test_random_kills.py`` makes
+another storm of it.
 """
 
 import os

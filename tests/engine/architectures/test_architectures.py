@@ -1,4 +1,4 @@
-"""The table in docs/models.md is well-formed and gives reasons; what it says is true of some (fast) and all (slow)."""
+"""The table in docs/models.md is well-formed and gives reasons; what it says is true (all rows: ``make test-all``)."""
 
 import os
 import signal
