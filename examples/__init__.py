@@ -1,1 +1,1 @@
-"""Runnable jobs, smallest first."""
+"""Whole jobs to run, and what kills them (`demo`, `chaos`)."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning on top of an engine: losses, advantages, actor, critic."""
+"""Reinforcement learning on top of an engine: losses, advantages, actor, critic; and supervised fine-tuning."""
 
 from .actor import PPOActor
 from .config import NormConfig, PPOActorConfig, PPOCriticConfig
