@@ -25,7 +25,7 @@ EPOCHS, STEPS = 12, 120
 TIMEOUT_S = 30.0
 """Longest wait in a collective."""
 BOUND_S = TIMEOUT_S + 60
-"""For the end of a rank whose peer is dead: that wait, leaving the groups (`engine.training.distributed`), the process's end."""
+"""For the end of a rank whose peer is dead: that wait, leaving its groups (`close_process_groups`), the end itself."""
 PATIENCE_S = 240.0
 REPEATABLE = Path(__file__).with_name("deterministic.py")
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
