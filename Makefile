@@ -26,7 +26,7 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
 	$(PY) examples/demo.py
 
-test: $(INSTALLED)  ## Run the tests: one of each kind of fault, and all that is quick
+test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most kinds
 	$(PYTEST)
 
 test-slow: $(INSTALLED)  ## Run the others: more of each kind of fault, hangs, whole jobs, a quick benchmark
@@ -36,7 +36,7 @@ test-all: test test-slow  ## Run both, and every architecture of docs/models.md
 	$(PYTEST) -m matrix
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
-	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest --timeout-method=signal tests/faults
+	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
 
 lint: $(INSTALLED)  ## Check style, types and what may import what
 	$(VENV)/bin/ruff check .

@@ -52,7 +52,7 @@ def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int
     return seen
 
 
-def test_a_relative_fileroot_is_that_of_the_process_that_decides(tmp_path: Path) -> None:
+def test_a_relative_fileroot_is_that_of_the_leader(tmp_path: Path) -> None:
     assert run_ranks(_with_a_relative_fileroot, 2, str(tmp_path)) == [[-1, 0], [-1, 0]]
     assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
 
