@@ -26,7 +26,7 @@ FULL = os.environ.get("HOLDFAST_FAULTS") == "full"
 _SENT = "holdfast_faults"
 
 PROMISED = {
-    "SIGKILL at a system call": 900,
+    "SIGKILL at a system call": 750,
     "power loss": 1000,
     "truncated file": 1000,
     "flipped bit": 1000,
