@@ -307,21 +307,21 @@ def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_tim
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its calls may just take long: it would be ended again and again."""
-    options: dict[str, Any] = {"name": "rollout", "process_group": False, "stall_timeout_s": 1.0}
+    options: dict[str, Any] = {"name": "rollout", "process_group": False, "stall_timeout_s": 2.0}
 
     def job(attempt: Attempt) -> int:
         rollout = attempt.worker_group(Worker, **options)
         if attempt.number == 0:
             with pytest.raises(WorkerLost) as lost:
-                rollout.call(0, "nap", 3.4)
+                rollout.call(0, "nap", 7.0)
             rollout = attempt.restart(lost.value)
-        rollout.call(0, "nap", 3.4)
+        rollout.call(0, "nap", 7.0)
         return attempt.number
 
     supervisor = Supervisor(RecoverConfig(mode="off", retries=4))
     assert supervisor.run(job) == 1
     assert [event.cause for event in supervisor.events] == [
-        f"no progress for {limit} s during nap()" for limit in ("1", "2")
+        f"no progress for {limit} s during nap()" for limit in ("2", "4")
     ]
     assert "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long" in caplog.text
 
