@@ -10,7 +10,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 PROCESSES ?= 2
-PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadfile
+# One test at a time to whichever process is free (no test has a group): some take a minute.
+PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadgroup
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 GPU_VENV := .venv-gpu
