@@ -80,7 +80,7 @@ def test_ranks_that_leave_their_group_before_their_snapshot_is_written_do_not_en
 
 
 def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_path: Path) -> None:
-    code, said = end(tmp_path, "open(f'{root}/e/t/recover', 'w').close(); print('the end')", write_s=0.0)
+    code, said = end(tmp_path, "open(f'{root}/e/t/recover', 'w').close(); print('the end')", write_s=2.0)
     assert code == 1 and "the end" in said
     assert "step 0: the process ends without its snapshot (CheckpointWriteError: cannot write" in said
 
