@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -46,8 +47,14 @@ def _start_time(pid: int) -> str | None:
 
 
 def process_started_at() -> float:
-    """Unix time of the start of this process, to about 10 ms; now, where there is no ``/proc``."""
-    ticks = ProcessId.current().started
+    """Unix time of the start of this process, to about 10 ms and the same at every call; where there is no ``/proc``,
+    that of the first call."""
+    return _started_at(os.getpid())
+
+
+@cache  # two readings of the clocks differ by microseconds, and what was counted from one would lie after the other
+def _started_at(pid: int) -> float:
+    ticks = _start_time(pid)
     if ticks is None:
         return time.time()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")

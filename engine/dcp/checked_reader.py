@@ -1,4 +1,4 @@
-"""`CheckedReader`: torch's DCP reader for folders that nobody vouches for.
+"""`CheckedReader`: DCP reader for untrusted folders: restricted unpickler, ``weights_only``.
 
 Torch's own unpickles the metadata and every object as they come, casts what has another dtype, and takes the bytes for
 what they should be. Here metadata comes from `read_metadata`; a manifest, if there is one, is compared before a file is

@@ -1,7 +1,7 @@
 """Build a transformers model on the meta device, and fill it shard by shard.
 
 A 70B model must never exist whole on any rank, so the model is built without memory, sharded, given memory for this
-rank's shard only, and then filled: from a Hugging Face folder (`load`), or from a seed. A seeded draw goes block
+rank's shard only, and then filled: from a Hugging Face folder (`hf.load`), or from a seed. A seeded draw goes block
 by block over a second, memory-less skeleton: one block at a time exists on the CPU, and the values depend on the seed
 and the block's name alone, never on the number of ranks.
 

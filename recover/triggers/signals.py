@@ -84,7 +84,7 @@ class StopRequests:
     ) -> None:
         self._signals = [_signal_number(name) for name in signals]
         self._must_save_by = must_save_by
-        self.deadline = None if must_save_by is None else parse_deadline(must_save_by, _process_start())
+        self.deadline = None if must_save_by is None else parse_deadline(must_save_by, process_started_at())
         self._notices, self._clock = tuple(notices), clock
         self._noticed_s = -_NOTICE_POLL_S
         self._requested: StopNotice | None = None
@@ -182,13 +182,13 @@ class StopRequests:
         self.request(StopNotice(signal.Signals(number).name))
 
 
-def parse_deadline(text: str, now: datetime) -> float:
+def parse_deadline(text: str, after: float) -> float:
     """Unix time of a deadline.
 
     Args:
         text: seconds ``"5400"``, ``"90m"``, ``"3h30m"``, ``"2d"``, ``"3:30:00"`` (h:m:s), each from the start of
             this process; or an ISO time, local unless it has an offset.
-        now: the present, local unless it has an offset.
+        after: unix time that it must be later than.
 
     Raises:
         ConfigError: it is none of these, or over.
@@ -196,7 +196,7 @@ def parse_deadline(text: str, now: datetime) -> float:
     deadline = _parse(text.strip())
     if deadline is None:
         raise ConfigError(f"config key 'recover.must_save_by' is {text!r}; expected {_FORMS}")
-    if deadline <= now.timestamp():
+    if deadline <= after:
         raise ConfigError(
             f"config key 'recover.must_save_by' is {text!r}, which was over at {_local_time(deadline)}; expected "
             f"something to come: {_FORMS}"
@@ -222,10 +222,6 @@ def _signal_number(name: str) -> signal.Signals:
         known = ", ".join(sorted(set(signal.Signals.__members__) - _CRASHES))
         raise ConfigError(f"config key 'recover.stop_signals' has {name!r}; expected one of {known}")
     return number
-
-
-def _process_start() -> datetime:
-    return datetime.fromtimestamp(process_started_at())
 
 
 def _local_time(unix_s: float) -> str:
