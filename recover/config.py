@@ -26,8 +26,8 @@ class RecoverConfig:
     """``auto``: resume when there is something to resume, else start. ``must``: resume or fail. ``off``: neither resume
     nor snapshot nor export. AReaL's ``on`` and ``disabled`` mean ``auto`` and ``off``."""
     resume_path: str | None = None
-    """Resume from this generation instead of the newest. Later ones in this run's folder are set aside. A restart with
-    the same value goes on from what the run has written since."""
+    """Resume from this generation instead of the newest. Later ones in this run's folder are quarantined. A restart
+    with the same value goes on from what the run has written since."""
     freq_epochs: int | None = None
     """Snapshot at the end of every so many epochs."""
     freq_steps: int | None = None

@@ -107,8 +107,7 @@ def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts
         still = [part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)]
         if len(still) == len(new.fingerprints):
             raise StaleSnapshotError(
-                f"all that was sampled of {name!r} is the same at {steps}: what was to be written is not what is "
-                "trained (a stale copy?); the snapshot was not committed"
+                f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not committed"
             )
         if still and new.lr:
             logger.warning("the sampled %s of %r is the same at %s", still[0], name, steps)

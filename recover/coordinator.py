@@ -1,11 +1,15 @@
 """One way to speak to all ranks, whether this process is one of them (torchrun) or drives them (Ray).
 
-The handler's steps are of two kinds: what every rank does with its own shard, and what one process decides. `Ranks`
-has a method for each. Under torchrun every rank calls the handler and rank 0 decides; under Ray the driver calls the
-handler, decides, and sends the ranks their part.
+The handler's steps are of two kinds: what every rank does with its own shard, and what the leader decides. `Ranks` has
+a method for each. Under torchrun every rank calls the handler and rank 0 leads; under Ray the driver calls the handler,
+leads, and sends the ranks their part.
+
+What a rank keeps from one step to the next (staging buffers, plans, a process group) is its session: an object of this
+process under torchrun, under Ray one in the process of each rank, which the driver calls by a name.
 """
 
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +26,12 @@ from ..utils.distributed import (
     get_world_size,
     rank_zero_decides,
     rank_zero_decides_slowly,
+    reduce_flags_of,
 )
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, WorkerLost
+from ..utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -101,12 +109,43 @@ def rank_target(holder: Any) -> RankTarget:
     return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
 
 
+class Session(Protocol):
+    """What a rank keeps for one handler.
+
+    Attributes:
+        background_group: gloo group of the ranks for another thread; None when there is none.
+    """
+
+    background_group: dist.ProcessGroup | None
+
+    def close(self) -> None:
+        """Free it; each rank for itself."""
+        ...
+
+
+S = TypeVar("S", bound=Session)
+
+
+@dataclass
+class SessionRef:
+    """Where the sessions of a handler are.
+
+    Attributes:
+        key: what the ranks that a driver calls know theirs by.
+        own: that of this process, where it is a rank itself.
+    """
+
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    own: Any = None
+
+
 class LocalRanks:
     """This process is one of the ranks; all of them call the handler.
 
     Args:
         target: what this rank snapshots.
         group: process group of the ranks (gloo); None is the default group.
+        session: of the handler.
 
     Attributes:
         world_size: number of ranks.
@@ -118,8 +157,10 @@ class LocalRanks:
 
     is_driver = False
 
-    def __init__(self, target: RankTarget, group: dist.ProcessGroup | None = None) -> None:
-        self._target, self._group = target, group
+    def __init__(
+        self, target: RankTarget, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
+    ) -> None:
+        self._target, self._group, self._session = target, group, session or SessionRef()
         self.world_size = self.n_callers = get_world_size(group)
         self.caller = get_rank(group)
         self.is_leader = self.caller == 0
@@ -128,9 +169,29 @@ class LocalRanks:
         """Run ``fn(target, *args)`` here as on every rank; every rank gets all results."""
         return self.here(partial(fn, self._target, *args))
 
-    def aside(self, group: dist.ProcessGroup | None) -> "LocalRanks":
-        """The same ranks for another thread, where ``group`` carries what they say to each other."""
-        return LocalRanks(self._target, group)
+    def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
+        """Make every rank's session as ``make(holder, *args)``; none stays open if any fails."""
+        self.close_sessions()
+        try:
+            with all_ranks_succeed("opening a session of recovery", self._group):
+                self._session.own = make(self._target, *args)
+        except BaseException:
+            self.close_sessions()
+            raise
+
+    def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``method(session, holder, *args)`` here as on every rank; every rank gets all results."""
+        return self.run_all(partial(method, _known(self._session.own)), *args)
+
+    def close_sessions(self) -> None:
+        """Close that of this rank, if it is open. Waits for nobody."""
+        session, self._session.own = self._session.own, None
+        if session is not None:
+            session.close()
+
+    def in_background(self) -> "LocalRanks":
+        """The same ranks for another thread, which agree over the background group of their sessions."""
+        return LocalRanks(self._target, self._session.own.background_group, self._session)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 decides, all follow."""
@@ -146,13 +207,21 @@ class LocalRanks:
             result = step()
         return gather_objects(result, self._group)
 
+    def flags(self, ask: Callable[[], int]) -> int:
+        """The bits that ``ask`` returns in any process that calls the handler, all or none.
+
+        One small tensor for all ranks; objects travel only when ``ask`` fails.
+        """
+        return reduce_flags_of("a step of recovery", ask, self._group)
+
 
 class DrivenRanks:
     """This process drives remote ranks and decides by itself.
 
     Args:
         group: the remote ranks.
-        is_aside: whether this is for another thread, while the group goes on with its other calls.
+        session: of the handler.
+        in_background: whether this is for another thread, while the group goes on with its other calls.
     """
 
     is_driver = True
@@ -160,17 +229,36 @@ class DrivenRanks:
     n_callers = 1
     caller = 0
 
-    def __init__(self, group: RankGroup, is_aside: bool = False) -> None:
-        self._group, self._is_aside = group, is_aside
+    def __init__(self, group: RankGroup, session: SessionRef | None = None, *, in_background: bool = False) -> None:
+        self._group, self._session, self._in_background = group, session or SessionRef(), in_background
         self.world_size = group.world_size
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
-        return self._group.run_aside(fn, *args) if self._is_aside else self._group.run_all(fn, *args)
+        return self._group.run_aside(fn, *args) if self._in_background else self._group.run_all(fn, *args)
 
-    def aside(self, group: dist.ProcessGroup | None) -> "DrivenRanks":
-        """The same ranks for another thread; what ``group`` is they know themselves."""
-        return DrivenRanks(self._group, is_aside=True)
+    def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
+        """Make every rank's session as ``make(holder, *args)``; none stays open if any fails."""
+        try:
+            self.run_all(_open_session, self._session.key, make, *args)
+        except BaseException:
+            self.close_sessions()
+            raise
+
+    def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``method(session, holder, *args)`` on every rank."""
+        return self.run_all(_run_session, self._session.key, method, *args)
+
+    def close_sessions(self) -> None:
+        """Close those of all ranks; those of a group that is lost have nothing left to close."""
+        try:
+            self.run_all(_close_session, self._session.key)
+        except WorkerLost as loss:
+            logger.warning("%s, after the last snapshot", loss)
+
+    def in_background(self) -> "DrivenRanks":
+        """The same ranks for another thread."""
+        return DrivenRanks(self._group, self._session, in_background=True)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Nobody else to ask."""
@@ -184,19 +272,50 @@ class DrivenRanks:
         """Only the driver calls the handler."""
         return [step()]
 
+    def flags(self, ask: Callable[[], int]) -> int:
+        """Only the driver calls the handler."""
+        return ask()
+
+
+_SESSIONS: dict[str, Session] = {}
+"""Of driven ranks, in the process of each: a driver can name the session, not hold it."""
+
+
+def _open_session(holder: Any, key: str, make: Callable[..., Session], *args: Any) -> None:
+    _close_session(holder, key)
+    _SESSIONS[key] = make(holder, *args)
+
+
+def _run_session(holder: Any, key: str, method: Callable[..., T], *args: Any) -> T:
+    return method(_known(_SESSIONS.get(key)), holder, *args)
+
+
+def _close_session(holder: Any, key: str) -> None:
+    if (session := _SESSIONS.pop(key, None)) is not None:
+        session.close()
+
+
+def _known(session: Session | None) -> Session:
+    if session is None:
+        raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
+    return session
+
 
 Ranks = LocalRanks | DrivenRanks
 
 
-def ranks_of(engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None) -> Ranks:
+def ranks_of(
+    engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
+) -> Ranks:
     """Those that ``engine``, as the handler is given it, is made of.
 
     Args:
         engine: a `RankGroup`, or what `rank_target` takes.
         stateful: name -> user object of this process; one of a rank, when the ranks call the handler.
         group: of the ranks that call the handler; None is the default group.
+        session: of the handler.
     """
     if isinstance(engine, RankGroup):
-        return DrivenRanks(engine)
+        return DrivenRanks(engine, session)
     target = rank_target(engine)
-    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group)
+    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group, session)

@@ -2,13 +2,14 @@
 
 One generation holds everything a run is made of: every engine's shards, every process's generators, the data cursor,
 the step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and
-reported its files. The order of a dump is in `saving.leader`, that of a load here and in `resuming.restore`.
+reported its files. The order of a dump is in `saving.snapshot`, that of a load here and in `resuming.restore`.
 """
 
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -17,26 +18,42 @@ import torch.distributed as dist
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.atomic_folder import as_write_error
 from ..utils.errors import ConfigError, Preempted
-from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
 from .config import RecoverConfig
-from .coordinator import Ranks, ranks_of
+from .coordinator import Ranks, SessionRef, ranks_of
 from .data.epoch_order import note_order
 from .data.position import RestoredEpoch
 from .info import RecoverInfo
 from .resuming.restore import restore_run
 from .resuming.select import Choice, ResumeChoice
-from .saving.hf_exports import HFExports
-from .saving.leader import GenerationWriter
-from .saving.manager import Due, SaveStats, SnapshotSaver
-from .saving.rank import close_writers, open_writers, restore_rank_rng
+from .saving.exports import ExportWriter
+from .saving.rank_session import RankSession
+from .saving.saver import Due, Saver, SaveStats
+from .saving.snapshot import SnapshotWriter
 from .storage.generations import Generation, GenerationStore
-from .storage.upkeep import GenerationUpkeep
-from .triggers.schedule import Pace, SnapshotSchedule
-from .triggers.signals import StopNotice, StopRequests
+from .storage.run_folder import RunFolder
+from .triggers.signals import StopNotice
+from .triggers.triggers import Triggers, Wanted
 
 logger = get_logger(__name__)
+
+
+@dataclass
+class _Position:
+    """Where the run is.
+
+    Attributes:
+        ranks: that `load` was called with.
+        step: that was snapshotted or restored last; None: none yet.
+        epoch: what the dataloader has left of it, until the first step after a restore.
+        rng: the generators of this process as they were restored; None of a fresh run.
+    """
+
+    ranks: Ranks
+    step: int | None = None
+    epoch: RestoredEpoch | None = None
+    rng: RngState | None = None
 
 
 class RecoverHandler:
@@ -63,28 +80,22 @@ class RecoverHandler:
         processor: Any = None,
     ) -> None:
         self.config, self.ft_spec = config, ft_spec
-        self.store = GenerationStore(config.recover_root)
-        self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
-        self._group = group
-        self._stateful: dict[str, Stateful] = {}
-        self._key = uuid.uuid4().hex
-        self._upkeep = GenerationUpkeep(config, self.store)
-        self._writer = GenerationWriter(self.store, self._key, uuid.uuid4().hex, self._stateful, self._upkeep.retire)
-        self._resume = ResumeChoice(config, ft_spec, self.store)
-        self._stops = StopRequests(config.stop_signals, config.must_save_by, notices)
-        self._pace = Pace()
-        self._exports = HFExports(config, self._key, (tokenizer, processor))
-        self._lock = FolderLock(config.lock_path)
-        self._saver = SnapshotSaver(
-            config, self._key, self._writer, self._exports, self._pace, self._upkeep.committed, self._lock.confirm
-        )
-        self._opened: Ranks | None = None
-        self._at: int | None = None  # the step that was snapshotted or restored last
-        self._epoch: RestoredEpoch | None = None
-        self._rng: RngState | None = None
+        self._group, self._stateful, self._sessions = group, dict[str, Stateful](), SessionRef()
+        self._folder = RunFolder(config)
+        self._triggers = Triggers(config, notices)
+        self._resume = ResumeChoice(config, ft_spec, self._folder.generations)
+        snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
+        exports = ExportWriter(config, self._folder, (tokenizer, processor))
+        self._saver = Saver(config, self._folder, snapshots, exports, self._triggers.pace)
+        self._position: _Position | None = None
         self._closed = False
-        if config.mode != "off" and not self.schedule.is_ever_due:
+        if config.mode != "off" and not self._triggers.schedule.is_ever_due:
             logger.warning("none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots come")
+
+    @property
+    def store(self) -> GenerationStore:
+        """The generations of the run."""
+        return self._folder.generations
 
     @property
     def save_stats(self) -> SaveStats:
@@ -155,21 +166,25 @@ class RecoverHandler:
         if self.config.mode == "off":
             return None
         self._saver.settle(must=True)  # of a load before this one
-        started, ranks = time.monotonic(), ranks_of(engine, self._stateful, self._group)
-        self._exports.check(ranks)
-        ranks.decide_slowly(self._take_folder)
-        self._stops.install()
+        started, ranks = time.monotonic(), self._ranks_of(engine)
+        self._saver.exports.check(ranks)
+        ranks.decide_slowly(self._folder.open)
+        self._triggers.stops.install()
         note_order(dataloader)
-        choice = self._resume.choose(ranks, self._upkeep.mirror)
+        choice = self._resume.choose(ranks, self._folder.mirror)
+        position = _Position(ranks)
         if choice is not None:
-            self._restore(ranks, choice, dataloader)
-            ranks.decide(partial(self._settle, choice))
+            self._restore(position, choice, dataloader)
+            ranks.decide(partial(self._give_up_newer, choice))
             logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
-        aside_s = self.config.save_timeout_s if self.config.async_save else None
-        open_writers(ranks, self._key, aside_s, self.schedule.is_ever_due, self._exports.request)
-        self._opened = ranks
+        self._saver.snapshots.resumed_from = self._resume.resumed_from
+        background_s = self.config.save_timeout_s if self.config.async_save else None
+        ranks.open_sessions(
+            RankSession.open, background_s, self._triggers.schedule.is_ever_due, self._saver.exports.request
+        )
+        self._position = position
         self._go_on_exporting(ranks, choice)
-        self._pace.step_begins()
+        self._triggers.pace.step_begins()
         return None if choice is None else choice[1]
 
     def restore_rng(self) -> None:
@@ -184,12 +199,12 @@ class RecoverHandler:
         self._require_open()
         if self.config.mode == "off":
             return
-        if self._opened is None:
+        if self._position is None:
             raise ConfigError("restore_rng was called before load: what to put the generators back to is not known")
-        if self._rng is not None:
-            restore_rng(self._rng)
-            if self._opened.is_driver:
-                self._opened.run_all(restore_rank_rng, self._key)
+        if self._position.rng is not None:
+            restore_rng(self._position.rng)
+            if self._position.ranks.is_driver:
+                self._position.ranks.run_sessions(RankSession.restore_rng)
 
     def dump(
         self,
@@ -233,24 +248,29 @@ class RecoverHandler:
         self._require_open()
         if self.config.mode == "off":
             return False
-        if self._opened is None:
+        if self._position is None:
             raise ConfigError("dump was called before load: whether the run is to be resumed must be known first")
         if step_info.steps_per_epoch != self.ft_spec.steps_per_epoch:
             raise ConfigError(
                 f"step_info counts {step_info.steps_per_epoch} steps an epoch, the handler's ft_spec "
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
-        ranks = ranks_of(engine, self._stateful, self._group)
-        stop = self._asked_to_stop(ranks, step_info)
-        must, aside = force or stop is not None, self.config.async_save and stop is None
-        saved = self._try_to_save(ranks, step_info, dataloader, metrics or {}, must=must, in_background=aside)
+        ranks = self._ranks_of(engine)
+        wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info))
+        self._position.epoch = None
+        if Wanted.SETTLE in wanted:
+            self._saver.settle()
+        saved, must = False, force or stop is not None
+        if must or wanted & (Wanted.SNAPSHOT | Wanted.EXPORT):
+            background = self.config.async_save and stop is None
+            saved = self._save(ranks, step_info, wanted, dataloader, metrics or {}, must=must, in_background=background)
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
             self._saver.settle()  # of this very step, if it was taken before
-            ranks.decide_slowly(self._upkeep.finish_copies)  # all wait for it: the first that exits may end them all
+            ranks.decide_slowly(self._folder.finish_copies)  # all wait: the first that exits may end them all
             self.close()
             raise Preempted(stop)
-        self._pace.step_begins()
+        self._triggers.pace.step_begins()
         return saved
 
     def wait(self) -> None:
@@ -281,12 +301,14 @@ class RecoverHandler:
             return
         self._closed = True
         with ExitStack() as ends:  # from the last to the first, whatever any of them raises
-            ends.callback(self._give_up_folder, wait)
-            ends.callback(self._stops.uninstall)  # a signal that nothing has answered is passed on here
-            # Without waiting for anybody: remote ranks may hang, and what is being written is read from the buffers.
-            if self._opened is not None and (wait or (self._saver.idle and not self._opened.is_driver)):
-                ends.callback(close_writers, self._opened, self._key)
-            self._saver.close(wait)
+            ends.callback(self._folder.close, wait=wait)
+            ends.callback(self._triggers.stops.uninstall)  # a signal that nothing has answered is passed on here
+            if self._position is not None:
+                ranks = self._position.ranks
+                # Else without waiting for anybody: remote ranks may hang, and what is written is read from the buffers.
+                if wait or (self._saver.idle and not ranks.is_driver):
+                    ends.callback(ranks.close_sessions)
+            self._saver.close(settle=wait)
 
     def __enter__(self) -> Self:
         return self
@@ -298,102 +320,82 @@ class RecoverHandler:
 
     # Dump
 
-    def _asked_to_stop(self, ranks: Ranks, step_info: StepInfo) -> str | None:
-        """What asks any rank to stop: a signal need not reach all of them, nor at the same step."""
-        self._pace.step_ends()
-        n_saves = 2 if self.config.async_save else 1  # a last one may have to wait for one that is begun now
+    def _ask(self, position: _Position, step_info: StepInfo) -> Wanted:
+        """What is wanted after a step beside what `Triggers` knows of."""
+        if position.epoch is not None:
+            position.epoch.check(step_info)
+        wanted = Wanted.SETTLE if self._saver.written else Wanted(0)
+        return wanted | Wanted.EXPORT if self._saver.exports.due(step_info.global_step) else wanted
 
-        def due() -> str | None:
-            if self._epoch is not None:
-                self._epoch.check(step_info)
-            return self._stops.due(self._pace.save_s, self._pace.step_s, n_saves)
-
-        reasons = ranks.here(due)
-        self._epoch = None
-        stop = next((reason for reason in reasons if reason is not None), None)
-        if stop is not None:
-            self._stops.grant()
-        return stop
-
-    def _is_due(self, step_info: StepInfo, must: bool) -> bool:
-        if not (must or self.schedule.due(step_info)):
-            return False
-        with as_write_error(self.store.root):
-            newest = max((generation.step for generation in self.store.generations()), default=-1)
-        newest = max(newest, -1 if self._saver.step is None else self._saver.step)
-        if newest > step_info.global_step or newest == step_info.global_step != self._at:
-            raise ConfigError(
-                f"step {step_info.global_step} is to be snapshotted, but {self.store.root} holds step {newest}: the "
-                "job went back. Start from the step after the one that load returned"
-            )
-        return newest < step_info.global_step
-
-    def _try_to_save(
+    def _save(
         self,
         ranks: Ranks,
         step_info: StepInfo,
+        wanted: Wanted,
         dataloader: Stateful | None,
         metrics: Mapping[str, float],
         *,
         must: bool,
         in_background: bool,
     ) -> bool:
-        started, step = time.monotonic(), step_info.global_step
-        self._saver.look(ranks)
+        assert self._position is not None, "`dump` has looked"
+        started, step, export = time.monotonic(), step_info.global_step, Wanted.EXPORT in wanted
         if must:
             self._saver.insist(step)
-        due, saved = None, False
+        snapshot, failed, saved = must or Wanted.SNAPSHOT in wanted, True, False
         with self._saver.tolerating(step, must):
-            due = ranks.decide(lambda: Due(self._is_due(step_info, must), self._exports.due(step)))
-        if due == Due(snapshot=False, export=False) or not self._saver.make_way(must):
-            return False
-        wanted = self._resume.resume_path
-        resumed_from = None if wanted is None else str(wanted), self._resume.origin
-        if due is not None:
-            saved = self._saver.save(
-                ranks, step_info, due, dataloader, metrics, resumed_from, must=must, in_background=in_background
-            )
+            is_new = snapshot and ranks.decide(partial(self._is_new, step, self._position.step))
+            failed = False
+        if not failed:
+            due = Due(is_new, export)
+            if not due.kinds or not self._saver.make_way(must):
+                return False
+            saved = self._saver.save(ranks, step_info, due, dataloader, metrics, must=must, in_background=in_background)
         if saved:
-            self._at = step
-        if due is None or due.snapshot:
-            self.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
+            self._position.step = step
+        if snapshot:
+            self._triggers.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
         self.save_stats.blocked_s = time.monotonic() - started
         return saved
 
+    def _is_new(self, step: int, last: int | None) -> bool:
+        """Whether ``step`` is not snapshotted yet; in the leader. ``last`` is what was snapshotted or restored last."""
+        with as_write_error(self.store.root):
+            newest = max((generation.step for generation in self.store.generations()), default=-1)
+        newest = max(newest, -1 if self._saver.step is None else self._saver.step)
+        if newest > step or newest == step != last:
+            raise ConfigError(
+                f"step {step} is to be snapshotted, but {self.store.root} holds step {newest}: the job went back. "
+                "Start from the step after the one that load returned"
+            )
+        return newest < step
+
     # Load
 
-    def _take_folder(self) -> None:
-        self._lock.acquire(self.config.lock_timeout_s)
-        self._upkeep.open_mirror()
+    def _ranks_of(self, engine: Any) -> Ranks:
+        return ranks_of(engine, self._stateful, self._group, self._sessions)
 
-    def _settle(self, resumed: Choice) -> None:
+    def _give_up_newer(self, resumed: Choice) -> None:
         """What is newer than the generation resumed is given up, and a copy that a crash cut short is made again."""
-        self._resume.go_back(resumed, self._upkeep.mirror)
-        self._upkeep.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
+        self._resume.go_back(resumed, self._folder.mirror)
+        self._folder.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
 
-    def _restore(self, ranks: Ranks, choice: Choice, dataloader: Stateful | None) -> None:
-        self._epoch = restore_run(ranks, choice, dataloader, self._stateful)
-        self._rng, info = capture_rng(), choice[1]
-        self._writer.run_id, self._writer.last_facts = info.run_id, info.engines
-        self._at = info.last_step_info.global_step
-        self._pace.saved(info.save_s)
-        self.schedule.mark(info.last_step_info)
+    def _restore(self, position: _Position, choice: Choice, dataloader: Stateful | None) -> None:
+        position.epoch = restore_run(position.ranks, choice, dataloader, self._stateful)
+        position.rng, info = capture_rng(), choice[1]
+        position.step = info.last_step_info.global_step
+        self._saver.snapshots.run_id, self._saver.snapshots.last_facts = info.run_id, info.engines
+        self._triggers.pace.saved(info.save_s)
+        self._triggers.schedule.mark(info.last_step_info)
 
     def _go_on_exporting(self, ranks: Ranks, resumed: Choice | None) -> None:
-        """Set aside exports of steps that are given up; make that of the step resumed, if a crash came before it."""
+        """Quarantine exports of steps that are given up; make that of the step resumed, if a crash came before it."""
         here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
         step = -1 if resumed is None else resumed[1].last_step_info.global_step
-        ranks.decide(lambda: self._exports.go_back(step if here else step - 1))
-        if resumed is not None and ranks.decide(lambda: self._exports.due(step)):
+        ranks.decide(lambda: self._saver.exports.go_back(step if here else step - 1))
+        if resumed is not None and ranks.decide(lambda: self._saver.exports.due(step)):
             background = self.config.async_save
             self._saver.save(ranks, resumed[1].last_step_info, Due(False, export=True), in_background=background)
-
-    def _give_up_folder(self, wait: bool) -> None:
-        if self._saver.hangs:  # nothing is asked of it; who may still commit keeps others out until the process ends
-            return
-        with ExitStack() as ends:
-            ends.callback(self._lock.release)
-            self._upkeep.close(wait)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -134,7 +134,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = GenerationStore(root / "e" / "t" / "recover")
     newest, oldest = store.generations()
     shutil.copytree(newest.path, store.open_staging(7), dirs_exist_ok=True)
-    store.set_aside(oldest, "file data.pt is missing (1 in all)")
+    store.quarantine(oldest, "file data.pt is missing (1 in all)")
     doomed = shutil.copytree(newest.path, store.root / "global_step_5")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", _is_killed)

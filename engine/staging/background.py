@@ -7,10 +7,8 @@ look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in tim
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from ..api import SaveLoadMeta
 from ..dcp.checkpoint import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.export import save_hf
+from .background_job import BackgroundJob, Task
 from .staged_model import check_mesh, staged_model
 from .staged_state import Staging
 
@@ -43,7 +42,7 @@ class BackgroundSave:
         self._model, self._group = model, group
         self._staging = Staging(model)
         self._background_group = new_background_group(group, timeout_s)
-        self._outcome: Future[None] | None = None
+        self._job: BackgroundJob | None = None
 
     def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
         """Stage what `FSDPEngine.save` would write, and return; the save before must have been waited for.
@@ -57,7 +56,7 @@ class BackgroundSave:
             ConfigError: the model is sharded so that it cannot be exported in the background.
             RuntimeError: there is no memory for the buffers, on any rank.
         """
-        assert self._outcome is None, "the buffers are being written"
+        assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, weights_only=not meta.with_optim)
             if meta.weight_format == "dcp":
@@ -66,8 +65,8 @@ class BackgroundSave:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
                 write = partial(self._export, model, meta.path, meta.hf_options(base_dtype))
-        self._outcome = Future()
-        Thread(target=_fulfil, args=(self._outcome, write, torch.get_num_threads()), name="background save").start()
+        self._job = BackgroundJob("background save", [Task("save", partial(_logging_failure, write))], daemon=False)
+        self._job.start()
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -75,11 +74,11 @@ class BackgroundSave:
         Raises:
             Exception: what the save came to; once.
         """
-        if self._outcome is None:
+        if self._job is None:
             return
-        wait([self._outcome])  # who interrupts this finds it as it was
-        outcome, self._outcome = self._outcome, None
-        outcome.result()
+        self._job.wait()  # KeyboardInterrupt here leaves the state unchanged
+        job, self._job = self._job, None
+        job.tasks[0].result()
 
     def close(self) -> None:
         """`wait`, then give up the buffers and the group, whatever it raises."""
@@ -94,11 +93,10 @@ class BackgroundSave:
         save_hf(model, path, group=self._background_group, gather_group=self._background_group, **options)
 
 
-def _fulfil(outcome: Future[None], write: Callable[[], None], threads: int) -> None:
-    """In the background: whatever this comes to is for who waits for it; a failure is also logged at once."""
-    torch.set_num_threads(threads)  # else a new thread takes all cores
+def _logging_failure(write: Callable[[], None]) -> None:
+    """``write``, with a failure logged at once: the process may end without asking."""
     try:
-        outcome.set_result(write())
+        write()
     except BaseException as error:
-        logger.error("a save in the background failed: %s", error)  # the process may end without asking
-        outcome.set_exception(error)
+        logger.error("a save in the background failed: %s", error)
+        raise

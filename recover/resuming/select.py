@@ -1,7 +1,7 @@
 """Which generation a run resumes from: the newest that verifies, here or at the mirror, or the one it was told.
 
-One process chooses by names and sizes; then every rank compares the bytes of its share of the files. What fails is set
-aside with the reason, and the next older one is tried. A run whose every generation failed does not start over.
+One process chooses by names and sizes; then every rank compares the bytes of its share of the files. What fails is
+quarantined with the reason, and the next older one is tried. A run whose every generation failed does not start over.
 
 A host that needs the step before it has an engine can `peek`: the same choice by names and sizes alone, which changes
 nothing on the disk. What the bytes are is known in `choose` only; it does not go on with another step than was told.
@@ -97,6 +97,11 @@ class ResumeChoice:
                 return choice
             ranks.decide(partial(self._refuse, path, problems[0]))
 
+    @property
+    def resumed_from(self) -> tuple[str | None, str | None]:
+        """``resume_path`` and the digest that goes with it, as `RecoverInfo` remembers them."""
+        return None if self.resume_path is None else str(self.resume_path), self.origin
+
     def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
         """Give up what is newer than ``resumed``: a ``resume_path`` goes back behind it; else nothing is."""
         path, step = resumed[0].resolve(), resumed[1].last_step_info.global_step
@@ -104,7 +109,7 @@ class ResumeChoice:
             return
         for generation in self._store.generations():
             if generation.step > step or (generation.step == step and generation.path.resolve() != path):
-                self._store.set_aside(generation, f"superseded by resume_path {path.name}")
+                self._store.quarantine(generation, f"superseded by resume_path {path.name}")
         if mirror is not None:
             mirror.forget_newer(step)
 
@@ -157,7 +162,7 @@ class ResumeChoice:
             return local
 
     def _local(self, only_look: bool) -> Choice | None:
-        found = self._store.newest_valid(self._store.inspect, set_aside=not only_look)
+        found = self._store.newest_valid(self._store.inspect, quarantine=not only_look)
         return None if found is None else (found[0].path, found[1])
 
     def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
@@ -191,7 +196,7 @@ class ResumeChoice:
         if path == self.resume_path:
             raise CheckpointCorruptError(problem)
         (generation,) = (generation for generation in self._store.generations() if generation.path == path)
-        self._store.set_aside(generation, problem)
+        self._store.quarantine(generation, problem)
 
     def _check_nothing_was_there(self) -> None:
         if unusable := [generation.path.name for generation in self._store.generations()]:
@@ -199,10 +204,10 @@ class ResumeChoice:
                 f"{self._store.root} holds nothing usable: {', '.join(unusable)} are damaged (see the log). Look at "
                 "them, restore a copy, or move the folder away to start from step 0"
             )
-        if rejected := self._store.rejected():
+        if rejected := self._store.quarantined():
             raise CheckpointCorruptError(
                 f"{self._store.root} has no usable generation left: {', '.join(path.name for path in rejected)} were "
-                "set aside. Look at them, restore a copy, or move the folder away to start from step 0"
+                "quarantined. Look at them, restore a copy, or move the folder away to start from step 0"
             )
         if self._store.tracker.exists():
             raise CheckpointCorruptError(

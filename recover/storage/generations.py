@@ -1,4 +1,4 @@
-"""Generations on a local folder: stage, commit, list, verify, set aside, retire.
+"""Generations on a local folder: stage, commit, list, verify, quarantine, delete by retention.
 
 A generation's name appears when it is complete, and no folder is ever written over. All of it runs in one process,
 the leader: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
@@ -72,15 +72,15 @@ class GenerationStore:
         return self.root / TRACKER_NAME
 
     def generations(self) -> list[Generation]:
-        """Everything that was committed and not set aside, newest first. Nothing is verified."""
+        """Everything that was committed and not quarantined, newest first. Nothing is verified."""
         if not self.root.is_dir():
             return []
         matches = [(path, _GENERATION.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
         found = [Generation(int(match[1]), path) for path, match in matches if match]
         return sorted(found, key=lambda generation: generation.step, reverse=True)
 
-    def rejected(self) -> list[Path]:
-        """What was set aside and waits for a person."""
+    def quarantined(self) -> list[Path]:
+        """Folders of generations that were refused; a person looks at them."""
         return sorted(self.root.glob(".rejected-*"))
 
     def sweep(self) -> None:
@@ -169,20 +169,20 @@ class GenerationStore:
         shutil.rmtree(staging, ignore_errors=True)
 
     def newest_valid(
-        self, check: Callable[[Path], RecoverInfo] | None = None, *, set_aside: bool = True
+        self, check: Callable[[Path], RecoverInfo] | None = None, *, quarantine: bool = True
     ) -> tuple[Generation, RecoverInfo] | None:
-        """The newest generation that passes ``check`` (None: `verify`); worse ones are set aside, or logged only.
+        """The newest generation that passes ``check`` (None: `verify`); damaged ones are quarantined, or logged only.
 
         Returns:
-            None when nothing usable is left; `rejected` tells whether there ever was something.
+            None when nothing usable is left; `quarantined` tells whether there ever was something.
         """
         check = check or self.verify
         for generation in self.generations():
             try:
                 return generation, check(generation.path)
             except CheckpointCorruptError as error:
-                if set_aside:
-                    self.set_aside(generation, str(error))
+                if quarantine:
+                    self.quarantine(generation, str(error))
                 else:
                     logger.warning("%s is not usable: %s", generation.path, error)
         return None
@@ -211,7 +211,7 @@ class GenerationStore:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {info.last_step_info.global_step}")
         return info
 
-    def set_aside(self, generation: Generation, reason: str) -> Path:
+    def quarantine(self, generation: Generation, reason: str) -> Path:
         """Rename a generation so that nothing resumes from it; it stays for a person to look at."""
         words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip("-")[:80]
         target = self.root / f".rejected-{generation.path.name}-{words}"
@@ -219,10 +219,10 @@ class GenerationStore:
             target = target.with_name(f"{target.name}-{uuid.uuid4().hex[:8]}")
         os.rename(generation.path, target)
         fsync_dir(self.root)
-        logger.warning("set %s aside as %s: %s", generation.path, target.name, reason)
+        logger.warning("quarantined %s as %s: %s", generation.path, target.name, reason)
         return target
 
-    def retire(self, rules: RetentionRules, pinned: Collection[int] = ()) -> None:
+    def delete_by_retention(self, rules: RetentionRules, pinned: Collection[int] = ()) -> None:
         """Remove the generations that no rule wants, oldest first; what is there now decides, not what was.
 
         The newest usable one always stays, and so do ``pinned`` steps, whose files somebody reads. One that cannot be
@@ -233,7 +233,7 @@ class GenerationStore:
             newest_usable = next((g.step for g in generations.values() if self._usable(g)), None)
             metrics = {step: self._metrics(g) if rules.best else {} for step, g in generations.items()}
         except OSError as error:
-            logger.warning("nothing is retired, because a generation cannot be read: %s", error)
+            logger.warning("no generation is deleted, because one cannot be read: %s", error)
             return
         keep = steps_to_keep(metrics, rules) | {newest_usable, *pinned}
         for step in sorted(generations.keys() - keep):

@@ -205,7 +205,7 @@ class Mirror:
         seconds = time.monotonic() - started
         logger.info("copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds)
         try:
-            self._retire(generation.step)
+            self._delete_old(generation.step)
         except MirrorError as error:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
@@ -236,7 +236,7 @@ class Mirror:
         sizes = self._remote.sizes(_folder(step))
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
-    def _retire(self, newest: int) -> None:
+    def _delete_old(self, newest: int) -> None:
         """Remove all but the newest complete generations, and what copies that nobody will complete have left.
 
         What is newer than the one just copied stays, and does not count: it was damaged, or out of reach, when the run

@@ -113,8 +113,8 @@ class Kept:
     def _store_disagrees(self, store: GenerationStore, newest: int) -> str | None:
         found = store.newest_valid()
         step = -1 if found is None else found[0].step
-        if step != newest or store.rejected():
-            return f"the store found step {step} instead of {newest}, and refused {store.rejected()}"
+        if step != newest or store.quarantined():
+            return f"the store found step {step} instead of {newest}, and refused {store.quarantined()}"
         return None
 
 

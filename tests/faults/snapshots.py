@@ -136,7 +136,7 @@ class Snapshot:
         handler, trainee, step = self.resume(rank, root)
         assert step in (self.base, self.base + 1), f"step {self.base} was there, and step {step} was resumed"
         store = GenerationStore(handler.store.root)
-        assert store.rejected() == [] and hidden(root) == [], f"left after the resume: {hidden(root)}"
+        assert store.quarantined() == [] and hidden(root) == [], f"left after the resume: {hidden(root)}"
         wanted = {f"global_step_{n}" for n in range(max(step + 1 - self.keep, 0), step + 1)}
         assert wanted <= set(names(Path(root))), f"of {sorted(wanted)} only {names(Path(root))} are left"
         assert trainee.train() == self.digests[step + 1][rank], "the resumed run is another one"

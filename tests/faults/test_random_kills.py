@@ -114,7 +114,7 @@ class Watcher:
             except (CheckpointError, OSError) as error:
                 if generation.path.exists():  # else it was retired while it was read
                     self.problems.append(f"visible, but bad: {error}")
-        if rejected := [path.name for path in self._store.rejected()]:
+        if rejected := [path.name for path in self._store.quarantined()]:
             self.problems.append(f"set aside: {rejected}")
 
 

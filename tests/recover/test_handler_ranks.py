@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from holdfast.engine import OptimizerConfig
@@ -28,6 +29,7 @@ from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
     Job,
+    Tiny,
     hidden,
     make_engine,
     make_handler,
@@ -197,3 +199,20 @@ def _per_rank_data(rank: int, world_size: int, model: str, root: str) -> None:
 def test_cursors_that_differ_by_rank_do_not_move_to_another_world_size(model: str, tmp_path: Path) -> None:
     run_ranks(_per_rank_data, 2, model, str(tmp_path))
     run_ranks(_per_rank_data, 1, model, str(tmp_path))
+
+
+def _idle_dump(rank: int, world_size: int, root: str) -> list[int]:
+    tiny, handler = Tiny(), make_handler(root, freq_steps=10)
+    handler.load(tiny.state)
+    group, costs = dist.group.WORLD, []
+    assert group is not None
+    for step in range(3):
+        before = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        assert not handler.dump(tiny.state, step_info(step))
+        costs.append(group._get_sequence_number_for_group() - before)  # type: ignore[attr-defined]
+    handler.close()
+    return costs
+
+
+def test_a_dump_with_nothing_due_costs_one_collective(tmp_path: Path) -> None:
+    assert run_ranks(_idle_dump, 2, str(tmp_path)) == [[1, 1, 1]] * 2

@@ -70,7 +70,7 @@ def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(tmp_
         assert generations[0].step > last
         last = generations[0].step
     assert run_ranks(_dump_until_killed, 2, str(tmp_path), async_save, (), 0.0) == [last, last]
-    assert store.rejected() == []
+    assert store.quarantined() == []
 
 
 def test_the_step_of_a_killed_dump_can_be_dumped_again(tmp_path: Path) -> None:

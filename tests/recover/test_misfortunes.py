@@ -141,7 +141,7 @@ def test_what_nobody_needs_goes_before_room_is_looked_for(tmp_path: Path, monkey
     run_until(tmp_path, 4, max_ckpt_to_keep=None)
     counted = []
     monkeypatch.setattr(
-        "holdfast.recover.saving.leader.require_free_space",
+        "holdfast.recover.saving.snapshot.require_free_space",
         lambda root, needed: counted.append(len(names(tmp_path))),
     )
     run_until(tmp_path, 5, first=4, max_ckpt_to_keep=2)

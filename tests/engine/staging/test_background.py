@@ -22,6 +22,7 @@ from holdfast.engine.hf import shard_ranges
 from holdfast.engine.hf.export import save_hf
 from holdfast.engine.staging import background as background_save
 from holdfast.engine.staging.background import BackgroundSave
+from holdfast.engine.staging.background_job import JobState
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.training.counters import EngineCounters
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError, PeerError
@@ -187,8 +188,8 @@ def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
         gate.open()
         background = engine._background
-        assert background is not None and background._outcome is not None
-        background._outcome.exception(60)
+        assert background is not None and background._job is not None
+        assert background._job.wait(60) is not JobState.RUNNING
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         gate.close()
 

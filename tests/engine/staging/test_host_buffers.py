@@ -18,7 +18,6 @@ from holdfast.engine.staging.host_buffers import host_copies_of
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.tensors import flatten, local_tensor
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving.rank import _WRITERS
 from tests.engine.hf_models import tiny_model
 from tests.recover.runs import SPEC, step_info
 
@@ -187,5 +186,5 @@ def test_a_handler_takes_the_memory_when_it_loads_and_no_other_when_it_dumps(
 
 
 def memory_of(handler: RecoverHandler) -> dict[str, int]:
-    stagings = [staging for _, staging in _WRITERS[handler._key]._stagings.values()]
+    stagings = [staging for _, staging in handler._sessions.own._stagings.values()]
     return {name: local_tensor(buffer).data_ptr() for staging in stagings for name, buffer in staging._buffers.items()}

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.staging import staged_state
+from holdfast.engine.staging import background_job, staged_state
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import in_flight, leader
-from holdfast.recover.saving import rank as rank_writing
+from holdfast.recover.saving import rank_session
+from holdfast.recover.saving.rank_session import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import run_ranks, shared_memory
 from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
@@ -37,14 +37,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
-        write: Callable[..., Any] = leader.write_rank
+        write: Callable[..., Any] = RankSession.write_snapshot
 
         def held(*args: Any) -> Any:
             self.reached.set()
             assert self._open.wait(30)
             return write(*args)
 
-        monkeypatch.setattr(leader, "write_rank", held)
+        monkeypatch.setattr(RankSession, "write_snapshot", held)
 
     def open_in(self, seconds: float) -> None:
         threading.Timer(seconds, self._open.set).start()
@@ -242,7 +242,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], 
     saved = [handler.dump(tiny.state, step_info(0))]
     handler.wait()
     if rank == 1:
-        rank_writing.write_process = _refuse
+        rank_session.write_process = _refuse
     tiny.step()
     saved.append(handler.dump(tiny.state, step_info(1)))
     step, error = 2, "none"
@@ -272,8 +272,8 @@ def _group_goes_away(rank: int, world_size: int, root: str) -> None:
     tiny.step()
     handler.dump(tiny.state, step_info(0))
     handler.wait()
-    write = leader.write_rank
-    leader.write_rank = lambda *args: begun.set() or (write(*args) if gate.wait(20) else None)  # type: ignore
+    write = RankSession.write_snapshot
+    RankSession.write_snapshot = lambda *args: begun.set() or (write(*args) if gate.wait(20) else None)  # type: ignore
     tiny.step()
     handler.dump(tiny.state, step_info(1))
     assert begun.wait(20)
@@ -302,7 +302,7 @@ def test_a_wait_that_is_interrupted_forgets_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(in_flight, "wait", interrupt)
+        patch.setattr(background_job, "wait", interrupt)
         handler.wait()
     states.append(tiny.step())
     gate.open_in(0.2)
@@ -387,7 +387,7 @@ def test_a_second_load_waits_for_what_is_being_written(tmp_path: Path, gate: Gat
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
 
 
-def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[int]:
+def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[bool]:
     handler, tiny, seen = make(root), Tiny(), []
     bad = nn.Linear(1, 1)
     if rank == 1:
@@ -395,14 +395,14 @@ def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[int]:
     engines = {"first": tiny.state, "second": DCPState(bad, torch.optim.AdamW(bad.parameters()))}
     with pytest.raises((ConfigError, PeerError)):
         handler.load(engines)
-    seen.append(len(rank_writing._WRITERS))
+    seen.append(handler._sessions.own is None)
     assert handler.load(tiny.state) is None and handler.dump(tiny.state, step_info(0))
     handler.wait()
     handler.close(wait=False)
-    return [*seen, len(rank_writing._WRITERS)]
+    return [*seen, handler._sessions.own is None]
 
 
 def test_what_was_taken_to_stage_in_is_given_back_when_a_load_fails_and_when_closed_in_haste(
     tmp_path: Path,
 ) -> None:
-    assert run_ranks(_one_cannot_stage, 2, str(tmp_path)) == [[0, 0]] * 2
+    assert run_ranks(_one_cannot_stage, 2, str(tmp_path)) == [[True, True]] * 2

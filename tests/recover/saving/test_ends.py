@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.recover.saving import in_flight, leader
+from holdfast.recover.saving import progress
+from holdfast.recover.saving.rank_session import RankSession
 from tests.helpers import free_port
 from tests.recover.runs import Tiny, hidden, names, step_info
 from tests.recover.saving.test_background_saves import Gate, make
@@ -23,12 +24,12 @@ from torch import nn
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import leader
+from holdfast.recover.saving.rank_session import RankSession
 
 def main():
     root, write_s, end = sys.argv[1:]
-    write = leader.write_rank
-    leader.write_rank = lambda *args: (time.sleep(float(write_s)), write(*args))[1]
+    write = RankSession.write_snapshot
+    RankSession.write_snapshot = lambda *args: (time.sleep(float(write_s)), write(*args))[1]
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -103,18 +104,18 @@ def test_a_child_of_the_process_that_trains_has_no_snapshot_to_finish(tmp_path: 
     how = "child, at = os.fork(), time.monotonic(); child and (os.wait(), print('for', time.monotonic() - at))"
     code, said = end(tmp_path, how)
     assert code == 0 and names(tmp_path) == ["global_step_0"]
-    assert float(said.rpartition("for ")[2]) < in_flight.LINGER_S / 2
+    assert float(said.rpartition("for ")[2]) < progress.LINGER_S / 2
 
 
 SLOW_TO_END = """
 handler.wait()
-from holdfast.recover.saving import in_flight
-class SlowToEnd(in_flight.Thread):
+from holdfast.engine.staging import background_job
+class SlowToEnd(background_job.Thread):
     def run(self):
         super().run()
         for _ in range(100_000):
             torch.ones(1)
-in_flight.Thread = SlowToEnd
+background_job.Thread = SlowToEnd
 handler.dump(state, StepInfo(0, 1, 1, 6))
 """
 
@@ -129,9 +130,9 @@ def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_pa
 
 
 HANGS = """
-from holdfast.recover.saving import in_flight
+from holdfast.recover.saving import progress
 from holdfast.recover.storage import generations
-in_flight.LINGER_S = 0.5
+progress.LINGER_S = 0.5
 reached = threading.Event()
 def hang(*args, reached=reached):
     reached.set()
@@ -143,7 +144,7 @@ LAST = "handler.dump(state, StepInfo(0, 1, 1, 6)); reached.wait(); print('the en
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hang", ["generations.commit_folder = hang", "leader.write_rank = generations.walk_leaves = hang"]
+    "hang", ["generations.commit_folder = hang", "RankSession.write_snapshot = generations.walk_leaves = hang"]
 )
 @pytest.mark.parametrize("how", ["pass", "1 / 0"])
 def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str, how: str) -> None:
@@ -162,23 +163,23 @@ def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str,
 
 def _grow(seconds: float) -> Callable[..., Any]:
     """A writer that has much to write."""
-    write = leader.write_rank
+    write = RankSession.write_snapshot
 
-    def slow(holder: Any, key: str, folder: str, in_background: bool) -> Any:
+    def slow(session: RankSession, holder: Any, folder: str, in_background: bool) -> Any:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             time.sleep(0.1)
             with open(Path(folder) / "large", "ab") as file:
                 file.write(bytes(100))
         (Path(folder) / "large").unlink()
-        return write(holder, key, folder, in_background)
+        return write(session, holder, folder, in_background)
 
     return slow
 
 
 def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "LINGER_S", 0.8)
-    monkeypatch.setattr(leader, "write_rank", _grow(2.0))
+    monkeypatch.setattr(progress, "LINGER_S", 0.8)
+    monkeypatch.setattr(RankSession, "write_snapshot", _grow(2.0))
     tiny = Tiny()
     with pytest.raises(ZeroDivisionError), make(tmp_path) as handler:
         handler.load(tiny.state)
@@ -188,7 +189,7 @@ def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeyp
 
 
 def test_a_snapshot_that_does_not_get_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "LINGER_S", 0.3)
+    monkeypatch.setattr(progress, "LINGER_S", 0.3)
     gate, tiny = Gate(monkeypatch), Tiny()
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError), make(tmp_path) as handler:

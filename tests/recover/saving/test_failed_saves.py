@@ -138,7 +138,7 @@ def test_a_snapshot_of_stale_values_is_refused(tmp_path: Path, caplog: pytest.Lo
     assert handler.dump(stale, step_info(0))
     tiny.step()
     assert not handler.dump(stale, step_info(1))
-    assert "all that was sampled of 'default' is the same at optimizer steps 1 and 2" in caplog.text
+    assert "stale snapshot of 'default': fingerprints did not change between optimizer steps 1 and 2" in caplog.text
     tiny.step()
     with pytest.raises(StaleSnapshotError):
         handler.dump(stale, step_info(2))

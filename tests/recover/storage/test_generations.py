@@ -41,9 +41,9 @@ def commit(store: GenerationStore, step: int) -> Generation:
 
 
 def test_a_store_that_does_not_exist_is_empty_and_is_not_made_by_looking(store: GenerationStore) -> None:
-    assert store.generations() == [] and store.rejected() == [] and store.newest_valid() is None
+    assert store.generations() == [] and store.quarantined() == [] and store.newest_valid() is None
     store.sweep()
-    store.retire(RetentionRules(1))
+    store.delete_by_retention(RetentionRules(1))
     assert not store.root.exists()
     with pytest.raises(CheckpointNotFoundError, match="there is no generation at"):
         store.verify(store.root / "global_step_0")
@@ -105,15 +105,15 @@ def test_damaged_generations_are_set_aside_until_a_sound_one_is_found(store: Gen
     newest = store.newest_valid()
     assert newest is not None and newest[0].step == 1
     assert [generation.step for generation in store.generations()] == [1, 0]
-    assert [path.name[:48] for path in store.rejected()] == [
+    assert [path.name[:48] for path in store.quarantined()] == [
         ".rejected-global_step_2-default-shard-has-3-byte",
         ".rejected-global_step_3-default-shard-has-digest",
     ]
 
 
 def test_setting_the_same_step_aside_twice_keeps_both(store: GenerationStore) -> None:
-    paths = {store.set_aside(commit(store, 1), "Bad: *!* " + "very " * 50) for _ in range(2)}
-    assert len(paths) == 2 == len(store.rejected())
+    paths = {store.quarantine(commit(store, 1), "Bad: *!* " + "very " * 50) for _ in range(2)}
+    assert len(paths) == 2 == len(store.quarantined())
     assert all(len(path.name) < 140 and path.name.startswith(".rejected-global_step_1-bad-very") for path in paths)
 
 
@@ -125,12 +125,12 @@ def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore)
         CheckpointCorruptError, match=r"recover_info\.json cannot be read: ValueError: info.last_step_info is missing"
     ):
         store.verify(store.root / "global_step_0")
-    assert store.newest_valid() is None and len(store.rejected()) == 1
+    assert store.newest_valid() is None and len(store.quarantined()) == 1
 
 
 def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_else(store: GenerationStore) -> None:
     commit(store, 0)
-    rejected = store.set_aside(commit(store, 1), "reason")
+    rejected = store.quarantine(commit(store, 1), "reason")
     stage(store, 2)
     (store.root / ".retired-global_step_9-x" / "default").mkdir(parents=True)
     (store.root / f".{TRACKER_NAME}.0123").write_text("1")
@@ -142,11 +142,11 @@ def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_else(store: Gener
 def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) -> None:
     for step in range(5):
         commit(store, step)
-    store.retire(RetentionRules(None))
+    store.delete_by_retention(RetentionRules(None))
     assert len(store.generations()) == 5
-    store.retire(RetentionRules(2))
+    store.delete_by_retention(RetentionRules(2))
     assert [generation.step for generation in store.generations()] == [4, 3]
-    store.retire(RetentionRules(3))
+    store.delete_by_retention(RetentionRules(3))
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
 
 
@@ -160,7 +160,7 @@ def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: Generati
     assert [g.step for g in store.generations()] == [3, 2, 1]
     assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
     store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # as older versions left it
-    store.retire(RetentionRules(1))
+    store.delete_by_retention(RetentionRules(1))
     store.sweep()
     assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]
     for step in (1, 2):
@@ -177,7 +177,7 @@ def test_what_stays_is_the_union_of_the_rules_computed_from_disk(store: Generati
     rules = RetentionRules(last=2, every_steps=5, best=1, metric="reward")
     for step, reward in enumerate((0.1, 0.9, 0.3, 0.2, 0.5, 0.6, 0.4, 0.7)):
         commit_with(GenerationStore(store.root), step, {"reward": reward})
-        GenerationStore(store.root).retire(rules)  # as after a restart
+        GenerationStore(store.root).delete_by_retention(rules)  # as after a restart
     assert [generation.step for generation in store.generations()] == [7, 6, 4, 1]
 
 
@@ -186,7 +186,7 @@ def test_pinned_generations_and_the_newest_usable_one_are_never_retired(store: G
         commit(store, step)
     for step in (4, 3):
         os.truncate(store.root / f"global_step_{step}" / "manifest.json", 5)
-    store.retire(RetentionRules(1), pinned={0})
+    store.delete_by_retention(RetentionRules(1), pinned={0})
     assert [generation.step for generation in store.generations()] == [4, 2, 0]
 
 
@@ -203,7 +203,7 @@ def test_a_generation_that_cannot_be_removed_stops_nothing(
 
     rename = os.rename
     monkeypatch.setattr(os, "rename", refuse)
-    store.retire(RetentionRules(1))
+    store.delete_by_retention(RetentionRules(1))
     assert [generation.step for generation in store.generations()] == [3, 0]
     assert "cannot remove" in caplog.text and "global_step_0" in caplog.text
 

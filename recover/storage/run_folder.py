@@ -1,0 +1,117 @@
+"""`RunFolder`: everything on disk that belongs to one run, in the leader.
+
+    <trial>/recover.lock              held from `open` to `close`: one job at a time
+    <trial>/recover/global_step_<N>   generations
+    <trial>/hf/global_step_<N>        Hugging Face exports
+    <mirror_url>/...                  copies of generations
+
+Whatever changes the generations or exports that are there does so in `committing`.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+
+from ...utils.errors import CheckpointWriteError
+from ...utils.folder_lock import FolderLock
+from ...utils.logging import get_logger
+from ..config import RecoverConfig
+from .generations import Generation, GenerationStore
+from .mirror import Mirror
+from .retention import RetentionRules
+
+logger = get_logger(__name__)
+
+
+class RunFolder:
+    """One run's folder and its mirror.
+
+    Args:
+        config: its paths, and its retention, lock and mirror keys.
+
+    Attributes:
+        generations: the snapshots.
+        exports: the Hugging Face exports; the same names, in another folder.
+        mirror: where copies of generations go, once `open` was called; None: nowhere.
+        commit_hangs: whether a commit was under way when the run was ended, and may still come to something.
+    """
+
+    def __init__(self, config: RecoverConfig) -> None:
+        self.generations, self.exports = GenerationStore(config.recover_root), GenerationStore(config.hf_root)
+        self.mirror: Mirror | None = None
+        self.commit_hangs = False
+        self._config, self._rules = config, RetentionRules.from_config(config)
+        self._lock = FolderLock(config.lock_path)
+        self._commit_lock, self._ended = Lock(), False
+
+    def open(self) -> None:
+        """Take the lock and connect to the mirror, if there is to be one; a second call does nothing.
+
+        Raises:
+            FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
+            ConfigError: the mirror's URL cannot be used.
+        """
+        self._lock.acquire(self._config.lock_timeout_s)
+        if self._config.mirror_path is not None and self.mirror is None:
+            self.mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """For a block that changes what is there; one at a time.
+
+        Raises:
+            CheckpointWriteError: `end_commits` was called; the block is not run.
+            FolderInUseError: the lock was lost, and another job has used the folder since; likewise.
+        """
+        with self._commit_lock:
+            if self._ended:
+                raise CheckpointWriteError("the run ended with an error while the snapshot was being written")
+            self._lock.confirm()
+            yield
+
+    def end_commits(self, timeout_s: float) -> None:
+        """Have nothing committed any more once this has returned, unless a commit hangs for longer than ``timeout_s``
+        (see ``commit_hangs``)."""
+        self._ended = True
+        if self._commit_lock.acquire(timeout=timeout_s):
+            self._commit_lock.release()
+        else:
+            logger.error("a commit does not come back: the storage of %s hangs", self._config.recover_root)
+            self.commit_hangs = True
+
+    def staged_bytes(self, step: int) -> int:
+        """Bytes that ranks have written of ``step`` and that are not committed."""
+        return self.generations.staged_bytes(step) + self.exports.staged_bytes(step)
+
+    def keep(self, generation: Generation) -> None:
+        """After a commit: copy the generation to the mirror, and delete those that no rule wants beside it."""
+        self.copy(generation)
+        self.delete_old()
+
+    def copy(self, generation: Generation) -> None:
+        """Copy a generation of the run to the mirror, in the background."""
+        if self.mirror is not None and generation.path.parent.resolve() == self.generations.root.resolve():
+            self.mirror.submit(generation)
+
+    def delete_old(self) -> None:
+        """Delete the generations that no retention rule wants and nobody copies."""
+        self.generations.delete_by_retention(self._rules, set() if self.mirror is None else self.mirror.pinned())
+
+    def finish_copies(self) -> None:
+        """Wait for copies that are under way, for ``mirror_timeout_s``."""
+        if self.mirror is not None:
+            self.mirror.wait(self._config.mirror_timeout_s)
+
+    def close(self, *, wait: bool) -> None:
+        """Give the mirror up, with ``wait`` after its copies, delete what had to wait for them, and give up the lock.
+
+        While a commit hangs nothing is done: it may still come to something, so the lock is kept until the process
+        ends.
+        """
+        if self.commit_hangs:
+            return
+        with ExitStack() as ends:
+            ends.callback(self._lock.release)
+            if self.mirror is not None:
+                self.mirror.close(self._config.mirror_timeout_s if wait else 0.0)
+                self.delete_old()
