@@ -119,7 +119,7 @@ class _OneRank:
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trial with every kind of file: what is written, what is set aside, and what a kill leaves."""
+    """A trial with every kind of file: what is written, what is quarantined, and what a kill leaves."""
     root = tmp_path_factory.mktemp("run")
     write_model_folder(root / "model", tiny_qwen3())
     weights, cursor = run_ranks(_write_trial, 2, str(root))[0]

@@ -5,7 +5,7 @@ damage (a short or missing file) is found without reading gigabytes.
 
 The manifest is JSON and answers for itself: its last field is the digest of all bytes before that field. It is checked
 before anything else is believed, so that no damage can pass for another format version. Every later version must keep
-this seal; what has none (format version 1, which was never released) is refused.
+this self-checksum; what has none (format version 1, which was never released) is refused.
 """
 
 import json
@@ -72,16 +72,16 @@ def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry],
 
 
 def encode_manifest(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest: ``document`` as JSON, and a last field ``digest`` that seals everything before it."""
+    """The bytes of a manifest: ``document`` as JSON, and a last field ``digest`` of all before it (self-checksum)."""
     body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
-    return body + _seal(body)
+    return body + _self_checksum(body)
 
 
-def _seal(body: bytes) -> bytes:
+def _self_checksum(body: bytes) -> bytes:
     return f',\n "digest": "{bytes_digest(body)}"\n}}'.encode()
 
 
-_SEAL_BYTES = len(_seal(b""))
+_SELF_CHECKSUM_BYTES = len(_self_checksum(b""))
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `read_manifest` returns of a file with ``data``, which its errors call ``path``."""
-    if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
+    if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
         raise CheckpointCorruptError(f"{path} is not a manifest as it was committed: the digest it ends with is wrong")
     try:
         document = json.loads(data)

@@ -122,7 +122,7 @@ def reseal(folder: Path) -> None:
 
 
 def slug(text: str) -> str:
-    """As the name of a folder that was set aside has it."""
+    """As the name of a quarantined folder has it."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -241,7 +241,7 @@ class Victim:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines: thousands of generations that are set aside would say so."""
+    """No log lines: thousands of generations that are quarantined would say so."""
     previous = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

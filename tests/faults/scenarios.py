@@ -3,7 +3,7 @@
 A scenario is built once, in a folder of its own, by a run that nothing disturbs. Every fault is injected into a copy
 of that folder: fresh ranks `arm` (build their engines, resume, train a step) and then do the one thing that the
 scenario is about, under a `Shim`. Then fresh ranks `check` what is on disk: it must be what was before, or what was to
-come, whole and to the bit; nothing is set aside, everything half-done is swept, and the same thing can be done again.
+come, whole and to the bit; nothing is quarantined, everything half-done is swept, and the same thing can be done again.
 """
 
 import os

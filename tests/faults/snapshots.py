@@ -182,7 +182,7 @@ class Resume:
         return partial(self.snapshot.resume, rank, root)
 
     def check(self, rank: int, root: str) -> bool:
-        """Step 1 is resumed, step 2 lies aside, everything else is gone, and step 2 can be dumped."""
+        """Step 1 is resumed, step 2 is quarantined, everything else is gone, and step 2 can be dumped."""
         recover = Path(root, "e", "t", "recover")
         set_aside = not (recover / "global_step_2").exists()
         dist.barrier()  # all have looked

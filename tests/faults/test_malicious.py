@@ -1,8 +1,8 @@
 """Malicious generations: pickles that run code, in every file that is read back; none runs, and each is named.
 
-Every attack comes twice. With the digests of what was there before, it is damage as any other: the generation is set
-aside and the older one takes over. Sealed again, as somebody who may write the folder can, its digests are right: what
-is refused then is what the file says, and nothing may have been changed by that time.
+Every attack comes twice. With the digests of what was there before, it is damage as any other: the generation is
+quarantined and the older one takes over. With new digests, as somebody who
+may write the folder can make them, what is refused is what the file says, and nothing may have been changed by then.
 """
 
 import os
@@ -77,7 +77,7 @@ def _judge(
     except Exception as error:  # a harness reports whatever it meets
         verdict = "lost", f"{type(error).__name__}: {error}"
     else:
-        (reason,) = [path.name for path in recover.glob(".rejected-*")] or ["nothing was set aside"]
+        (reason,) = [path.name for path in recover.glob(".rejected-*")] or ["nothing was quarantined"]
         named = any(slug(word) in reason for word in words)
         sound = found.step == 0 and found.record == older
         verdict = None if sound and named else ("undetected", f"step {found.step} was loaded; {reason}")

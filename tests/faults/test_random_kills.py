@@ -115,7 +115,7 @@ class Watcher:
                 if generation.path.exists():  # else it was retired while it was read
                     self.problems.append(f"visible, but bad: {error}")
         if rejected := [path.name for path in self._store.quarantined()]:
-            self.problems.append(f"set aside: {rejected}")
+            self.problems.append(f"quarantined: {rejected}")
 
 
 def _alive(pid: int) -> bool:

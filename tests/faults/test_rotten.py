@@ -1,8 +1,8 @@
 """Torn and rotten files: whatever happens to the newest generation's files, it is found, and the older one takes over.
 
 Every damage is done to a fresh copy of two good generations of two ranks and loaded by one warm process. The oracle is
-the same for all: the damaged generation is set aside with a reason that names a damaged file, the older one comes back
-to the bit, and nothing was written to more often than in a load without any damage.
+the same for all: the damaged generation is quarantined with a reason that names a damaged file, the older one comes
+back to the bit, and nothing was written to more often than in a load without any damage.
 """
 
 import os

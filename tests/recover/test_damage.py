@@ -42,7 +42,7 @@ def test_a_damaged_generation_is_set_aside_with_the_reason_and_its_step_is_made_
     assert names(tmp_path) == ["global_step_1"]
     (rejected,) = hidden(tmp_path)
     assert rejected.startswith(".rejected-global_step_2-state-rank-00000-pt-has-99-bytes")
-    assert f"global_step_2 aside as {rejected}: " in caplog.text
+    assert f"global_step_2 as {rejected}: " in caplog.text
     assert run_until(tmp_path, 4, first=2)[0] == digests[2]
     assert names(tmp_path) == ["global_step_2", "global_step_3"]
 
@@ -52,7 +52,7 @@ def test_a_run_with_nothing_usable_left_never_starts_over(tmp_path: Path, mode: 
     run_until(tmp_path, 2)
     for folder in (tmp_path / "e" / "t" / "recover").glob("global_step_*"):
         os.truncate(folder / "default" / "__0_0.distcp", 1000)
-    for _ in range(2):  # the second time only what was set aside is left
+    for _ in range(2):  # the second time only what was quarantined is left
         handler = make_handler(tmp_path, mode=mode, freq_steps=1)
         with pytest.raises(
             CheckpointCorruptError, match=r"no usable generation left: \.rejected-global_step_0-default"

@@ -104,7 +104,7 @@ def test_a_load_that_would_restore_another_step_than_peek_told_does_not_go_on(tm
     assert handler.peek() == step_info(2)
     with pytest.raises(CheckpointMismatchError, match=r"peek told step 2, .* is step 1.* start again"):
         handler.load(tiny.state)
-    assert tiny.digest() == before and names(tmp_path) == ["global_step_1"], "set aside as usual"
+    assert tiny.digest() == before and names(tmp_path) == ["global_step_1"], "quarantined as usual"
     handler.close()
     with make_handler(tmp_path) as again:
         assert again.peek() == step_info(1) and again.load(tiny.state) is not None

@@ -177,8 +177,8 @@ def test_a_run_that_goes_back_renames_the_exports_it_gives_up_and_makes_the_one_
         assert info is not None and info.last_step_info.global_step == 3
         found = exports(tmp_path, hidden=True)  # with the staging folder of step 3, while that is written
         assert ".staging-3-0123456789ab" not in found
-        (aside,) = (name for name in found if not name.startswith(".staging-3-"))
-        assert aside.startswith(".rejected-global_step_4-the-run-went-back")
+        (quarantined,) = (name for name in found if not name.startswith(".staging-3-"))
+        assert quarantined.startswith(".rejected-global_step_4-the-run-went-back")
         handler.wait()
         assert _contents(tmp_path / "before") == _contents(tmp_path / "e/t/hf/global_step_3")
         again.step(4)
@@ -204,8 +204,8 @@ def test_a_run_that_starts_from_a_generation_of_elsewhere_has_no_export_of_that_
     with make(tmp_path, resume_path=str(tmp_path / "elsewhere/global_step_1")) as handler:
         assert handler.load(Trainer(tmp_path).state) is not None
     trainer.assert_exported(tmp_path, [0, 1])
-    (aside,) = exports(tmp_path, hidden=True)
-    assert aside.startswith(".rejected-global_step_1-")
+    (quarantined,) = exports(tmp_path, hidden=True)
+    assert quarantined.startswith(".rejected-global_step_1-")
 
 
 def test_only_one_engine_that_is_named_and_of_transformers_can_be_exported(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path)
                 handler.dump(group, step_info(step))
                 group.call_all("train", [step])
             handler.wait()
-            group.run_all(_save_aside, str(tmp_path / "aside"))
+            group.run_all(_save_in_background, str(tmp_path / "background"))
             group.call_all("train", [9])
             group.run_all(_wait_for_save)
     finally:
@@ -408,10 +408,10 @@ def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path)
     for step in range(3):
         found = _contents(tmp_path / f"e/t/hf/global_step_{step}")
         assert found == _contents(tmp_path / f"references/{step}"), step
-    assert (tmp_path / "aside" / "model.safetensors").is_file()
+    assert (tmp_path / "background" / "model.safetensors").is_file()
 
 
-def _save_aside(job: Job, path: str) -> None:
+def _save_in_background(job: Job, path: str) -> None:
     job.engines["default"].save(SaveLoadMeta(path, "hf", False), blocking=False)
 
 

@@ -1,4 +1,4 @@
-"""Generations on disk: what is listed, verified, set aside, swept and retired."""
+"""Generations on disk: what is listed, verified, quarantined, swept and deleted."""
 
 import os
 import stat
