@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
-from ..utils.atomic_folder import as_write_error
 from ..utils.errors import ConfigError, Preempted
 from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
@@ -344,7 +343,7 @@ class RecoverHandler:
             self._saver.insist(step)
         snapshot, failed, saved = must or Wanted.SNAPSHOT in wanted, True, False
         with self._saver.tolerating(step, must):
-            is_new = snapshot and ranks.decide(partial(self._is_new, step, self._position.step))
+            is_new = snapshot and ranks.decide(partial(self._saver.is_new, step, self._position.step))
             failed = False
         if not failed:
             due = Due(is_new, export)
@@ -357,18 +356,6 @@ class RecoverHandler:
             self._triggers.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
         self.save_stats.blocked_s = time.monotonic() - started
         return saved
-
-    def _is_new(self, step: int, last: int | None) -> bool:
-        """Whether ``step`` is not snapshotted yet; in the leader. ``last`` is what was snapshotted or restored last."""
-        with as_write_error(self.store.root):
-            newest = max((generation.step for generation in self.store.generations()), default=-1)
-        newest = max(newest, -1 if self._saver.step is None else self._saver.step)
-        if newest > step or newest == step != last:
-            raise ConfigError(
-                f"step {step} is to be snapshotted, but {self.store.root} holds step {newest}: the job went back. "
-                "Start from the step after the one that load returned"
-            )
-        return newest < step
 
     # Load
 

@@ -14,8 +14,9 @@ from functools import partial
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
+from ...utils.atomic_folder import as_write_error
 from ...utils.distributed import is_write_failure
-from ...utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
+from ...utils.errors import CheckpointWriteError, ConfigError, PeerError, StaleSnapshotError
 from ...utils.logging import get_logger
 from ..config import RecoverConfig
 from ..coordinator import Ranks
@@ -136,6 +137,28 @@ class Saver:
     def idle(self) -> bool:
         """Whether nothing is being written, as far as this process knows."""
         return self._background is None or self.written
+
+    def is_new(self, step: int, last: int | None) -> bool:
+        """Whether ``step`` is not snapshotted yet; in the leader.
+
+        Args:
+            step: that was just trained.
+            last: the step that was snapshotted or restored last; None: none yet.
+
+        Raises:
+            ConfigError: there is a later step, or another run's.
+            CheckpointWriteError: the folder cannot be listed.
+        """
+        store = self._folder.generations
+        with as_write_error(store.root):
+            newest = max((generation.step for generation in store.generations()), default=-1)
+        newest = max(newest, -1 if self.step is None else self.step)
+        if newest > step or newest == step != last:
+            raise ConfigError(
+                f"step {step} is to be snapshotted, but {store.root} holds step {newest}: the job went back. Start "
+                "from the step after the one that load returned"
+            )
+        return newest < step
 
     def save(
         self,
