@@ -19,7 +19,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
+from ..utils.distributed import all_ranks_succeed, any_rank, gather_objects, get_rank, rank_zero_decides
 from ..utils.errors import ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
@@ -81,7 +81,7 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
     """Whether ``path`` is the id of a model on the hub; the same on every rank: a folder on one of them is a folder."""
-    if any(gather_objects(os.path.exists(path), group)):  # pathlib's may raise: the others would wait
+    if any_rank(os.path.exists(path), group):  # pathlib's may raise: the others would wait
         return False
     try:
         validate_repo_id(path)
@@ -124,7 +124,7 @@ def _wait_for(work: Callable[[], object] | None, path: str, group: dist.ProcessG
 
     thread = Thread(target=run, name="hub-download", daemon=True)  # Ctrl-C does not wait for gigabytes
     thread.start()
-    while any(gather_objects(thread.is_alive(), group)):
+    while any_rank(thread.is_alive(), group):
         thread.join(_ROUND_S)
         beat()
     with all_ranks_succeed(f"downloading {path}", group):

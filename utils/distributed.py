@@ -1,19 +1,23 @@
 """Agreement between ranks: everybody succeeded, or everybody raises; rank zero decides, all follow.
 
 Every function takes a process group (``None`` is the default group) and also works in a process that never
-initialised torch.distributed, as a world of one. Objects travel pickled, but only between live ranks of one
-job; nothing here ever reads a file. They travel over gloo: where the group has NCCL alone, over a `control_group` of
-the same ranks. Waits are bounded by the timeout of the group.
+initialised torch.distributed, as a world of one. As long as nothing fails, agreement is one collective of a few
+numbers (`gather_numbers`); objects travel only when there is something to tell. They travel pickled, but only between
+live ranks of one job; nothing here ever reads a file. All of it goes over gloo: where the group has NCCL alone, over a
+`control_group` of the same ranks. Waits are bounded by the timeout of the group.
 """
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .errors import CheckpointWriteError, PeerError
@@ -94,6 +98,36 @@ def drop_group(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
+def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
+    """Every rank's ``numbers``, in rank order, on every rank: one collective of a small tensor.
+
+    Args:
+        numbers: as many on every rank. They travel as float64: integers are exact up to 2**53.
+        group: the ranks.
+    """
+    if get_world_size(group) == 1:
+        return [[float(number) for number in numbers]]
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    gathered = own.new_empty((get_world_size(group), len(numbers)))
+    dist.all_gather(list(gathered), own, group=control_group(group))
+    return gathered.tolist()
+
+
+def reduce_flags(flags: int, group: dist.ProcessGroup | None = None) -> int:
+    """Bitwise OR of the ``flags`` (below 2**53) of all ranks, on every rank; one `gather_numbers`."""
+    return reduce(or_, (int(theirs) for (theirs,) in gather_numbers([flags], group)))
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is set on any rank; the same on every rank."""
+    return bool(reduce_flags(flag, group))
+
+
+def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is set on every rank; the same on every rank."""
+    return not any_rank(not flag, group)
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's ``value``, in rank order, on every rank.
 
@@ -123,15 +157,49 @@ def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iter
         yield
     except Exception as caught:
         error = caught
+    _gather_unless_failed(what, error, [], group)
+
+
+def gather_numbers_of(
+    what: str, compute: Callable[[], Sequence[float]], count: int, group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """`gather_numbers` of what ``compute`` returns; when it fails on one rank, all raise as in `all_ranks_succeed`.
+
+    Whether any rank has failed and the numbers travel in one collective.
+
+    Args:
+        what: the step, in a `PeerError`.
+        compute: must not leave a collective half-done.
+        count: how many numbers ``compute`` returns.
+        group: the ranks.
+    """
+    numbers, error = [0.0] * count, None
+    try:
+        numbers = compute()
+    except Exception as caught:
+        error = caught
+    return _gather_unless_failed(what, error, numbers, group)
+
+
+def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None) -> int:
+    """`reduce_flags` of what ``compute`` returns, with the errors of `gather_numbers_of`, in one collective."""
+    rows = gather_numbers_of(what, lambda: [compute()], 1, group)
+    return reduce(or_, (int(theirs) for (theirs,) in rows))
+
+
+def _gather_unless_failed(
+    what: str, error: Exception | None, numbers: Sequence[float], group: dist.ProcessGroup | None
+) -> list[list[float]]:
+    """`gather_numbers`, with a flag for whether this rank has failed; when any has, they tell what, and all raise."""
+    rows = gather_numbers([error is not None, *numbers], group)
+    if not any(failed for failed, *_ in rows):
+        return [theirs for _, *theirs in rows]
     reports = gather_objects(None if error is None else _report(error), group)
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     worse = {rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)}
-    if error is not None and worse and is_write_failure(error):
-        raise PeerError(what, worse) from error
-    if error is not None:
+    if error is not None and not (worse and is_write_failure(error)):
         raise error
-    if failed:
-        raise PeerError(what, failed)
+    raise PeerError(what, worse if error is not None else failed) from error
 
 
 def is_write_failure(error: BaseException) -> bool:

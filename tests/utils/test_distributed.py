@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from holdfast.utils import distributed
 from holdfast.utils.atomic_folder import staged_folder
 from holdfast.utils.distributed import (
+    all_agree,
     all_ranks_succeed,
+    any_rank,
+    gather_numbers,
+    gather_numbers_of,
     gather_objects,
     get_rank,
     get_world_size,
     is_write_failure,
     rank_zero_decides,
+    reduce_flags,
+    reduce_flags_of,
 )
 from holdfast.utils.errors import (
     CheckpointExistsError,
@@ -151,9 +159,57 @@ def test_ranks_agree_on_success_failure_decisions_and_staged_folders(tmp_path: P
     assert run_ranks(ranks_agree, 2, str(tmp_path)) == ["agreed"] * 2
 
 
+def numbers_of_all_ranks(rank: int, world_size: int) -> str:
+    assert gather_numbers([rank, 2**53 - rank, 0.1]) == [[r, 2.0**53 - r, 0.1] for r in range(world_size)]
+    with torch.device("meta"):
+        assert gather_numbers([rank]) == [[r] for r in range(world_size)], "the default device has no say"
+    assert reduce_flags(1 << (20 * rank)) == sum(1 << (20 * r) for r in range(world_size))
+    assert (any_rank(rank == 1), any_rank(False), all_agree(rank == 1), all_agree(True)) == (True, False, False, True)
+    assert gather_numbers_of("counting", lambda: (rank, -rank), 2) == [[r, -r] for r in range(world_size)]
+    assert reduce_flags_of("flagging", lambda: rank + 1) == 3
+    with pytest.raises(KeyError if rank == 0 else PeerError, match="lost") as caught:
+        reduce_flags_of("flagging", lambda: raise_(KeyError("lost")) if rank == 0 else 1)
+    assert rank == 0 or (isinstance(caught.value, PeerError) and caught.value.what == "flagging")
+    return "in step"
+
+
+def test_every_rank_has_the_numbers_and_flags_of_all() -> None:
+    assert run_ranks(numbers_of_all_ranks, 2) == ["in step"] * 2
+
+
+def collectives_of_agreement(rank: int, world_size: int) -> dict[str, int]:
+    group = dist.group.WORLD
+    assert group is not None
+    counts = {}
+
+    def count(name: str, step: Any) -> None:
+        before = group._get_sequence_number_for_group()
+        try:
+            step()
+        except (KeyError, PeerError):
+            assert name == "failure"
+        counts[name] = group._get_sequence_number_for_group() - before
+
+    def succeed(fails: bool) -> None:
+        with all_ranks_succeed("a step"):
+            if fails:
+                raise KeyError("lost")
+
+    count("success", lambda: succeed(False))
+    count("flags", lambda: reduce_flags_of("a step", lambda: 1))
+    count("failure", lambda: succeed(rank == 0))
+    return counts
+
+
+def test_success_costs_one_collective_and_only_failure_tells_more() -> None:
+    first, *others = run_ranks(collectives_of_agreement, 2)
+    assert first["success"] == first["flags"] == 1 and first["failure"] > 1 and others == [first]
+
+
 def test_a_process_without_a_group_is_a_world_of_one() -> None:
     assert (get_rank(), get_world_size(), gather_objects("x")) == (0, 1, ["x"])
     assert rank_zero_decides(lambda: 5) == 5
+    assert gather_numbers([1, 0.5]) == [[1.0, 0.5]] and reduce_flags_of("x", lambda: 5) == 5
     with pytest.raises(KeyError), all_ranks_succeed("x"):
         raise KeyError
     with pytest.raises(KeyError):
