@@ -17,6 +17,7 @@ method could apply an update twice, and a restarted actor has no process group.
 """
 
 import os
+import reprlib
 import threading
 import time
 import uuid
@@ -85,7 +86,9 @@ class WorkerGroup:
     def __init__(
         self,
         worker_cls: Callable[..., Any],
-        *args: Any,
+        *misplaced: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         world_size: int = 1,
         name: str = "workers",
         placement_group: PlacementGroup | None = None,
@@ -99,13 +102,14 @@ class WorkerGroup:
         kill_timeout_s: float = 600.0,
         on_created: Callable[["WorkerGroup"], None] | None = None,
         env: Mapping[str, str] | None = None,
-        **kwargs: Any,
+        **unknown: Any,
     ) -> None:
         """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default process group.
 
         Args:
             worker_cls: what each rank constructs; an optional ``destroy()`` is called by `shutdown`.
             args: positional arguments of ``worker_cls``, the same on every rank.
+            kwargs: its keyword arguments.
             world_size: number of ranks.
             name: what errors and logs call the group.
             placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
@@ -126,12 +130,19 @@ class WorkerGroup:
                 freed their pinned memory and what they have on a GPU. Those that take longer end the job.
             on_created: called with the group before its first process starts; what it raises ends the start.
             env: environment variables, set before the processes start.
-            kwargs: keyword arguments of ``worker_cls``.
+            misplaced: must be empty, as ``unknown``: the error says where arguments of ``worker_cls`` go.
+            unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: Ray is not initialised, or has not the resources.
+            ConfigError: an argument is none of these; Ray is not initialised, or has not the resources.
             WorkerLost: a rank died or did not come up in time.
         """
+        if misplaced or unknown:
+            found = ", ".join([*map(reprlib.repr, misplaced), *(f"{key}=..." for key in unknown)])
+            raise ConfigError(
+                f"a WorkerGroup takes no {found}; what the workers are constructed with goes apart: "
+                f"WorkerGroup({getattr(worker_cls, '__name__', worker_cls)}, args=(...), kwargs={{...}}, ...)"
+            )
         require_ray()
         self.name, self.world_size = name, world_size
         self._resources = resources or WorkerResources()
@@ -152,7 +163,7 @@ class WorkerGroup:
             if on_created is not None:
                 on_created(self)
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
-            built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
+            built = [actor.build.remote(worker_cls, tuple(args), dict(kwargs or {})) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
             self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
         except BaseException:
