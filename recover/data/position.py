@@ -28,7 +28,6 @@ from ...engine.api import Stateful, StepInfo
 from ...engine.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
-from .loader import ResumableDataLoader
 
 _END = object()
 
@@ -148,8 +147,6 @@ def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) 
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     loader.load_state_dict(state_dict)
     said = loader.state_dict()  # has torchdata's build its iterator
-    if isinstance(loader, ResumableDataLoader):
-        return  # it has looked itself, and its batch size may be another
     given = batches_given(state_dict)
     if given is None and not _equal(said, state_dict):
         raise CheckpointMismatchError(
