@@ -57,16 +57,16 @@ def restore_dataloader(
     found = None if sampler is None else int(sampler.epoch)
     built_as = last_step.epoch if order.epoch is None else order.epoch
 
-    def place() -> None:
+    def rewind_order() -> None:
         if sampler is not None:
             sampler.set_epoch(built_as)
         if note is not None:
             note.resume(generator)
 
-    place()
+    rewind_order()
     _restore_place(loader, state_dict)
     advanced = sampler is not None and int(sampler.epoch) != built_as
-    over = _end_if_over(loader, state_dict, last_step, place, note)
+    over = _end_if_over(loader, state_dict, last_step, rewind_order, note)
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
@@ -164,7 +164,7 @@ def _end_if_over(
     loader: Stateful,
     state_dict: dict[str, Any],
     last_step: StepInfo,
-    place: Callable[[], None],
+    rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
     """Take the end of an epoch that is over, as the loop that trained it did, so that the next loop is the next epoch;
@@ -173,7 +173,7 @@ def _end_if_over(
         return False
     if state_dict.get("_iterator_finished"):
         if note is not None:  # its loop has drawn more than was skipped: what comes after the last sample
-            place()
+            rewind_order()
             deque(note.sampler, maxlen=0)
         return True
     if isinstance(loader.dataset, IterableDataset):  # how long it is only its end tells
@@ -181,7 +181,7 @@ def _end_if_over(
     else:
         over = _is_over(loader, state_dict)
     if over and next(iter(loader), _END) is not _END:
-        place()
+        rewind_order()
         _restore_place(loader, state_dict)
         return False
     return over
