@@ -26,6 +26,7 @@ from holdfast.utils.files import bytes_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_sealed
 
 from . import ours
+from .agreement import agreement
 from .harness import Figure, Options, Times, interleave, over
 from .limits import WarmBuffer
 from .model import build_engine, training_tensors
@@ -48,7 +49,8 @@ def growth(options: Options) -> list[Figure]:
         figures += [_save_figure(options, f"ranks.{n}", size, n) for n in ranks]
     for n_ranks in simulated:
         figures += _simulate(options, n_ranks, f"{n_ranks}_ranks", layers=4)
-    return figures + _simulate(options, simulated[1], f"{simulated[1]}_ranks_16_layers", layers=16)[:1]
+    figures += _simulate(options, simulated[1], f"{simulated[1]}_ranks_16_layers", layers=16)[:1]
+    return figures + (agreement(options) if options.device == "cpu" else [])
 
 
 def _save_figure(options: Options, what: str, parameters: int, ranks: int) -> Figure:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed
-from ..utils.errors import BatchError, ConfigError
+from ..utils.distributed import all_ranks_succeed, gather_numbers
+from ..utils.errors import ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from ..utils.metrics import reduce_stats
@@ -46,7 +46,7 @@ from .rl.logprobs import token_logprobs
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
 from .training.distributed import clip_grad_norm, close_process_groups, open_process_groups
-from .training.microbatch import MicroBatch, split_batch, unpack, weigh
+from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.packing import model_output
 
@@ -185,30 +185,34 @@ class FSDPEngine:
         """
         optimizer = self._require_optimizer()
         self.train()
-        shares = self._prepare(batch, loss_weight_fn)
+        weighed = split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for mb, share in shares:
+        for mb, share in weighed.shares(self.device):
             loss = self._weighted_loss(mb, share, loss_fn)
             # FSDP averages gradients over ranks; the weights have already divided by everything.
             (loss * self.data_parallel_world_size).backward()
             loss_sum += loss.detach()
         lr = float(optimizer.param_groups[0]["lr"])
-        loss, grad_norm, skipped = self._optimizer_step(optimizer, loss_sum)
+        loss, grad_norm, skipped = self._optimizer_step(optimizer, loss_sum, weighed)
         return {
-            "loss": self.all_reduce_stats({"loss": loss})["loss"],
+            "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
             "update_skipped": float(skipped),
-            "n_mbs": float(len(shares)),
-            "n_tokens": float(sum(mb.n_tokens for mb, _ in shares if not mb.is_dummy)),
+            "n_mbs": float(len(weighed.micro_batches)),
+            "n_tokens": float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy)),
         }
 
-    def _optimizer_step(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> tuple[float, float, bool]:
-        """Clip and update; the loss, the norm of the gradient, and whether it was no number, so nothing was updated."""
+    def _optimizer_step(
+        self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, weighed: WeighedBatch
+    ) -> tuple[float, float, bool]:
+        """Clip and update; the loss over all ranks, the norm of the gradient, and whether it was no number, so nothing
+        was updated."""
         assert self.config.optimizer is not None
-        norm = clip_grad_norm(self.model, self.config.optimizer.gradient_clipping)
-        loss_sum, grad_norm = torch.stack([loss, norm.double()]).tolist()  # the one wait for the device in a step
+        max_norm = self.config.optimizer.gradient_clipping
+        reduced = clip_grad_norm(self.model, max_norm, loss, weighed.total, weighed.correction)
+        loss_sum, grad_norm = reduced.tolist()  # the one wait for the device in a step
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.counters.skipped_steps += 1
@@ -224,9 +228,11 @@ class FSDPEngine:
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
         """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
         self.eval()
-        shares = self._prepare(batch, loss_weight_fn)
-        losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in shares]
-        return torch.tensor(self.all_reduce_stats({"loss": sum(torch.stack(losses).tolist())})["loss"])
+        weighed = split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group)
+        losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
+        own = [sum(torch.stack(losses).tolist()), weighed.correction]
+        loss, correction = map(sum, zip(*gather_numbers(own, self.control_group), strict=True))
+        return torch.tensor(loss * (weighed.total / (weighed.total + correction)))
 
     @torch.no_grad()
     def forward_batch(
@@ -254,15 +260,6 @@ class FSDPEngine:
         if self.config.is_critic:
             return output
         return token_logprobs(output, data["input_ids"], data["cu_seqlens"], self.config.temperature)[0]
-
-    def _prepare(self, batch: Batch, loss_weight_fn: LossWeightFn) -> list[tuple[MicroBatch, float]]:
-        """Micro-batches on the device, each with its share of the weight of the whole batch over all ranks."""
-        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
-        weights = weigh(micro_batches, loss_weight_fn)
-        total = self.all_reduce_stats({"weight": sum(weights)})["weight"]
-        if not total > 0:
-            raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
-        return [(mb.to(self.device), weight / total) for mb, weight in zip(micro_batches, weights, strict=True)]
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
         if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives

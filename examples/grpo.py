@@ -272,10 +272,10 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
     start = partial(pool.submit, attempt.worker_group, **patience)
     try:
         gpus = WorkerResources(gpus=config.gpus_per_rollout)
-        path, level = config.actor.path, config.log_level
-        rollout = start(RolloutWorker, path, level, name="rollout", process_group=False, resources=gpus)
+        sampler = (config.actor.path, config.log_level)
+        rollout = start(RolloutWorker, args=sampler, name="rollout", process_group=False, resources=gpus)
         gpus = WorkerResources(gpus=config.gpus_per_trainer)
-        trainer = start(TrainWorker, config, name="trainer", world_size=config.n_trainers, resources=gpus)
+        trainer = start(TrainWorker, args=(config,), name="trainer", world_size=config.n_trainers, resources=gpus)
         return rollout.result(), trainer.result()
     finally:
         pool.shutdown(wait=False)  # should one fail, the supervisor ends the other

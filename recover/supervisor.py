@@ -87,18 +87,18 @@ class Attempt:
     def worker_group(
         self,
         worker_cls: Callable[..., Any],
-        *args: Any,
+        *misplaced: Any,
         name: str,
         world_size: int = 1,
         resources: WorkerResources | None = None,
         start_timeout_s: float = 120.0,
         stall_timeout_s: float | None = 1800.0,
-        **kwargs: Any,
+        **options: Any,
     ) -> WorkerGroup:
         """A `WorkerGroup` where the last attempt's group of this name, size and resources was; ended with the attempt.
 
-        Takes what `WorkerGroup` takes, and raises what it raises. ``stall_timeout_s`` is doubled for every time that a
-        group of this name was lost for want of progress.
+        Takes what `WorkerGroup` takes, ``args`` and ``kwargs`` of the workers included, and raises what it raises.
+        ``stall_timeout_s`` is doubled for every time that a group of this name was lost for want of progress.
 
         Raises:
             ConfigError: this attempt has, or tried to start, a group of that name already.
@@ -108,7 +108,7 @@ class Attempt:
         def start(on_created: Callable[[WorkerGroup], None]) -> WorkerGroup:
             return WorkerGroup(
                 worker_cls,
-                *args,
+                *misplaced,
                 name=name,
                 world_size=world_size,
                 resources=resources,
@@ -116,7 +116,7 @@ class Attempt:
                 start_timeout_s=start_timeout_s,
                 stall_timeout_s=self._supervisor._patience_with(name, stall_timeout_s),
                 on_created=on_created,
-                **kwargs,
+                **options,
             )
 
         with self._lock:

@@ -30,6 +30,8 @@ NAMES = (
     ),
     Private("torch.distributed.checkpoint.filesystem:CURRENT_DCP_VERSION", "write .metadata of DCP"),
     Private("torch.distributed.distributed_c10d:_abort_process_group", "leave NCCL when a peer is dead", ("group",)),
+    Private("torch:_foreach_norm", "clip a gradient"),
+    Private("torch:_foreach_mul_", "clip a gradient"),
     Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
     Private("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "follow conversions of weights"),
     Private("torch.utils._pytree:tree_leaves", "follow conversions of weights", ("tree",)),
@@ -48,6 +50,8 @@ NAMES = (
 )
 require("torch", NAMES)
 
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
@@ -66,6 +70,8 @@ __all__ = [
     "buffers_of",
     "children_of",
     "compute_local_shape_and_global_offset",
+    "foreach_mul_",
+    "foreach_norm",
     "is_persistent",
     "like_sharded",
     "loading_of",

@@ -12,7 +12,8 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
-from ..training.microbatch import partition, select_rows, sequence_lengths
+from ..training.microbatch import select_rows, sequence_lengths
+from ..training.partition import partition
 from .losses import Stats, count_loss_tokens
 
 

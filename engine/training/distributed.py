@@ -27,7 +27,7 @@ from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..api import ParallelStrategy
-from ..compat.torch_private import abort_process_group
+from ..compat.torch_private import abort_process_group, foreach_mul_, foreach_norm
 from ..config import TrainEngineConfig
 from ..devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from .model import COMPUTE_DTYPES
@@ -221,8 +221,31 @@ def shard_model(
     return mesh
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradient down to ``max_norm`` if it is longer; returns the global L2 norm before that, a scalar on the
-    device: whoever reads it waits for the backward."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, loss: torch.Tensor, weight: float = 1.0, correction: float = 0.0
+) -> torch.Tensor:
+    """Scale the gradient down to ``max_norm`` if it is longer; nothing here waits for the device.
+
+    One all-reduce: the loss, and what turned out about the weights it was divided by, travel with the norms of the
+    parameters' gradients. Those are combined as torch's ``clip_grad_norm_`` does.
+
+    Args:
+        model: sharded by `shard_model`.
+        max_norm: L2 norm over all parameters of all ranks.
+        loss: this rank's part of the loss, a scalar on the device.
+        weight: what loss and gradient were divided by; the same on every rank.
+        correction: how much more it should have been because of this rank (see `WeighedBatch`).
+
+    Returns:
+        ``[2]`` float64 on the device: the loss over all ranks, and the norm of the gradient before it was scaled down.
+    """
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert all(isinstance(grad, DTensor) and all(cut.is_shard() for cut in grad.placements) for grad in grads)
+    local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
+    norms = torch.stack(foreach_norm(local, 2.0))
+    sums = torch.cat([norms.square().double(), loss.double()[None], loss.new_full((1,), correction).double()])
+    dist.all_reduce(sums, group=grads[0].device_mesh.get_group())  # type: ignore[union-attr]
+    factor = weight / (weight + sums[-1])  # exactly 1 without a correction
+    norm = torch.linalg.vector_norm(sums[:-2].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
+    foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype))
+    return torch.stack([sums[-2] * factor, norm.double()])

@@ -1,12 +1,12 @@
 """Cuts a rank's share of a batch into packed micro-batches of about equal token counts, and puts results back.
 
 Sequences are ragged, so padded rows waste compute (2.3 times measured on a ragged batch of 8) and equal row counts
-waste memory. Here the rows of a micro-batch are concatenated without padding, `partition` balances the tokens,
+waste memory. Here the rows of a micro-batch are concatenated without padding, their tokens are balanced (`partition`),
 and every rank gets the same number of micro-batches, because each forward is a collective under FSDP. All of it is
-deterministic: ties go to the lower index. Cost: one copy of the batch, and two tiny collectives.
+deterministic: ties go to the lower index. Cost: one copy of the batch, and one small collective, in which the ranks
+agree on the number of micro-batches and on what the whole batch weighs in the loss.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,11 +14,12 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from ...utils.distributed import all_ranks_succeed, gather_objects
+from ...utils.distributed import gather_numbers_of, get_rank
 from ...utils.errors import BatchError
 from ...utils.logging import get_logger
 from ..api import Batch, LossWeightFn
 from ..config import MicroBatchSpec
+from .partition import partition_within, split_until
 
 logger = get_logger(__name__)
 
@@ -140,6 +141,29 @@ def _rows(flags: torch.Tensor) -> str:
     return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
 
 
+@dataclass(frozen=True)
+class WeighedBatch:
+    """This rank's share of a batch, cut into micro-batches, and what they count in the loss.
+
+    Attributes:
+        micro_batches: as many on every rank.
+        weights: of each micro-batch; 0 for a dummy.
+        total: what the weights of all ranks add up to, as far as they were known when the ranks agreed.
+        correction: how much more the weights of this rank add up to than ``total`` says. Not 0 only if the batch was
+            cut once more after that, and ``loss_weight_fn`` gives the parts of a micro-batch another weight in all.
+    """
+
+    micro_batches: list[MicroBatch]
+    weights: list[float]
+    total: float
+    correction: float
+
+    def shares(self, device: torch.device) -> list[tuple[MicroBatch, float]]:
+        """Micro-batches on the device, each with its share of ``total``."""
+        pairs = zip(self.micro_batches, self.weights, strict=True)
+        return [(mb.to(device), weight / self.total) for mb, weight in pairs]
+
+
 def split_batch(batch: Batch, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, as many on every rank of ``group``.
 
@@ -155,17 +179,74 @@ def split_batch(batch: Batch, spec: MicroBatchSpec, group: dist.ProcessGroup | N
     Raises:
         BatchError: see `validate_batch`; the other ranks raise `PeerError`.
     """
-    with all_ranks_succeed("cutting the batch into micro-batches", group):
-        validate_batch(batch)
-        lengths = sequence_lengths(batch)
-        bins = _partition_within(lengths, spec)
-    n_mbs = max(spec.n_mbs, *gather_objects(len(bins), group))
-    bins = _split_until(bins, min(n_mbs, len(lengths)), lengths)
-    if spec.max_tokens_per_mb is None:
-        _warn_of_long_rows(bins, lengths)
-    bins.sort(key=lambda rows: (-sum(lengths[row] for row in rows), rows[0]))
-    micro_batches = [_pack(batch, rows, lengths) for rows in bins]
-    return micro_batches + [micro_batches[0].first_token()] * (n_mbs - len(bins))
+    return _cut_together(batch, spec, lambda data: torch.zeros(()), group).micro_batches
+
+
+def split_and_weigh(
+    batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, group: dist.ProcessGroup | None = None
+) -> WeighedBatch:
+    """`split_batch`, with the weight of each micro-batch; in the same small collective.
+
+    Raises:
+        BatchError: see `validate_batch`; the other ranks raise `PeerError`. Or no token counts on any rank.
+        Exception: whatever ``loss_weight_fn`` raised; the other ranks raise `PeerError`.
+    """
+    weighed = _cut_together(batch, spec, loss_weight_fn, group)
+    if not weighed.total > 0:
+        raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
+    return weighed
+
+
+def _cut_together(
+    batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, group: dist.ProcessGroup | None
+) -> WeighedBatch:
+    cutter = _Cutter(batch, spec, loss_weight_fn)
+    rows = gather_numbers_of("cutting the batch into micro-batches", cutter.cut, 2, group)
+    cutter.cut_further(max(spec.n_mbs, *(int(n_mbs) for n_mbs, _ in rows)))
+    total, announced = sum(weight for _, weight in rows), rows[get_rank(group)][1]
+    return WeighedBatch(cutter.micro_batches, cutter.weights, total, sum(cutter.weights) - announced)
+
+
+class _Cutter:
+    """Cuts a batch into micro-batches, and then into more of them, of which only the new ones are packed and weighed.
+
+    Attributes:
+        micro_batches: by tokens, the largest first; dummies come last.
+        weights: of each.
+    """
+
+    def __init__(self, batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn) -> None:
+        self._batch, self._spec, self._loss_weight_fn = batch, spec, loss_weight_fn
+        self._lengths: list[int] = []
+        self._bins: list[list[int]] = []
+        self.micro_batches: list[MicroBatch] = []
+        self.weights: list[float] = []
+
+    def cut(self) -> tuple[float, float]:
+        """Cut into as few as the limits allow; their number, and what they weigh together."""
+        validate_batch(self._batch)
+        self._lengths = sequence_lengths(self._batch)
+        self._pack(partition_within(self._lengths, self._spec))
+        return len(self._bins), sum(self.weights)
+
+    def cut_further(self, n_mbs: int) -> None:
+        """Cut into ``n_mbs``, of which those that there are no sequences for are dummies."""
+        self._pack(split_until(self._bins, min(n_mbs, len(self._lengths)), self._lengths))
+        if self._spec.max_tokens_per_mb is None:
+            _warn_of_long_rows(self._bins, self._lengths)
+        n_dummies = n_mbs - len(self._bins)
+        self.micro_batches += [self.micro_batches[0].first_token()] * n_dummies
+        self.weights += [0.0] * n_dummies
+
+    def _pack(self, bins: list[list[int]]) -> None:
+        """Pack and weigh those of ``bins`` that are new."""
+        done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
+        self._bins = sorted(bins, key=lambda rows: (-sum(self._lengths[row] for row in rows), rows[0]))
+        new = [rows for rows in self._bins if tuple(rows) not in done]
+        packed = [_pack(self._batch, rows, self._lengths) for rows in new]
+        done |= zip(map(tuple, new), zip(packed, weigh(packed, self._loss_weight_fn), strict=True), strict=True)
+        self.micro_batches = [done[tuple(rows)][0] for rows in self._bins]
+        self.weights = [done[tuple(rows)][1] for rows in self._bins]
 
 
 def _warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -186,12 +267,11 @@ def _warn_of_row_longer_than(n_tokens: int) -> None:
 
 
 def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> list[float]:
-    """What ``loss_weight_fn`` gives for each micro-batch, 0 for a dummy; one wait for the device in all."""
-    numbers = [loss_weight_fn(mb.data) for mb in micro_batches if not mb.is_dummy]
+    """What ``loss_weight_fn`` gives for each micro-batch; one wait for the device in all."""
+    numbers = [loss_weight_fn(mb.data) for mb in micro_batches]
     given = [torch.as_tensor(number, dtype=torch.float64).reshape(()) for number in numbers]
     device = next((weight.device for weight in given if weight.is_cuda), torch.device("cpu"))  # they may be on both
-    weights = torch.stack([weight.to(device, non_blocking=True) for weight in given]).tolist()
-    return weights + [0.0] * (len(micro_batches) - len(given))  # dummies come last
+    return torch.stack([weight.to(device, non_blocking=True) for weight in given]).tolist() if given else []
 
 
 def unpack(
@@ -237,83 +317,6 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     longest = max(int(batch["attention_mask"][index].bool().sum(dim=1).max()), 1)
     picked = {key: tensor[index] for key, tensor in batch.items()}
     return {key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()}
-
-
-def partition(lengths: Sequence[int], n_bins: int, algorithm: str = "ffd") -> list[list[int]]:
-    """Distribute indices over ``n_bins <= len(lengths)`` non-empty bins with nearly equal sums of ``lengths``.
-
-    ``ffd`` puts the longest first into the lightest bin (Graham, "Bounds on multiprocessing timing anomalies",
-    1969: at most 4/3 of the optimum); ``kk`` is Karmarkar and Karp's largest differencing method (1982).
-
-    Returns:
-        bins of ascending indices; together they hold every index once.
-    """
-    bins = _differencing(lengths, n_bins) if algorithm == "kk" else _longest_first(lengths, n_bins)
-    return [sorted(rows) for rows in bins]
-
-
-def _longest_first(lengths: Sequence[int], n_bins: int) -> list[list[int]]:
-    bins: list[list[int]] = [[] for _ in range(n_bins)]
-    lightest = [(0, bin_id) for bin_id in range(n_bins)]
-    for index in _descending(lengths):
-        tokens, bin_id = heapq.heappop(lightest)
-        bins[bin_id].append(index)
-        heapq.heappush(lightest, (tokens + lengths[index], bin_id))
-    return bins
-
-
-def _differencing(lengths: Sequence[int], n_bins: int) -> list[list[int]]:
-    """Merge the two partitions of largest spread, heaviest bin with lightest, until one partition is left."""
-    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(n_bins - 1)]
-    heap = [(-length, index, [(length, [index]), *empty]) for index, length in enumerate(lengths)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, order, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged = [(a + b, rows + more) for (a, rows), (b, more) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
-    return [rows for _, rows in heap[0][2]]
-
-
-def _descending(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-
-
-def _first_fit_count(lengths: Sequence[int], capacity: int) -> int:
-    """How many bins of ``capacity`` first fit decreasing opens (Johnson, 1973: at most 11/9 of the optimum + 1)."""
-    rooms: list[int] = []
-    for index in _descending(lengths):
-        fitting = next((bin_id for bin_id, room in enumerate(rooms) if room >= lengths[index]), None)
-        if fitting is None:
-            rooms.append(capacity - lengths[index])
-        else:
-            rooms[fitting] -= lengths[index]
-    return len(rooms)
-
-
-def _partition_within(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
-    """The smallest balanced partition of at least ``spec.n_mbs`` bins that keeps to ``spec.max_tokens_per_mb``."""
-    capacity = spec.max_tokens_per_mb or sum(lengths)
-    needed = _first_fit_count(lengths, capacity) if spec.packing_algorithm == "ffd" else -(-sum(lengths) // capacity)
-    n_bins = min(max(spec.n_mbs, needed), len(lengths))
-    while True:  # ends at the latest with one sequence a bin
-        bins = partition(lengths, n_bins, spec.packing_algorithm)
-        if all(len(rows) == 1 or sum(lengths[row] for row in rows) <= capacity for rows in bins):
-            return bins
-        n_bins += 1
-
-
-def _split_until(bins: list[list[int]], n_bins: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Halve the heaviest divisible bin until there are ``n_bins``; none of them grows."""
-    bins = list(bins)
-    while len(bins) < n_bins:
-        divisible = [rows for rows in bins if len(rows) > 1]
-        heaviest = max(divisible, key=lambda rows: (sum(lengths[row] for row in rows), -rows[0]))
-        bins.remove(heaviest)
-        halves = partition([lengths[row] for row in heaviest], 2)
-        bins += [[heaviest[i] for i in half] for half in halves]
-    return bins
 
 
 def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> MicroBatch:

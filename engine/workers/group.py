@@ -17,6 +17,7 @@ method could apply an update twice, and a restarted actor has no process group.
 """
 
 import os
+import reprlib
 import threading
 import time
 import uuid
@@ -44,10 +45,10 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A rank's process, where it runs, and which of the GPUs torch sees there is its own."""
+class _RankProcess:
+    """The process of a rank, the address and Ray's name of its node, and which of the GPUs torch sees there is its."""
 
-    process: ProcessId
+    id: ProcessId
     host: str
     node_id: str
     device: int | None
@@ -56,14 +57,14 @@ class _Place:
 class _RayActor(RankActor):
     """`RankActor`, with what only Ray can tell it."""
 
-    def start(self, serve_store: bool) -> tuple[_Place, int]:
+    def start(self, serve_store: bool) -> tuple[_RankProcess, int]:
         """Who and where this process is, and the port of the store it serves (0 without)."""
         host = ray.util.get_node_ip_address()
         gpus = ray.get_gpu_ids()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
         device = device_index(gpus, visible) if gpus else None
-        place = _Place(self.process(), host, ray.get_runtime_context().get_node_id(), device)
-        return place, self.serve_store(host) if serve_store else 0
+        where = _RankProcess(self.process(), host, ray.get_runtime_context().get_node_id(), device)
+        return where, self.serve_store(host) if serve_store else 0
 
 
 class WorkerGroup:
@@ -85,7 +86,9 @@ class WorkerGroup:
     def __init__(
         self,
         worker_cls: Callable[..., Any],
-        *args: Any,
+        *misplaced: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         world_size: int = 1,
         name: str = "workers",
         placement_group: PlacementGroup | None = None,
@@ -99,13 +102,14 @@ class WorkerGroup:
         kill_timeout_s: float = 600.0,
         on_created: Callable[["WorkerGroup"], None] | None = None,
         env: Mapping[str, str] | None = None,
-        **kwargs: Any,
+        **unknown: Any,
     ) -> None:
         """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default process group.
 
         Args:
             worker_cls: what each rank constructs; an optional ``destroy()`` is called by `shutdown`.
             args: positional arguments of ``worker_cls``, the same on every rank.
+            kwargs: its keyword arguments.
             world_size: number of ranks.
             name: what errors and logs call the group.
             placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
@@ -126,19 +130,26 @@ class WorkerGroup:
                 freed their pinned memory and what they have on a GPU. Those that take longer end the job.
             on_created: called with the group before its first process starts; what it raises ends the start.
             env: environment variables, set before the processes start.
-            kwargs: keyword arguments of ``worker_cls``.
+            misplaced: must be empty, as ``unknown``: the error says where arguments of ``worker_cls`` go.
+            unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: Ray is not initialised, or has not the resources.
+            ConfigError: an argument is none of these; Ray is not initialised, or has not the resources.
             WorkerLost: a rank died or did not come up in time.
         """
+        if misplaced or unknown:
+            found = ", ".join([*map(reprlib.repr, misplaced), *(f"{key}=..." for key in unknown)])
+            raise ConfigError(
+                f"a WorkerGroup takes no {found}; what the workers are constructed with goes apart: "
+                f"WorkerGroup({getattr(worker_cls, '__name__', worker_cls)}, args=(...), kwargs={{...}}, ...)"
+            )
         require_ray()
         self.name, self.world_size = name, world_size
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
         self._owns_placement = placement_group is None
         self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
-        self._places: list[_Place] = []
+        self._processes: list[_RankProcess] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._came_up = False
@@ -152,7 +163,7 @@ class WorkerGroup:
             if on_created is not None:
                 on_created(self)
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
-            built = [actor.build.remote(worker_cls, args, kwargs) for actor in self._actors]
+            built = [actor.build.remote(worker_cls, tuple(args), dict(kwargs or {})) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
             self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
         except BaseException:
@@ -183,16 +194,16 @@ class WorkerGroup:
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
         started_s = time.monotonic() - began
-        self._places = [place for place, _ in answers]
-        host, port = self._places[0].host, answers[0][1]
+        self._processes = [process for process, _ in answers]
+        host, port = self._processes[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         gpus = self._resources.gpus
         rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
-        nodes = [place.node_id for place in self._places]
+        nodes = [process.node_id for process in self._processes]
         joined = {}
         hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
         for rank, actor in enumerate(self._actors):
-            device = self._places[rank].device
+            device = self._processes[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
             counts = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank]))}
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **counts}
@@ -264,11 +275,11 @@ class WorkerGroup:
 
     def pids(self) -> list[int]:
         """The process id of each rank, on its own host."""
-        return [place.process.pid for place in self._places]
+        return [process.id.pid for process in self._processes]
 
     def node_ids(self) -> set[str]:
         """Ray's names of the nodes that the ranks run on."""
-        return {place.node_id for place in self._places}
+        return {process.node_id for process in self._processes}
 
     def server(self, rank: int = 0, timeout_s: float = 240.0) -> RemoteServer:
         """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups.
@@ -308,17 +319,17 @@ class WorkerGroup:
         """
         if self._loss is None:
             self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
-        places = [at for at in self._places if at.process not in self._ended]
+        left = [at for at in self._processes if at.id not in self._ended]
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
         else:  # nobody to ask about other nodes
-            places = [at for at in places if at.node_id == self._node_id]
+            left = [at for at in left if at.node_id == self._node_id]
         nodes: dict[str, list[ProcessId]] = {}
-        for at in places:
-            nodes.setdefault(at.node_id, []).append(at.process)
+        for at in left:
+            nodes.setdefault(at.node_id, []).append(at.id)
         end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s)
-        self._ended.update(at.process for at in places)
+        self._ended.update(at.id for at in left)
 
     def _close(self) -> None:
         self._closed = True
@@ -382,5 +393,5 @@ class WorkerGroup:
         return WorkerLost(*loss.args)
 
     def _dead_ranks(self) -> list[int]:
-        here = [(rank, place.process) for rank, place in enumerate(self._places) if place.node_id == self._node_id]
+        here = [(rank, at.id) for rank, at in enumerate(self._processes) if at.node_id == self._node_id]
         return [rank for rank, process in here if not process.alive()]

@@ -22,10 +22,7 @@ import numpy as np
 
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
-from ...utils.logging import get_logger
 from .fingerprint import dataset_fingerprint
-
-logger = get_logger(__name__)
 
 _STATE_VERSION = 1
 
@@ -96,7 +93,7 @@ class ResumableDataLoader:
         self._dataset, self._collate = dataset, collate_fn
         self._batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
         self._rank, self._world_size = rank, world_size
-        self._check_shares(cursor=0)
+        self._check_shares()
         self._epoch = self._cursor = 0
         self._order = self._permutation(0)
 
@@ -143,15 +140,14 @@ class ResumableDataLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; the next batch is the one after its last.
 
-        The world size may be another, and so may the batch size, since the cursor counts samples. What decides
-        which samples come in which order (dataset, seed, shuffle, drop_last) must be the same. An epoch that was over
-        stays so, though what it dropped might make a smaller batch.
+        The world size may be another. What decides which samples are in which batch (dataset, seed, shuffle,
+        batch_size, drop_last) must be the same.
 
         Raises:
             CheckpointMismatchError: not a state of this class, or of a version this code does not know.
             DatasetMismatchError: the dataset is another one.
-            ConfigError: seed, shuffle or drop_last differ, or a rank would get no sample of an epoch's last batch.
-                After any of the three errors the loader is where it was.
+            ConfigError: seed, shuffle, batch_size or drop_last differ. After any of the three errors the loader is
+                where it was.
         """
         ours = self.state_dict()
         if state_dict.keys() != ours.keys() or state_dict["version"] != _STATE_VERSION:
@@ -164,20 +160,15 @@ class ResumableDataLoader:
                 f"the data cursor was saved for a dataset of {state_dict['dataset_fingerprint']}, this one has "
                 f"{self._fingerprint}; resume with the dataset of the run, or start a new run"
             )
-        for key in ("seed", "shuffle", "drop_last"):
+        for key in ("seed", "shuffle", "batch_size", "drop_last"):
             if state_dict[key] != ours[key]:
                 raise ConfigError(
                     f"dataloader {key} is {ours[key]!r}, but the run was saved with {state_dict[key]!r}; samples "
                     f"would be lost or repeated. Resume with {key}={state_dict[key]!r}"
                 )
-        epoch, cursor, batch_size = state_dict["epoch"], state_dict["cursor"], state_dict["batch_size"]
+        epoch, cursor = state_dict["epoch"], state_dict["cursor"]
         if epoch < 0 or not 0 <= cursor <= self._samples:
             raise CheckpointMismatchError(f"epoch {epoch}, cursor {cursor} is not in {self._samples} samples")
-        if batch_size != self._batch_size:
-            logger.info("batch size changed from %d to %d", batch_size, self._batch_size)
-            if self._drop_last and self._samples - cursor < batch_size:
-                cursor = self._samples
-        self._check_shares(cursor)
         self._seek(epoch, cursor)
 
     def _has_batch(self) -> bool:
@@ -203,14 +194,13 @@ class ResumableDataLoader:
             return np.arange(self._samples)
         return np.random.RandomState([self._seed, epoch]).permutation(self._samples)
 
-    def _check_shares(self, cursor: int) -> None:
-        """Every rank must get a sample of every batch, the last one of this and of later epochs included."""
-        sizes = {self._batch_size}
-        if not self._drop_last:
-            sizes |= {(self._samples - start) % self._batch_size for start in (cursor, 0)} - {0}
-        if min(sizes) < self._world_size:
+    def _check_shares(self) -> None:
+        """Every rank must get a sample of every batch, the last one of an epoch included."""
+        last = 0 if self._drop_last else self._samples % self._batch_size
+        smallest = last or self._batch_size
+        if smallest < self._world_size:
             raise ConfigError(
-                f"a batch of {min(sizes)} samples cannot be shared by {self._world_size} ranks "
+                f"a batch of {smallest} samples cannot be shared by {self._world_size} ranks "
                 f"(batch_size {self._batch_size}, drop_last {self._drop_last}, {self._samples} samples); "
                 f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
             )

@@ -28,7 +28,6 @@ from ...engine.api import Stateful, StepInfo
 from ...engine.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
-from .loader import ResumableDataLoader
 
 _END = object()
 
@@ -58,16 +57,16 @@ def restore_dataloader(
     found = None if sampler is None else int(sampler.epoch)
     built_as = last_step.epoch if order.epoch is None else order.epoch
 
-    def place() -> None:
+    def rewind_order() -> None:
         if sampler is not None:
             sampler.set_epoch(built_as)
         if note is not None:
             note.resume(generator)
 
-    place()
+    rewind_order()
     _restore_place(loader, state_dict)
     advanced = sampler is not None and int(sampler.epoch) != built_as
-    over = _end_if_over(loader, state_dict, last_step, place, note)
+    over = _end_if_over(loader, state_dict, last_step, rewind_order, note)
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
@@ -148,8 +147,6 @@ def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) 
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     loader.load_state_dict(state_dict)
     said = loader.state_dict()  # has torchdata's build its iterator
-    if isinstance(loader, ResumableDataLoader):
-        return  # it has looked itself, and its batch size may be another
     given = batches_given(state_dict)
     if given is None and not _equal(said, state_dict):
         raise CheckpointMismatchError(
@@ -167,7 +164,7 @@ def _end_if_over(
     loader: Stateful,
     state_dict: dict[str, Any],
     last_step: StepInfo,
-    place: Callable[[], None],
+    rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
     """Take the end of an epoch that is over, as the loop that trained it did, so that the next loop is the next epoch;
@@ -176,7 +173,7 @@ def _end_if_over(
         return False
     if state_dict.get("_iterator_finished"):
         if note is not None:  # its loop has drawn more than was skipped: what comes after the last sample
-            place()
+            rewind_order()
             deque(note.sampler, maxlen=0)
         return True
     if isinstance(loader.dataset, IterableDataset):  # how long it is only its end tells
@@ -184,7 +181,7 @@ def _end_if_over(
     else:
         over = _is_over(loader, state_dict)
     if over and next(iter(loader), _END) is not _END:
-        place()
+        rewind_order()
         _restore_place(loader, state_dict)
         return False
     return over

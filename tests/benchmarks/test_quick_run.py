@@ -46,6 +46,8 @@ WAYS = {
     "growth.choice.4_ranks": [],
     "growth.metadata.4_ranks": [],
     "growth.manifest.4_ranks": [],
+    "growth.agreement.2_ranks": [],
+    "growth.agreement.512_ranks": [],
 }
 """What has to be measured, and beside whom."""
 

@@ -67,7 +67,7 @@ class Driver:
     """The driver's part of a run."""
 
     def __init__(self, model: str, placement: PlacementGroup, root: Path, seed: int) -> None:
-        self.group = WorkerGroup(Trainer, model, seed, world_size=2, placement_group=placement, name="trainer")
+        self.group = WorkerGroup(Trainer, args=(model, seed), world_size=2, placement_group=placement, name="trainer")
         seed_rng(seed)
         self.loader, self.progress = make_loader("own", 0, 1), Meter()
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None)

@@ -52,7 +52,7 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
     def job(attempt: Attempt) -> int:
         numbers.append(attempt.number)
         losses.append(attempt.last_loss)
-        trainer = attempt.worker_group(Worker, name="trainer", world_size=2, base=5)
+        trainer = attempt.worker_group(Worker, name="trainer", world_size=2, kwargs={"base": 5})
         rollout = attempt.worker_group(Server, name="rollout", process_group=False)
         placements.append([trainer.placement_group.id, rollout.placement_group.id])
         counts.append(live_placements())
@@ -84,7 +84,7 @@ def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
 
     def job(attempt: Attempt) -> list[int]:
         trainer = attempt.worker_group(Worker, name="trainer", world_size=2)
-        rollout = attempt.worker_group(MortalServer, str(lives), (), name="rollout", process_group=False)
+        rollout = attempt.worker_group(MortalServer, args=(str(lives), ()), name="rollout", process_group=False)
         pids, old = trainer.pids(), rollout.pids()
         os.kill(old[0], signal.SIGKILL)
         with pytest.raises(WorkerLost) as lost:
@@ -127,8 +127,8 @@ def test_a_restart_that_is_hit_again_can_be_tried_again_and_a_trainers_loss_ends
     pids: list[int] = []
 
     def job(attempt: Attempt) -> int:
-        trainer = attempt.worker_group(Worker, name="trainer", base=5)
-        rollout = attempt.worker_group(MortalServer, str(lives), (1, 2), name="rollout", process_group=False)
+        trainer = attempt.worker_group(Worker, name="trainer", kwargs={"base": 5})
+        rollout = attempt.worker_group(MortalServer, args=(str(lives), (1, 2)), name="rollout", process_group=False)
         assert not any(running(pid) for pid in pids)
         pids.extend(trainer.pids() + rollout.pids())
         if attempt.number == 1:

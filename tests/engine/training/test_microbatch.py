@@ -11,7 +11,6 @@ from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
 from holdfast.engine.training.microbatch import (
     expand_to_tokens,
-    partition,
     select_rows,
     sequence_lengths,
     split_batch,
@@ -19,6 +18,7 @@ from holdfast.engine.training.microbatch import (
     validate_batch,
     weigh,
 )
+from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
 

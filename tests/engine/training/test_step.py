@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.engine import FSDPEngine, MicroBatchSpec
+from holdfast.engine import FSDPEngine, MicroBatchSpec, OptimizerConfig
+from holdfast.engine.training.distributed import clip_grad_norm
 from holdfast.engine.training.microbatch import split_batch
+from holdfast.utils.errors import PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,6 +103,91 @@ def test_rows_that_do_not_count_leave_loss_and_gradient_as_they_are_without_them
 
 def mask_token_3(logits: torch.Tensor) -> torch.Tensor:
     return logits.index_fill(-1, torch.tensor([3]), -math.inf)
+
+
+def _collectives_of_a_step(rank: int, world_size: int, folder: str) -> dict[str, int]:
+    engine, counts = make_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=8)), {}
+    batch = make_batch((8, 8, 5) if rank == 0 else (2, 2, 2))
+    for step in (engine.train_batch, engine.eval_batch):
+        before = engine.control_group._get_sequence_number_for_group()
+        step(batch, nll, loss_tokens)
+        counts[step.__name__] = engine.control_group._get_sequence_number_for_group() - before
+    engine.destroy()
+    return counts
+
+
+def test_ranks_agree_on_a_step_in_one_collective_however_ragged_it_is(folder: Path) -> None:
+    counts = run_ranks(_collectives_of_a_step, 2, str(folder))
+    assert counts == [{"train_batch": 1, "eval_batch": 2}] * 2
+
+
+def each(mb: Any) -> torch.Tensor:
+    return torch.tensor(0.1)
+
+
+def _steps_of_micro_batches_that_count_alike(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Rank 1 hears that there are three micro-batches when it has told that its one weighs 0.1."""
+    batch, results = make_batch((8, 8, 7) if rank == 0 else (2, 3, 2)), {}
+    batch["loss_mask"] = batch["attention_mask"]
+    specs = {"cut twice": MicroBatchSpec(max_tokens_per_mb=8), "cut once": MicroBatchSpec(n_mbs=3)}
+    for name, spec in specs.items():
+        sgd = OptimizerConfig(type="sgd", lr=1.0, gradient_clipping=0.1)  # nothing that small differences grow in
+        engine = make_engine(folder, mb_spec=spec, optimizer=sgd)
+        loss = float(engine.eval_batch(batch, nll, each))
+        stats = engine.train_batch(batch, nll, each)
+        results[name] = {"eval": loss, "stats": stats, "state": whole(engine)}
+        engine.destroy()
+    return results
+
+
+def test_a_weight_that_depends_on_the_cut_is_that_of_the_last_cut(folder: Path) -> None:
+    for ours in run_ranks(_steps_of_micro_batches_that_count_alike, 2, str(folder)):
+        twice, once = ours["cut twice"], ours["cut once"]
+        assert twice["stats"] == pytest.approx(once["stats"], rel=1e-6) and once["stats"]["n_mbs"] == 3
+        assert twice["eval"] == pytest.approx(once["eval"], rel=1e-6)
+        assert twice["state"].keys() == once["state"].keys()
+        for name, tensor in once["state"].items():
+            torch.testing.assert_close(twice["state"][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def _weights_that_fail(rank: int, world_size: int, folder: str) -> str:
+    engine = make_engine(folder)
+    before = whole(engine)
+    fails: Any = lambda mb: loss_tokens(mb) if rank == 0 else mb["no such key"]  # noqa: E731
+    with pytest.raises(PeerError if rank == 0 else KeyError, match="no such key"):
+        engine.train_batch(make_batch(), nll, fails)
+    assert same(before, whole(engine))
+    assert math.isfinite(engine.train_batch(make_batch(), nll, loss_tokens)["loss"]), "the ranks are in step"
+    engine.destroy()
+    return "in step"
+
+
+def test_a_weight_that_fails_on_one_rank_fails_on_all(folder: Path) -> None:
+    assert run_ranks(_weights_that_fail, 2, str(folder), timeout_s=50) == ["in step"] * 2
+
+
+def _clip_as_torch_does(rank: int, world_size: int) -> int:
+    n_same = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(9, 70), torch.nn.Linear(70, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        torch.manual_seed(100 * rank + seed)
+        model(torch.randn(4, 9)).square().sum().backward()
+        grads = [param.grad.to_local() for param in model.parameters()]
+        before = [grad.clone() for grad in grads]
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()  # type: ignore[attr-defined]
+        clipped = [grad.clone() for grad in grads]
+        for grad, value in zip(grads, before, strict=True):
+            grad.copy_(value)
+        loss, norm = clip_grad_norm(model, 0.1, torch.tensor(0.1 * (rank + 1), dtype=torch.float64), 3.0).tolist()
+        assert loss == 0.1 + 0.2
+        n_same += norm == float(expected) and all(map(torch.equal, grads, clipped))
+    return n_same
+
+
+def test_a_gradient_is_clipped_as_torch_clips_it_to_the_last_bit() -> None:
+    assert run_ranks(_clip_as_torch_does, 2) == [10, 10]
 
 
 def long_batch(lengths: list[int]) -> dict[str, torch.Tensor]:

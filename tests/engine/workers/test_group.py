@@ -38,7 +38,7 @@ def placement(local_ray: None) -> Iterator[PlacementGroup]:
 @pytest.fixture
 def pair(placement: PlacementGroup) -> Iterator[WorkerGroup]:
     """A fresh group of two ranks."""
-    group = WorkerGroup(Worker, 10, world_size=2, name="pair", placement_group=placement)
+    group = WorkerGroup(Worker, args=(10,), world_size=2, name="pair", placement_group=placement)
     yield group
     group.kill()
 
@@ -91,7 +91,7 @@ def test_work_aside_goes_on_beside_other_calls_and_a_loss_meanwhile_is_one_for_b
 
 def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: PlacementGroup) -> None:
     env = {"HOLDFAST_TEST_EXTRA": "here"}
-    group = WorkerGroup(Worker, world_size=2, name="calls", placement_group=placement, env=env, base=10)
+    group = WorkerGroup(Worker, world_size=2, name="calls", placement_group=placement, env=env, kwargs={"base": 10})
     descriptions = group.call_all("describe")
     for rank, described in enumerate(descriptions):
         env_values = [str(rank), "2", str(rank)]
@@ -193,7 +193,9 @@ def test_the_error_of_a_rank_that_waited_for_a_stopped_one_is_a_loss(placement: 
 def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with pytest.raises(WorkerLost, match=r"no answer to the constructor within 0.5 s"):
-        WorkerGroup(SlowToBuild, str(pid_file), placement_group=placement, process_group=False, build_timeout_s=0.5)
+        WorkerGroup(
+            SlowToBuild, args=(str(pid_file),), placement_group=placement, process_group=False, build_timeout_s=0.5
+        )
     assert not running(int(pid_file.read_text()))
 
 
@@ -247,7 +249,30 @@ def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
 
 def test_an_error_in_the_constructor_keeps_its_type(placement: PlacementGroup) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        WorkerGroup(Worker, placement_group=placement, colour="red")
+        WorkerGroup(Worker, placement_group=placement, kwargs={"colour": "red"})
+
+
+class Named:
+    """Takes arguments that a group has too."""
+
+    def __init__(self, world_size: int, *, name: str, env: dict[str, str]) -> None:
+        self.given = (world_size, name, env)
+
+    def tell(self) -> tuple[int, str, dict[str, str]]:
+        return self.given
+
+
+def test_workers_have_arguments_of_the_names_that_a_group_has(placement: PlacementGroup) -> None:
+    kwargs = {"name": "the worker's", "env": {"key": "value"}}
+    group = WorkerGroup(Named, args=(7,), kwargs=kwargs, name="named", placement_group=placement, process_group=False)
+    assert group.call(0, "tell") == (7, "the worker's", {"key": "value"}) and group.name == "named"
+    group.kill()
+
+
+def test_arguments_of_a_worker_among_those_of_the_group_are_told_where_to_go() -> None:
+    where = r"goes apart: WorkerGroup\(Worker, args=\(...\), kwargs=\{...\}, ...\)"
+    with pytest.raises(ConfigError, match=rf"takes no 10, colour=...; .* {where}"):
+        WorkerGroup(Worker, 10, world_size=2, colour="red")
 
 
 def test_a_remote_server_answers_or_raises_and_its_death_is_a_loss_of_its_own_group(pair: WorkerGroup) -> None:

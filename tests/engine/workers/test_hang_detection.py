@@ -41,7 +41,9 @@ def start(placement: PlacementGroup) -> Iterator[StartGroup]:
 
     def start_group(world_size: int = 2, stall_timeout_s: float = 1.5, **options: Any) -> WorkerGroup:
         limits = {"stall_timeout_s": stall_timeout_s, **options}
-        group = WorkerGroup(Worker, 10, world_size=world_size, name="watched", placement_group=placement, **limits)
+        group = WorkerGroup(
+            Worker, args=(10,), world_size=world_size, name="watched", placement_group=placement, **limits
+        )
         started.append(group)
         return group
 

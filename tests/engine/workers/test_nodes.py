@@ -46,7 +46,7 @@ def cluster() -> Iterator[Cluster]:
 def pid_elsewhere(group: WorkerGroup) -> int:
     """Of the rank on the node that is not the driver's."""
     here = ray.get_runtime_context().get_node_id()
-    (pid,) = (place.process.pid for place in group._places if place.node_id != here)
+    (pid,) = (process.id.pid for process in group._processes if process.node_id != here)
     return pid
 
 

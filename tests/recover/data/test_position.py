@@ -20,7 +20,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from holdfast.engine.api import StepInfo
-from holdfast.recover import ResumableDataLoader
 from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.data.epoch_order import EpochOrder, epoch_order, note_order
 from holdfast.recover.data.position import RestoredEpoch, restore_dataloader
@@ -457,14 +456,6 @@ def test_a_loader_that_is_not_where_it_was_is_refused_before_an_engine_is_touche
     assert fresh.digest() == before
     with make_handler(tmp_path) as handler:
         assert handler.load(fresh.state, saved()) is not None and fresh.digest() == tiny.digest() != before
-
-
-def test_a_loader_of_ours_may_be_resumed_with_another_batch_size() -> None:
-    loader = ResumableDataLoader(Prompts(), 4, seed=0)
-    next(iter(loader))
-    other = ResumableDataLoader(Prompts(), 5, seed=0)
-    assert restore_dataloader(other, loader.state_dict(), EpochOrder(), step_info(0)) is None
-    assert other.state_dict()["cursor"] == 4
 
 
 class _Driven:

@@ -388,7 +388,7 @@ def _reference(job: Job, path: str) -> None:
 def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     placement = place("trainer", 2, WorkerResources(), 30)
-    group = WorkerGroup(Job, str(tmp_path / "model"), world_size=2, placement_group=placement, name="trainer")
+    group = WorkerGroup(Job, args=(str(tmp_path / "model"),), world_size=2, placement_group=placement, name="trainer")
     try:
         with make(tmp_path, freq_steps=2) as handler:
             handler.load(group)
