@@ -209,10 +209,20 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
         file.write(data)
 
 
-def replace_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Make ``path`` hold ``data``: a reader, or a crash, sees the old contents or the new, never a mixture."""
+def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
+    """Make ``path`` hold ``data``, durably: a reader, or a crash, sees the old contents or the new, never a mixture.
+
+    Args:
+        path: need not exist.
+        data: the new contents.
+        temporary: sibling of ``path`` to write to before the rename; what a killed writer left there is written over.
+            None takes a new name.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    if temporary is None:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    else:
+        temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)
@@ -274,7 +284,11 @@ def digest_name(digest: xxhash.xxh3_128) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def require_free_space(folder: str | os.PathLike[str], needed_bytes: int) -> None:
+def require_free_space(
+    folder: str | os.PathLike[str],
+    needed_bytes: int,
+    advice: str = "make room, keep fewer snapshots, or write elsewhere",
+) -> None:
     """See that the file system of ``folder``, which need not exist yet, has room for ``needed_bytes``.
 
     One that does not count its blocks (some network and FUSE file systems) passes; neither do quotas show here. Both
@@ -293,8 +307,7 @@ def require_free_space(folder: str | os.PathLike[str], needed_bytes: int) -> Non
     free_bytes = status.f_bavail * status.f_frsize
     if status.f_blocks and free_bytes < needed_bytes:
         raise CheckpointWriteError(
-            f"{folder} needs {needed_bytes} bytes, its file system has {free_bytes} free; make room, keep fewer "
-            "snapshots, or write elsewhere"
+            f"{folder} needs {needed_bytes} bytes, its file system has {free_bytes} free; {advice}"
         )
 
 

@@ -29,7 +29,7 @@ from ...utils.files import start_writeback
 from ...utils.heartbeat import beat
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of
-from .safetensors_layout import Place, WeightFile, read_layout
+from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
 """Most that is cast or copied before it is written: it should still be in the processor's cache then."""
@@ -39,23 +39,6 @@ READ_BYTES = 16 << 20
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
-
-
-class Encoder:
-    """Values as the bytes of a file, a chunk at a time."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[torch.device, HostBlocks] = {}
-
-    def chunks(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of ``values`` (any strides, dtype and device) as ``dtype``, each chunk valid until the next."""
-        most = WRITE_BYTES // dtype.itemsize
-        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        for as_it_is, some in groupby(chunks_of(values, most), partial(_is_in_memory, dtype=dtype)):
-            if as_it_is:
-                yield from map(_bytes_of, some)
-            else:
-                yield from blocks.pack(some, dtype)
 
 
 class WeightWriter:
@@ -70,7 +53,7 @@ class WeightWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fds: dict[str, int] = {}
-        self._encoder = Encoder()
+        self._blocks: dict[torch.device, HostBlocks] = {}
 
     def __enter__(self) -> "WeightWriter":
         return self
@@ -89,14 +72,24 @@ class WeightWriter:
         _write_all(fd, memoryview(file.header), 0)
         os.ftruncate(fd, file.total_bytes)
 
-    def write(self, place: Place, at: int, values: torch.Tensor) -> None:
-        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``place``."""
-        if place.file not in self._fds:
-            self._fds[place.file] = os.open(self._folder / place.file, os.O_WRONLY)
-        offset = place.offset + at * place.dtype.itemsize
-        for data in self._encoder.chunks(values, place.dtype):
-            _write_all(self._fds[place.file], data, offset)
+    def write(self, slot: TensorSlot, at: int, values: torch.Tensor) -> None:
+        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``."""
+        if slot.file not in self._fds:
+            self._fds[slot.file] = os.open(self._folder / slot.file, os.O_WRONLY)
+        offset = slot.offset + at * slot.dtype.itemsize
+        for data in self._encoded(values, slot.dtype):
+            _write_all(self._fds[slot.file], data, offset)
             offset += len(data)
+
+    def _encoded(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of ``values`` as ``dtype``, in chunks, each valid until the next."""
+        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
+        chunks = _chunks_of(values, WRITE_BYTES // dtype.itemsize)
+        for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=dtype)):
+            if as_it_is:
+                yield from map(_bytes_of, some)
+            else:
+                yield from blocks.pack(some, dtype)
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -139,7 +132,7 @@ class WeightReader:
         for file in self._files.values():
             file.close()
 
-    def layout(self) -> dict[str, Place]:
+    def layout(self) -> dict[str, TensorSlot]:
         """Where every tensor lies; raises as `read_layout` does. Each file is opened once.
 
         Values are then read from the files whose headers said so, whatever becomes of their names.
@@ -150,22 +143,22 @@ class WeightReader:
         self._files[name] = file = open(self._folder / name, "rb")  # noqa: SIM115
         return file
 
-    def read(self, place: Place, at: int, target: torch.Tensor) -> None:
-        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``place``.
+    def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
 
         Raises:
             CheckpointCorruptError: the file has become shorter.
             OSError: it cannot be read.
         """
-        for piece in chunks_of(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
-            if _is_in_memory(piece, place.dtype):
-                self._fill(piece, place, at)
-            elif piece.is_cuda or not self._copy_mapped(piece, place, at):
-                self._copy_read(piece, place, at)
+        for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
+            if _is_in_memory(piece, slot.dtype):
+                self._fill(piece, slot, at)
+            elif piece.is_cuda or not self._copy_mapped(piece, slot, at):
+                self._copy_read(piece, slot, at)
             at += piece.numel()
             beat()
 
-    def same(self, one: Place, other: Place, first: int, last: int, dtype: torch.dtype) -> bool:
+    def same(self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype) -> bool:
         """Whether two tensors are equal, bit for bit as ``dtype``, in their elements ``[first, last)``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
@@ -176,21 +169,21 @@ class WeightReader:
                 return False
         return True
 
-    def _copy_read(self, piece: torch.Tensor, place: Place, at: int) -> None:
+    def _copy_read(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> None:
         """Fill ``piece`` by way of a block; on a GPU in the order of its stream."""
         blocks = self._blocks.setdefault(piece.device, HostBlocks(READ_BYTES, piece.device))
-        values = blocks.take(piece.numel() * place.dtype.itemsize)
-        self._fill(values, place, at)
-        blocks.copy(piece, values.view(place.dtype).view(piece.shape))
+        values = blocks.take(piece.numel() * slot.dtype.itemsize)
+        self._fill(values, slot, at)
+        blocks.copy(piece, values.view(slot.dtype).view(piece.shape))
 
-    def _copy_mapped(self, piece: torch.Tensor, place: Place, at: int) -> bool:
+    def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
         """Fill ``piece`` from the mapped file; False where that cannot be done."""
-        if place.file not in self._maps:
-            self._maps[place.file] = _map(self._files[place.file].fileno())
-        mapped = self._maps[place.file]
-        start = place.offset + at * place.dtype.itemsize
-        stop = start + piece.numel() * place.dtype.itemsize
-        if mapped is None or stop > len(mapped) or start % place.dtype.itemsize:  # an odd header leaves values askew
+        if slot.file not in self._maps:
+            self._maps[slot.file] = _map(self._files[slot.file].fileno())
+        mapped = self._maps[slot.file]
+        start = slot.offset + at * slot.dtype.itemsize
+        stop = start + piece.numel() * slot.dtype.itemsize
+        if mapped is None or stop > len(mapped) or start % slot.dtype.itemsize:  # an odd header leaves values askew
             return False
         first = start - start % mmap.PAGESIZE
         window = (first, stop - first)
@@ -198,18 +191,18 @@ class WeightReader:
             mapped.madvise(_MADV_POPULATE_READ, *window)
         except OSError:
             return False
-        values = torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start)
+        values = torch.frombuffer(mapped, dtype=slot.dtype, count=piece.numel(), offset=start)
         piece.copy_(values.view(piece.shape))
         mapped.madvise(mmap.MADV_DONTNEED, *window)
-        return os.fstat(self._files[place.file].fileno()).st_size >= stop  # the last page of a file goes on with zeros
+        return os.fstat(self._files[slot.file].fileno()).st_size >= stop  # the last page of a file goes on with zeros
 
-    def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:
-        rest, offset = _bytes_of(values), place.offset + at * place.dtype.itemsize
-        fd = self._files[place.file].fileno()
+    def _fill(self, values: torch.Tensor, slot: TensorSlot, at: int) -> None:
+        rest, offset = _bytes_of(values), slot.offset + at * slot.dtype.itemsize
+        fd = self._files[slot.file].fileno()
         while rest:
             count = os.preadv(fd, [rest], offset)
             if count == 0:
-                raise CheckpointCorruptError(f"{self._folder / place.file} ends at byte {offset}; it became shorter")
+                raise CheckpointCorruptError(f"{self._folder / slot.file} ends at byte {offset}; it became shorter")
             rest, offset = rest[count:], offset + count
 
 
@@ -231,7 +224,7 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return bytes_of(values).numpy().data
 
 
-def chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
     if values.numel() <= most:
         yield values
@@ -239,4 +232,4 @@ def chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from values.view(-1).split(most)
     else:
         for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
-            yield from chunks_of(row[0] if row.shape[0] == 1 else row, most)
+            yield from _chunks_of(row[0] if row.shape[0] == 1 else row, most)

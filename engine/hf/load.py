@@ -33,8 +33,8 @@ from .file_io import WeightReader
 from .load_plan import Loading, loaded_elements, plan_loading, turned_round
 from .name_mapping import FileTensor, stored_tensors
 from .quantized import refuse_quantized
-from .safetensors_layout import Place
-from .shard_ranges import Plan, fill_block, local_of_whole, overlap, plan_file_tensors, row_blocks, whole_part
+from .safetensors_layout import TensorSlot
+from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
 
 
 def load_hf(
@@ -81,9 +81,9 @@ def load_hf(
     rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
-            places = reader.layout()
-            refuse_quantized(folder, places)
-            shapes = {name: place.shape for name, place in places.items()}
+            slots = reader.layout()
+            refuse_quantized(folder, slots)
+            shapes = {name: slot.shape for name, slot in slots.items()}
             stored, tied = stored_tensors(model)
             try:
                 loading = plan_loading(model, shapes)
@@ -91,17 +91,17 @@ def load_hf(
                 missing = _missing(model, loading, stored, chosen, allow_missing)
                 _refuse_strangers(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
-                plan = plan_file_tensors(turned_round(chosen, shapes), state, rank, world_size)
-                _check_plan(model, plan, places)
-                _compare_copies(reader, places, copies, rank, world_size)
+                plan = plan_transfers(turned_round(chosen, shapes), state, rank, world_size)
+                _check_plan(model, plan, slots)
+                _compare_copies(reader, slots, copies, rank, world_size)
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
-            _read_direct(reader, plan, places)
-            _read_blocks(reader, plan, places, state)
+            _read_direct(reader, plan, slots)
+            _read_blocks(reader, plan, slots, state)
             for tensors in plan.unmapped:
-                _read_unmapped(reader, model, tensors, places, state)
+                _read_unmapped(reader, model, tensors, slots, state)
     # As in `from_pretrained`: an export reverts them.
     set_conversions(model, loading.conversions)
     return missing
@@ -192,10 +192,10 @@ def _is_beside(name: str, used: Collection[str]) -> bool:
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
-def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place]) -> None:
+def _check_plan(model: PreTrainedModel, plan: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
     """Refuse what could only be found out while parameters change, or not even then."""
     for tensor in plan.tensors:
-        dtype = places[tensor.key].dtype
+        dtype = slots[tensor.key].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             raise CheckpointMismatchError(f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}")
     for _, span in plan.direct:
@@ -207,7 +207,7 @@ def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place])
 
 def _compare_copies(
     reader: WeightReader,
-    places: Mapping[str, Place],
+    slots: Mapping[str, TensorSlot],
     copies: Sequence[tuple[FileTensor, FileTensor]],
     rank: int,
     world_size: int,
@@ -215,7 +215,7 @@ def _compare_copies(
     """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
     for tensor, copy in copies:
         first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
-        ours, theirs = (places[found.sources[0]] for found in (tensor, copy))
+        ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
         if not reader.same(ours, theirs, first, last, tensor.dtype):
             raise CheckpointMismatchError(
                 f"the model ties {tensor.key}, but the folder has another tensor for one of its uses; build the model "
@@ -223,15 +223,15 @@ def _compare_copies(
             )
 
 
-def _read_direct(reader: WeightReader, plan: Plan, places: Mapping[str, Place]) -> None:
+def _read_direct(reader: WeightReader, plan: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
     """Read this rank's elements of all that it can address alone."""
     for tensor, span in plan.direct:
         if (held := overlap(span, plan.parts[span.source])) is not None:
-            reader.read(places[tensor.key], *held)
+            reader.read(slots[tensor.key], *held)
 
 
 def _read_blocks(
-    reader: WeightReader, plan: Plan, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+    reader: WeightReader, plan: TransferPlan, slots: Mapping[str, TensorSlot], state: Mapping[str, torch.Tensor]
 ) -> None:
     """Read what an export would gather, a block after the other, and keep this rank's part of each."""
     for source, spans in plan.gathered.items():
@@ -242,7 +242,7 @@ def _read_blocks(
             block = whole_part(values, first)
             for file_tensor, span in spans:
                 if held := overlap(span, block):
-                    reader.read(places[file_tensor.key], *held)
+                    reader.read(slots[file_tensor.key], *held)
             fill_block(tensor, first, last, values)
 
 
@@ -250,7 +250,7 @@ def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
-    places: Mapping[str, Place],
+    slots: Mapping[str, TensorSlot],
     state: Mapping[str, torch.Tensor],
 ) -> None:
     """Read some tensors in full, put the model tensors together, and keep this rank's part of each."""
@@ -259,7 +259,7 @@ def _read_unmapped(
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
     flat = torch.empty(sum(tensor.numel for tensor in tensors), dtype=dtype, device="cpu")
     for tensor, values in zip(tensors, flat.split([tensor.numel for tensor in tensors]), strict=True):
-        reader.read(places[tensor.key], 0, values)
+        reader.read(slots[tensor.key], 0, values)
     for source in sources:
         live = state[source]
         local = live.to_local() if isinstance(live, DTensor) else live

@@ -216,10 +216,10 @@ def turned_round(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
             source,
             tuple(shapes[source]),
             next(iter(fed[source].values())),
-            tuple(sorted(fed[source])),
-            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at"))),
             source,
             0,
+            tuple(sorted(fed[source])),
+            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at"))),
         )
         for source in shapes
         if source in fed

@@ -14,7 +14,7 @@ Cost: no tensor memory; about 50 microseconds a file tensor.
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
 from operator import attrgetter
@@ -32,6 +32,7 @@ from ..compat.torch_private import (
 )
 from ..compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
 from ..training.unsharded import unsharded_class, unsharded_view
+from .safetensors_layout import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -83,31 +84,16 @@ def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a Hugging Face file.
+class FileTensor(TensorSpec):
+    """A tensor of a Hugging Face file, and what it is made of.
 
     Attributes:
-        key: its name in the file.
-        shape: its shape in the file.
-        dtype: its dtype in the file.
         sources: the ``state_dict`` keys it is made of.
-        spans: what it is made of, in the order of the file; None when only `element_map` can tell.
-        block: tensors of the same block share a storage in ``save_pretrained``, hence a file.
-        block_bytes: size of that storage.
+        spans: the blocks of them that fill it, in the order of the file; None when only `element_map` can tell.
     """
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     sources: tuple[str, ...]
     spans: tuple[Span, ...] | None
-    block: Hashable
-    block_bytes: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -182,7 +168,7 @@ class Origins(TorchDispatchMode):
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.roots: dict[int, str] = {}
-        self.pieces: dict[int, list[_Piece]] = {}
+        self.pieces: dict[int, list[_JoinedPart]] = {}
         self.inputs: dict[int, set[str]] = {}
         self.alive: list[Any] = []  # a storage's address must not be used again
         for key, probe in probes.items():
@@ -229,7 +215,7 @@ class Origins(TorchDispatchMode):
         found = self._spans(tensor, 0)
         spans = None if found is None else tuple(found)
         nbytes = tensor.untyped_storage().nbytes()
-        return FileTensor(key, tuple(tensor.shape), tensor.dtype, sources, spans, storage, nbytes)
+        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, spans)
 
     def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
         storage = storage_id(view)
@@ -252,7 +238,7 @@ _MOST_PIECES = 4096
 """Of how many pieces a tensor may be joined before only `element_map` can tell what it is made of."""
 
 
-class _Piece(NamedTuple):
+class _JoinedPart(NamedTuple):
     """A tensor that fills the elements of a joined storage from ``start`` on, in row-major order."""
 
     start: int
@@ -264,17 +250,17 @@ class _Piece(NamedTuple):
         return self.start + self.tensor.numel()
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_Piece]:
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
     """What the storage of ``torch.cat(parts, dim)`` is made of."""
     pieces, start = [], 0
     for row in product(*map(range, parts[0].shape[:dim])):
         for part in parts:
-            pieces.append(_Piece(start, part[row]))
+            pieces.append(_JoinedPart(start, part[row]))
             start = pieces[-1].stop
     return pieces
 
 
-def _shown(view: torch.Tensor, pieces: Sequence[_Piece], by_rows: bool = True) -> list[torch.Tensor] | None:
+def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
     """What a view of the storage that ``pieces`` make shows of each, in row-major order; None if that is no list."""
     if view.numel() == 0:
         return []

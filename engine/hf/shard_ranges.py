@@ -2,8 +2,9 @@
 
 FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file.
 Nothing here takes that for granted: `local_part` looks at the placements and answers None for every other layout
-(another dim, several sharded mesh dims, strided or partial shards). A `Plan` says what each rank can handle alone, from
-its own shards, and what must be gathered: in blocks of rows where these are to be had, else a tensor at a time.
+(another dim, several sharded mesh dims, strided or partial shards). A `TransferPlan` says what each rank can handle
+alone, from its own shards, and what must be gathered: in blocks of rows where these are to be had, else a tensor at a
+time.
 """
 
 import math
@@ -14,12 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel
 
 from ..compat.torch_private import made_sharded
-from .dtypes import file_dtypes
-from .name_mapping import FileTensor, Span, file_tensors
-from .safetensors_layout import Layout, TensorSpec, plan_layout
+from .name_mapping import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
 """About how much of a tensor that needs an all-gather is gathered, or read, at a time."""
@@ -109,15 +107,17 @@ def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, tor
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How this rank gets at the elements of every file tensor. The split is the same on every rank.
+class TransferPlan:
+    """How this rank gets at the elements of every file tensor, to write or to read them.
+
+    Which elements are under ``direct``, ``gathered`` and ``unmapped`` is the same on every rank.
 
     Attributes:
         tensors: every file tensor, in file order.
         parts: ``state_dict`` key -> what this rank holds, for the sources of ``direct``.
         direct: the spans that each rank addresses in its own shards.
         gathered: source -> the spans of it that need an all-gather (nearly always none).
-        unmapped: groups of file tensors without spans (rarer still), whose sources must be converted together.
+        unmapped: lists of file tensors without spans (rarer still) whose sources must be converted together.
     """
 
     tensors: Sequence[FileTensor]
@@ -126,28 +126,11 @@ class Plan:
     gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
     unmapped: Sequence[Sequence[FileTensor]]
 
-    def layout(self, max_shard_size_bytes: int, total_parameters: int) -> Layout:
-        """Where the file tensors lie; see `plan_layout`."""
-        specs = [TensorSpec(t.key, t.shape, t.dtype, t.block, t.block_bytes) for t in self.tensors]
-        return plan_layout(specs, max_shard_size_bytes, total_parameters)
-
 
 @torch.no_grad()
-def plan_tensors(
-    model: PreTrainedModel,
-    stored: Mapping[str, torch.Tensor],
-    rank: int,
-    world_size: int,
-    dtype: torch.dtype | None = None,
-) -> Plan:
-    """Plan the export of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_dtypes`."""
-    tensors = file_tensors(model, stored, file_dtypes(model, stored, dtype))
-    return plan_file_tensors(tensors, stored, rank, world_size)
-
-
-def plan_file_tensors(
+def plan_transfers(
     tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], rank: int, world_size: int
-) -> Plan:
+) -> TransferPlan:
     """Plan how this rank gets at the elements of ``tensors``, which are made of (or fill) the tensors ``stored``."""
     found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
     parts = {key: part for key, part in found.items() if part is not None}
@@ -168,7 +151,7 @@ def plan_file_tensors(
                 [other for _, others in touched for other in others] + [tensor],
             )
             groups = [group for group in groups if group not in touched] + [merged]
-    return Plan(tensors, parts, direct, gathered, [group for _, group in groups])
+    return TransferPlan(tensors, parts, direct, gathered, [group for _, group in groups])
 
 
 def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:

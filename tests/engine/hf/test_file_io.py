@@ -61,7 +61,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
         for file in layout.files:
             files.create(file)
         for key, value in tensors.items():
-            files.write(layout.places[key], 0, value)
+            files.write(layout.slots[key], 0, value)
         files.sync()
 
 
@@ -88,16 +88,16 @@ def test_what_is_read_is_what_torch_casts_to_in_any_stride(
     values = _values(stored)
     save_file({"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)}, tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        places = reader.layout()
+        slots = reader.layout()
         for key, target in _views(torch.zeros(36, dtype=wanted)).items():
-            reader.read(places["w"], 0, target)
+            reader.read(slots["w"], 0, target)
             assert torch.equal(_bits(target), _bits(values.to(wanted))), key
         part = torch.zeros(7, dtype=wanted)
-        reader.read(places["w"], 11, part)
+        reader.read(slots["w"], 11, part)
         assert torch.equal(_bits(part), _bits(values[11:18].to(wanted)))
         one, none = torch.zeros((), dtype=wanted), torch.zeros(0, 3, dtype=wanted)
-        reader.read(places["one"], 0, one)
-        reader.read(places["none"], 0, none)
+        reader.read(slots["one"], 0, one)
+        reader.read(slots["none"], 0, none)
         assert one == 2.5
 
 
@@ -133,11 +133,11 @@ def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp
     stored = {"a": values, "b": values.double(), "c": changed, "d": values.clone()}
     save_file(stored, tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        places = reader.layout()
-        assert reader.same(places["a"], places["b"], 0, 36, torch.float32)
-        assert not reader.same(places["a"], places["c"], 0, 36, torch.float32)
-        assert reader.same(places["a"], places["c"], 0, 30, torch.float32)
-        assert reader.same(places["a"], places["d"], 5, 5, torch.float32)
+        slots = reader.layout()
+        assert reader.same(slots["a"], slots["b"], 0, 36, torch.float32)
+        assert not reader.same(slots["a"], slots["c"], 0, 36, torch.float32)
+        assert reader.same(slots["a"], slots["c"], 0, 30, torch.float32)
+        assert reader.same(slots["a"], slots["d"], 5, 5, torch.float32)
 
 
 def test_a_view_of_one_element_has_any_stride_and_is_written_and_read_as_others(tmp_path: Path) -> None:
