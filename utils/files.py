@@ -27,6 +27,7 @@ logger = get_logger(__name__)
 _WINDOW_BYTES = 16 << 20
 _READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
+_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
 _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
@@ -245,15 +246,14 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     return digest_name(digest)
 
 
-def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
+def _contents(file: io.FileIO) -> Iterator[memoryview]:
     """All bytes of a file, in order, each part good until the next one is asked for.
 
-    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. All of a window is
-    brought into memory before it is handed out, because an access that the disk refuses ends the process. What cannot
-    be mapped is read, which says why.
+    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. What cannot be mapped is
+    read, which says why.
     """
     size, at = os.fstat(file.fileno()).st_size, 0
-    while at < size and (window := _window(file, at, min(_WINDOW_BYTES, size - at))) is not None:
+    while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
         with window:
             yield window
@@ -265,13 +265,25 @@ def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
         yield buffer[:count]
 
 
-def _window(file: io.FileIO, begin: int, length: int) -> mmap.mmap | None:
+def map_window(fd: int, begin: int, length: int) -> memoryview | None:
+    """``length`` bytes of a file from ``begin`` on, mapped, and all of them brought into memory.
+
+    That comes first because an access that the disk refuses, or behind the end of the file, ends the process; so does
+    one to a file that is cut later. Unmapped when nothing refers to it any more. The file does not change with it.
+
+    Returns:
+        None where that cannot be done: the file is shorter or cannot be read, the kernel is old (before Linux 5.14), or
+        the file system has no maps. Reading says which.
+    """
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
-        window = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=begin)
-        window.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):  # ValueError: the file has become shorter
+        # Private and writable, although nobody writes, because torch warns of memory that is not.
+        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
+        mapped.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):  # ValueError: the file is shorter
         return None
-    return window
+    return memoryview(mapped)[begin - first :]
 
 
 def bytes_digest(data: bytes) -> str:

@@ -5,16 +5,14 @@ written from where it lies; everything else passes through kept blocks of `WRITE
 is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
 little left to wait for.
 
-Reading: values that the file keeps as the model does are read straight into the model. Others are cast from a map of
-the file, which spares a copy (a sixth of the time of a load, even against a buffer that stays in the cache), in windows
-of `READ_BYTES`. A window is populated before it is touched, so that a file that became shorter, or a disk that fails,
-is an error and not a signal; only a file that is cut in the milliseconds while a window of it is cast still is one.
-After that the window is dropped. Where that cannot be done (an old kernel, a file system without maps), to learn what
-is wrong with a window, and on the way to a GPU, which casts for itself, values are read into blocks instead (see
-`HostBlocks`). Nothing stays mapped.
+Reading: values that the file keeps as the model does are read straight into the model. Others are cast from windows of
+`READ_BYTES` of the file that are mapped, which spares a copy (a sixth of the time of a load, even against a buffer that
+stays in the cache). A file that became shorter, or a disk that fails, is an error and not a signal (see `map_window`);
+only a file that is cut in the milliseconds while a window of it is cast still is one. Where there is no window (an old
+kernel, a file system without maps, something wrong with the file), and on the way to a GPU, which casts for itself,
+values are read into blocks instead (see `HostBlocks`). Nothing stays mapped.
 """
 
-import mmap
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +23,7 @@ from pathlib import Path
 import torch
 
 from ...utils.errors import CheckpointCorruptError
-from ...utils.files import start_writeback
+from ...utils.files import map_window, start_writeback
 from ...utils.heartbeat import beat
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of
@@ -36,9 +34,6 @@ WRITE_BYTES = 4 << 20
 
 READ_BYTES = 16 << 20
 """Most of a file that is mapped, or staged, at a time."""
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
-_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
 
 
 class WeightWriter:
@@ -119,7 +114,6 @@ class WeightReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, BufferedReader] = {}
-        self._maps: dict[str, mmap.mmap | None] = {}
         self._blocks: dict[torch.device, HostBlocks] = {}
 
     def __enter__(self) -> "WeightReader":
@@ -128,7 +122,6 @@ class WeightReader:
     def __exit__(self, *_: object) -> None:
         for blocks in self._blocks.values():
             blocks.settle()
-        self._maps.clear()  # each is unmapped with the last tensor that shows a part of it
         for file in self._files.values():
             file.close()
 
@@ -178,23 +171,13 @@ class WeightReader:
 
     def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
         """Fill ``piece`` from the mapped file; False where that cannot be done."""
-        if slot.file not in self._maps:
-            self._maps[slot.file] = _map(self._files[slot.file].fileno())
-        mapped = self._maps[slot.file]
-        start = slot.offset + at * slot.dtype.itemsize
-        stop = start + piece.numel() * slot.dtype.itemsize
-        if mapped is None or stop > len(mapped) or start % slot.dtype.itemsize:  # an odd header leaves values askew
+        fd, start = self._files[slot.file].fileno(), slot.offset + at * slot.dtype.itemsize
+        n_bytes = piece.numel() * slot.dtype.itemsize
+        askew = start % slot.dtype.itemsize  # as an odd header leaves values
+        if askew or (window := map_window(fd, start, n_bytes)) is None:
             return False
-        first = start - start % mmap.PAGESIZE
-        window = (first, stop - first)
-        try:
-            mapped.madvise(_MADV_POPULATE_READ, *window)
-        except OSError:
-            return False
-        values = torch.frombuffer(mapped, dtype=slot.dtype, count=piece.numel(), offset=start)
-        piece.copy_(values.view(piece.shape))
-        mapped.madvise(mmap.MADV_DONTNEED, *window)
-        return os.fstat(self._files[slot.file].fileno()).st_size >= stop  # the last page of a file goes on with zeros
+        piece.copy_(torch.frombuffer(window, dtype=slot.dtype).view(piece.shape))
+        return os.fstat(fd).st_size >= start + n_bytes  # the last page of a file goes on with zeros
 
     def _fill(self, values: torch.Tensor, slot: TensorSlot, at: int) -> None:
         rest, offset = _bytes_of(values), slot.offset + at * slot.dtype.itemsize
@@ -204,15 +187,6 @@ class WeightReader:
             if count == 0:
                 raise CheckpointCorruptError(f"{self._folder / slot.file} ends at byte {offset}; it became shorter")
             rest, offset = rest[count:], offset + count
-
-
-def _map(fd: int) -> mmap.mmap | None:
-    """All of a file, mapped to be read only; None where that cannot be had."""
-    try:
-        # Private and writable, although nobody writes, because torch warns of memory that is not.
-        return mmap.mmap(fd, 0, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError):
-        return None
 
 
 def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.engine.hf import file_io
 from holdfast.engine.hf.file_io import WeightReader, WeightWriter
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
+from holdfast.utils import files
 from holdfast.utils.errors import CheckpointCorruptError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,9 +31,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(params=["maps", "no maps", "no populate"])
 def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "no maps":
-        monkeypatch.setattr(file_io, "_map", lambda fd: None)
+        monkeypatch.setattr(file_io, "map_window", lambda *_: None)
     if request.param == "no populate":  # as a kernel before 5.14 answers
-        monkeypatch.setattr(file_io, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(files, "_MADV_POPULATE_READ", 9999)
     return request.param
 
 
@@ -110,9 +111,9 @@ def test_a_header_of_odd_length_leaves_values_askew_and_they_are_read_all_the_sa
     for wanted in FLOATS:
         target = torch.zeros(36, dtype=wanted)
         with WeightReader(tmp_path) as reader:
-            place = reader.layout()["w"]
-            assert place.offset == 5003
-            reader.read(place, 0, target)
+            slot = reader.layout()["w"]
+            assert slot.offset == 5003
+            reader.read(slot, 0, target)
         assert torch.equal(_bits(target), _bits(values.to(wanted)))
 
 
@@ -167,22 +168,28 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
     path = tmp_path / WEIGHTS_NAME
     save_file({"w": torch.randn(10_000)}, path)
     with WeightReader(tmp_path) as reader:
-        place = reader.layout()["w"]
-        reader.read(place, 0, torch.zeros(10, dtype=wanted))  # so that the file is mapped at its full size
+        slot = reader.layout()["w"]
         os.truncate(path, keep)
         with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"):
-            reader.read(place, 0, torch.zeros(10_000, dtype=wanted))
+            reader.read(slot, 0, torch.zeros(10_000, dtype=wanted))
 
 
-def test_a_file_that_is_gone_is_read_once_it_is_open_and_nothing_stays_mapped(tmp_path: Path) -> None:
-    path, values = tmp_path / WEIGHTS_NAME, torch.randn(10_000)
+def test_a_file_that_is_gone_is_read_and_nothing_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values, mapped = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
+
+    def mapping(fd: int, begin: int, length: int) -> memoryview | None:
+        window = files.map_window(fd, begin, length)
+        mapped.append(str(path) in Path("/proc/self/maps").read_text())
+        return window
+
+    monkeypatch.setattr(file_io, "map_window", mapping)
     save_file({"w": values}, path)
     target = torch.zeros(10_000, dtype=torch.float64)
     with WeightReader(tmp_path) as reader:
-        place = reader.layout()["w"]
+        slot = reader.layout()["w"]
         path.unlink()
-        reader.read(place, 0, target)
-        assert str(path) in Path("/proc/self/maps").read_text()
+        reader.read(slot, 0, target)
+        assert mapped == [True] and str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(target, values.double())
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert not [link for link in Path("/proc/self/fd").iterdir() if str(path) in _target(link)]
