@@ -7,7 +7,6 @@ an fsync of their own, in that order (Pillai et al., "All File Systems Are Not C
 import contextlib
 import ctypes
 import io
-import mmap
 import os
 import shutil
 import stat
@@ -21,13 +20,12 @@ import xxhash
 from .errors import CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
+from .mapped import map_window
 
 logger = get_logger(__name__)
 
 _WINDOW_BYTES = 16 << 20
 _READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
-_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
 _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
@@ -263,27 +261,6 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
         yield buffer[:count]
-
-
-def map_window(fd: int, begin: int, length: int) -> memoryview | None:
-    """``length`` bytes of a file from ``begin`` on, mapped, and all of them brought into memory.
-
-    That comes first because an access that the disk refuses, or behind the end of the file, ends the process; so does
-    one to a file that is cut later. Unmapped when nothing refers to it any more. The file does not change with it.
-
-    Returns:
-        None where that cannot be done: the file is shorter or cannot be read, the kernel is old (before Linux 5.14), or
-        the file system has no maps. Reading says which.
-    """
-    first = begin - begin % mmap.ALLOCATIONGRANULARITY
-    try:
-        # Private and writable, although nobody writes, because torch warns of memory that is not.
-        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-        mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
-        mapped.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):  # ValueError: the file is shorter
-        return None
-    return memoryview(mapped)[begin - first :]
 
 
 def bytes_digest(data: bytes) -> str:

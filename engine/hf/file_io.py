@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from ...utils.errors import CheckpointCorruptError
-from ...utils.files import map_window, start_writeback
+from ...utils.files import start_writeback
 from ...utils.heartbeat import beat
+from ...utils.mapped import map_window
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout

@@ -5,9 +5,9 @@ splits weights of some architectures (Qwen3-MoE keeps one ``experts.gate_up_proj
 ``up_proj`` per expert). This module asks transformers itself: `revert_weight_conversion`, the function behind
 ``save_pretrained``, is run on tensors of the meta device, and a dispatch mode notes where the bytes of its results
 would have come from. Chunks, slices, transposes, stacks and concatenations become `Span`s, each of which a rank can
-write or read for its own shard alone. What such bookkeeping cannot follow becomes a tensor without spans;
-`element_map` then finds its elements by running the same conversion on element numbers, and refuses anything that is
-not a pure rearrangement.
+write or read for its own shard alone. A conversion that cannot be traced becomes a tensor without spans; `element_map`
+then finds its elements by running the same conversion on element numbers, and refuses anything that is not a pure
+rearrangement.
 
 Cost: no tensor memory; about 50 microseconds a file tensor.
 """
@@ -69,12 +69,12 @@ class Span:
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
     def within_rows(self, row_elements: int) -> bool:
-        """Whether ranks that hold whole rows of so many elements can each handle what they hold of the block."""
+        """Whether ranks that hold whole rows of so many elements can each read or write their part of the block."""
         return self.contiguous or self.offset // row_elements == self.last // row_elements
 
 
 def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether dims, each a size and a stride, the smallest stride first, are a range that holds every element once."""
+    """Whether a view with these ``(size, stride)``, smallest stride first, covers a range, each element once."""
     dims, expected = [(size, stride) for size, stride in dims if size != 1], 1
     for size, stride in dims:
         if stride != expected:
@@ -97,7 +97,7 @@ class FileTensor(TensorSpec):
 
 
 def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
+    """The tensors that a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
 
     Returns:
         The (sharded) tensors, aliases of the live ones, and a mapping of every left-out key to the key that is stored.
@@ -156,10 +156,10 @@ def file_tensors(
 
 
 class Origins(TorchDispatchMode):
-    """Notes where the storages that a conversion makes on the meta device got their elements from.
+    """Traces which elements the storages that a conversion makes on the meta device are copied from.
 
-    Views keep their storage and need no note. A copy (`clone`) and a join (`cat`, `stack`) are noted as the tensors
-    that fill the new storage. Any other operator that makes a storage is noted only by its inputs.
+    Views keep their storage and are not recorded. Of a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
+    the new storage are recorded; of any other operator that makes a storage, only its inputs.
 
     Args:
         probes: name -> the tensor on the meta device that a conversion is given for it; more with `add`.
@@ -205,7 +205,7 @@ class Origins(TorchDispatchMode):
             self.pieces[storage] = _joined(used, dim)
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
-        """What a result of the conversion, to be called ``key``, is made of; ``sources`` are names of probes."""
+        """The file tensor ``key`` that is the result ``tensor`` of the conversion; its sources are names of probes."""
         storage = storage_id(tensor)
         sources = tuple(sorted(self.inputs.get(storage, ())))
         if not sources:
@@ -235,11 +235,16 @@ class Origins(TorchDispatchMode):
 
 
 _MOST_PIECES = 4096
-"""Of how many pieces a tensor may be joined before only `element_map` can tell what it is made of."""
+"""Most pieces that a tensor may be joined of; beyond that only `element_map` finds its elements."""
 
 
 class _JoinedPart(NamedTuple):
-    """A tensor that fills the elements of a joined storage from ``start`` on, in row-major order."""
+    """One input of a join.
+
+    Attributes:
+        start: first element of the joined storage that it fills.
+        tensor: its elements, in row-major order.
+    """
 
     start: int
     tensor: torch.Tensor
@@ -251,7 +256,7 @@ class _JoinedPart(NamedTuple):
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
-    """What the storage of ``torch.cat(parts, dim)`` is made of."""
+    """The pieces that fill the storage of ``torch.cat(parts, dim)``."""
     pieces, start = [], 0
     for row in product(*map(range, parts[0].shape[:dim])):
         for part in parts:
@@ -261,7 +266,8 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
 
 
 def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
-    """What a view of the storage that ``pieces`` make shows of each, in row-major order; None if that is no list."""
+    """The views of ``pieces`` that a view of their joined storage consists of, in row-major order; None if there are
+    none such."""
     if view.numel() == 0:
         return []
     start = int(view.storage_offset())
@@ -286,8 +292,8 @@ def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = Tr
 
 
 def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
-    """The part of ``copied`` that ``view``, a view from element ``rest`` on of a contiguous copy of it, shows; None if
-    dims do not match up."""
+    """The view of ``copied`` with the elements of ``view``, a view from element ``rest`` on of a contiguous copy of it;
+    None if the dims do not correspond."""
     offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)

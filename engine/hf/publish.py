@@ -1,4 +1,4 @@
-"""Hand each version of the weights to the inference servers: complete on disk first, then told, then confirmed.
+"""Publish versions of the weights to the inference servers: written to disk, announced, confirmed.
 
 A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
 Rank 0 then tells every server and takes its word for the version it serves; the other ranks wait as long as that takes.

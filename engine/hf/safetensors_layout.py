@@ -199,7 +199,7 @@ def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], Buffe
 
     Args:
         folder: the folder.
-        open_file: opens one of its files, by name. Who keeps it open reads the very file that was looked at here.
+        open_file: opens one of its files, by name. Kept open, it stays the file whose header was read here.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.

@@ -1,4 +1,4 @@
-"""What stands beside the weights in a Hugging Face folder: configs, code, tokenizer, files of the base model."""
+"""The sidecar files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
 
 import copy
 import os
@@ -28,7 +28,7 @@ _VERBATIM = "_holdfast_generation_config"
 
 
 def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions) -> None:
-    """Write everything but the weights and their index, as ``save_pretrained`` does."""
+    """Write all files but the weights and their index, as ``save_pretrained`` does."""
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
@@ -93,7 +93,7 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """What is invalid is written too: hours of training are not to be lost over it."""
+    """Write the generation config; an invalid one too, with a warning, because an export must not fail over it."""
     config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
     if replaced is not None and replaced == config:

@@ -1,14 +1,14 @@
 """Export a sharded model to a URL: write a Hugging Face folder to a local disk, then upload it file by file.
 
-    <url>/.exporting             from the first moment to the last: whose export it is and what it puts, as JSON
+    <url>/.exporting             put first, removed last: the export's id and the names of its files, as JSON
     <url>/model*.safetensors     each uploaded by one rank, the ranks side by side
     <url>/...                    index, tokenizer, generation config
     <url>/config.json            put last, once all of the others are there in their sizes
 
-Stores have no rename. So an export counts when its ``config.json`` is there: nothing loads a model without it. What a
-killed or failed one leaves is named by ``.exporting``, and removed by the next export to the same URL; nothing else
-ever is. A URL has one writer at a time: whose marker is not there any more, because another export has begun, gives up.
-How durable a file is once it is uploaded is the store's business; every operation is tried several times.
+Stores have no rename. So an export counts when its ``config.json`` is there: nothing loads a model without it. The next
+export to the same URL removes the files that ``.exporting`` of a killed or failed one names, and no others. A URL has
+one writer at a time: an export whose marker was replaced by that of another fails. Durability of uploaded files is the
+store's; every operation is tried several times.
 
 The files are written as those of any export (`write`), in a staging folder that goes at the end. What a killed export
 leaves there is removed by the next export to the same URL with the same staging folder.

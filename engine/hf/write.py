@@ -54,7 +54,7 @@ _MAX_UPLOAD_BYTES, _MIN_UPLOAD_BYTES = 5 * 10**9, 500 * 10**6
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is written where. The same on every rank, apart from the values.
+    """Which elements go where in which files; the same on every rank, apart from the values.
 
     Attributes:
         stored: ``state_dict`` key -> live (sharded) tensor.

@@ -19,7 +19,6 @@ from holdfast.utils.files import (
     commit_folder,
     file_digest,
     make_durably,
-    map_window,
     remove_folder,
     remove_or_log,
     replace_atomically,
@@ -28,6 +27,7 @@ from holdfast.utils.files import (
     walk_files,
     write_durably,
 )
+from holdfast.utils.mapped import map_window
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.engine.hf import file_io
 from holdfast.engine.hf.file_io import WeightReader, WeightWriter
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
-from holdfast.utils import files
+from holdfast.utils import mapped
 from holdfast.utils.errors import CheckpointCorruptError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "no maps":
         monkeypatch.setattr(file_io, "map_window", lambda *_: None)
     if request.param == "no populate":  # as a kernel before 5.14 answers
-        monkeypatch.setattr(files, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     return request.param
 
 
@@ -175,11 +175,11 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
 
 
 def test_a_file_that_is_gone_is_read_and_nothing_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, values, mapped = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
+    path, values, seen = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
 
     def mapping(fd: int, begin: int, length: int) -> memoryview | None:
-        window = files.map_window(fd, begin, length)
-        mapped.append(str(path) in Path("/proc/self/maps").read_text())
+        window = mapped.map_window(fd, begin, length)
+        seen.append(str(path) in Path("/proc/self/maps").read_text())
         return window
 
     monkeypatch.setattr(file_io, "map_window", mapping)
@@ -189,7 +189,7 @@ def test_a_file_that_is_gone_is_read_and_nothing_stays_mapped(tmp_path: Path, mo
         slot = reader.layout()["w"]
         path.unlink()
         reader.read(slot, 0, target)
-        assert mapped == [True] and str(path) not in Path("/proc/self/maps").read_text()
+        assert seen == [True] and str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(target, values.double())
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert not [link for link in Path("/proc/self/fd").iterdir() if str(path) in _target(link)]

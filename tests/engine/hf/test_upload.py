@@ -251,7 +251,8 @@ def test_a_killed_export_does_not_count_and_the_next_removes_what_it_left(
     left, scratch = listing(s3_url), tmp_path / "scratch"
     assert upload.MARKER_NAME in left and "config.json" not in left
     assert victim == 1 or any(name.endswith(".safetensors") for name in left)
-    assert victim == 1 or len(list(scratch.glob(".staging-holdfast-export-*/config.json"))) == 1
+    staged = list(scratch.glob(".staging-holdfast-export-*"))
+    assert victim == 1 or (len(staged) == 1 and staged[0].stat().st_mode & 0o777 == 0o700)
     save_hf(tiny_model("llama"), s3_url, staging_folder=scratch)
     save_hf(tiny_model("llama"), tmp_path / "out")
     assert stored(s3_url) == contents(tmp_path / "out")
