@@ -33,6 +33,41 @@ def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtyp
     return base_dtype if name is None else EXPORT_DTYPES[name]
 
 
+@dataclass(frozen=True)
+class HFExportOptions:
+    """What a Hugging Face export holds, and in files of which size.
+
+    Attributes:
+        dtype: dtype of floating-point weights in the files; None keeps that of each tensor.
+        tokenizer: saved beside the weights, chat template included.
+        processor: saved beside the weights.
+        base_model_path: local folder whose other files (neither weights nor written already) are copied.
+        max_shard_size_bytes: weights above this are split over several files. None is where ``save_pretrained`` starts
+            a second one; at a URL it is a rank's share, between 500 MB and 5 GB.
+        staging_folder: folder on a local or shared disk with room for one export, in which an export to a URL is
+            written before it is uploaded; on several nodes all of them must see it. None is the folder of `tempfile`
+            (``TMPDIR``).
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    dtype: torch.dtype | None = None
+    tokenizer: Any = None
+    processor: Any = None
+    base_model_path: str | os.PathLike[str] | None = None
+    max_shard_size_bytes: int | None = None
+    staging_folder: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype is {self.dtype}; expected a floating-point dtype, or None")
+        if self.staging_folder is not None:
+            folder = require_local(self.staging_folder, "staging an export", "name one with room", "staging_folder")
+            object.__setattr__(self, "staging_folder", folder)
+
+
 @dataclass
 class SaveLoadMeta:
     """What to save or load, and where.
@@ -50,6 +85,8 @@ class SaveLoadMeta:
             of the folder that the engine's model was made from, as ``from_pretrained(dtype="auto")`` does.
         max_shard_size_bytes: with ``"hf"``, weights above this are split over several files; None is where
             ``save_pretrained`` starts a second one, or less at a URL (see `save_hf`).
+        staging_folder: with ``"hf"`` at a URL, the folder in which the files are written before they are uploaded; see
+            `HFExportOptions`.
     """
 
     path: str
@@ -60,27 +97,31 @@ class SaveLoadMeta:
     base_model_path: str | None = None
     dtype: str | None = None
     max_shard_size_bytes: int | None = None
+    staging_folder: str | None = None
 
     def __post_init__(self) -> None:
         require_choice("weight_format", self.weight_format, ("dcp", "hf"))
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
-        require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
+        self.hf_options(None)  # checks its fields
         if self.weight_format == "hf" and self.with_optim:
             raise ConfigError("weight_format 'hf' holds weights only; use 'dcp', or with_optim=False")
-        if self.weight_format == "dcp" and not (self.dtype is None and self.max_shard_size_bytes is None):
+        only_hf = (self.dtype, self.max_shard_size_bytes, self.staging_folder)
+        if self.weight_format == "dcp" and only_hf != (None, None, None):
             raise ConfigError(
-                "dtype and max_shard_size_bytes are for weight_format 'hf'; 'dcp' keeps what training has"
+                "dtype, max_shard_size_bytes and staging_folder are for weight_format 'hf'; 'dcp' keeps what training "
+                "has"
             )
 
-    def hf_options(self, base_dtype: torch.dtype | None) -> dict[str, Any]:
-        """What `save_hf` is told beside the model, the path and the group; ``base_dtype`` when ``dtype`` is None."""
-        return {
-            "dtype": export_dtype(self.dtype, base_dtype),
-            "tokenizer": self.tokenizer,
-            "processor": self.processor,
-            "base_model_path": self.base_model_path,
-            "max_shard_size_bytes": self.max_shard_size_bytes,
-        }
+    def hf_options(self, base_dtype: torch.dtype | None) -> HFExportOptions:
+        """The options of the export; without a ``dtype`` it is stored as ``base_dtype``."""
+        return HFExportOptions(
+            dtype=export_dtype(self.dtype, base_dtype),
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            base_model_path=self.base_model_path,
+            max_shard_size_bytes=self.max_shard_size_bytes,
+            staging_folder=self.staging_folder,
+        )
 
 
 @dataclass(frozen=True)

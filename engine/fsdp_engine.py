@@ -37,7 +37,7 @@ from .config import TrainEngineConfig
 from .dcp.checkpoint import load_dcp, save_dcp
 from .dcp.state import DCPState
 from .devices import free_cached_memory
-from .hf.export import save_hf
+from .hf.export import export_hf
 from .hf.publish import publish_weights
 from .hf.sidecars import adopt_base
 from .initial_model import build_initial_model, load_weights
@@ -348,7 +348,7 @@ class FSDPEngine:
         load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
 
     def _save_to_hf(self, meta: SaveLoadMeta) -> None:
-        save_hf(self.model, meta.path, group=self.control_group, **meta.hf_options(self.base_dtype))
+        export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
 
     def _load_from_hf(self, meta: SaveLoadMeta) -> None:
         load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)

@@ -116,7 +116,7 @@ def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
     if causal is None:
         return []
     with WeightReader(folder) as reader:
-        shapes = {name: place.shape for name, place in reader.layout().items()}
+        shapes = {name: slot.shape for name, slot in reader.layout().items()}
     try:
         loading = plan_loading(causal, shapes)
     except CheckpointMismatchError as error:

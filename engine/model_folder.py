@@ -9,9 +9,7 @@ cannot be reached, what the cache has of the revision is used if it is complete.
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +17,15 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..utils.distributed import all_ranks_succeed, any_rank, gather_objects, get_rank, rank_zero_decides
+from ..utils.distributed import (
+    all_ranks_succeed,
+    all_ranks_succeed_slowly,
+    any_rank,
+    gather_objects,
+    get_rank,
+    rank_zero_decides,
+)
 from ..utils.errors import ConfigError
-from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from .config import TrainEngineConfig
 
@@ -29,7 +33,6 @@ logger = get_logger(__name__)
 
 _OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot"]
 _OTHER_FILES = ["*/*", "consolidated*.safetensors", ".*", *_OTHER_FORMATS]
-_ROUND_S = 2.0  # how often ranks that wait for a download show each other that they live
 
 
 def require_model_folder(path: str) -> Path:
@@ -69,8 +72,9 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
     if config.init_from_scratch:
         ignored.append("*.safetensors")
     commit = rank_zero_decides(lambda: _from_hub(path, config.revision, allow_patterns=["config.json"]).name, group)
-    _wait_for(
-        (lambda: _from_hub(path, commit, ignore_patterns=ignored)) if is_first_of_its_node(group) else None, path, group
+    downloading = is_first_of_its_node(group)
+    all_ranks_succeed_slowly(
+        f"downloading {path}", lambda: downloading and _from_hub(path, commit, ignore_patterns=ignored), group
     )
     with all_ranks_succeed(f"finding {path} in the cache", group):
         folder = _from_hub(path, commit, ignore_patterns=ignored, local_files_only=True)
@@ -106,27 +110,3 @@ def is_first_of_its_node(group: dist.ProcessGroup | None) -> bool:
     """Whether no rank before this one uses the same cache on the same host."""
     caches = gather_objects((socket.gethostname(), str(constants.HF_HUB_CACHE)), group)
     return caches.index(caches[get_rank(group)]) == get_rank(group)
-
-
-def _wait_for(work: Callable[[], object] | None, path: str, group: dist.ProcessGroup | None) -> None:
-    """Run ``work`` on the ranks that have some until all are done, however long that takes; it fails on all ranks.
-
-    Ranks meet every few seconds meanwhile: one that waited in a single collective would give up after its timeout.
-    """
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            if work is not None:
-                work()
-        except Exception as error:
-            errors.append(error)
-
-    thread = Thread(target=run, name="hub-download", daemon=True)  # Ctrl-C does not wait for gigabytes
-    thread.start()
-    while any_rank(thread.is_alive(), group):
-        thread.join(_ROUND_S)
-        beat()
-    with all_ranks_succeed(f"downloading {path}", group):
-        if errors:
-            raise errors[0]

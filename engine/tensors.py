@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..utils.errors import ConfigError
+from .compat.torch_private import compute_local_shape_and_global_offset
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -34,6 +35,33 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Box(NamedTuple):
+    """A block of a tensor.
+
+    Attributes:
+        offsets: first index in each dimension of the whole tensor.
+        sizes: shape of the block.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """The block of a sharded tensor that this rank holds; all of a plain tensor. No communication.
+
+    Args:
+        tensor: with one block a rank, as `Shard` and `Replicate` leave it; a strided shard is several.
+    """
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:  # this rank is outside of it
+        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def staged_folder(final: str | os.PathLike[str], group: dist.ProcessGroup | None
         CheckpointExistsError: ``final`` exists; nothing is ever written over.
         CheckpointWriteError: the file system refused.
     """
-    staging = rank_zero_decides(lambda: _open_staging(Path(final)), group)
+    staging = rank_zero_decides(lambda: open_staging(Path(final)), group)
     try:
         with all_ranks_succeed(f"writing {final}", group), as_write_error(final):
             yield staging
@@ -36,14 +36,20 @@ def staged_folder(final: str | os.PathLike[str], group: dist.ProcessGroup | None
         raise
 
 
-def _open_staging(final: Path) -> Path:
+def open_staging(final: Path) -> Path:
+    """Make a hidden sibling of ``final`` to write into; removes those of killed writers of the same folder.
+
+    Raises:
+        CheckpointExistsError: ``final`` exists.
+        CheckpointWriteError: the file system refused.
+    """
     if os.path.lexists(final):
         raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
     with as_write_error(final):
         make_durably(final.parent)
         for entry in os.listdir(final.parent):
             if re.fullmatch(rf"\.staging-{re.escape(final.name)}-[0-9a-f]{{12}}", entry):
-                remove_or_log(final.parent / entry)  # of a writer of the same folder that was killed
+                remove_or_log(final.parent / entry)
         staging = staging_path(final)
         staging.mkdir()
     return staging

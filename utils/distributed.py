@@ -27,7 +27,7 @@ from .threads import on_daemon_thread
 T = TypeVar("T")
 
 WORD_EVERY_S = 1.0
-"""How often ranks that wait for a slow decision hear that it is being made."""
+"""How often ranks that wait for something slow hear that it is under way."""
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -200,6 +200,25 @@ def _gather_unless_failed(
     if error is not None and not (worse and is_write_failure(error)):
         raise error
     raise PeerError(what, worse if error is not None else failed) from error
+
+
+def all_ranks_succeed_slowly(what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``work`` on every rank, however long that takes on any; when it fails on one, it fails on all.
+
+    As `all_ranks_succeed`, for work that may take longer than the timeout of ``group``, which must be above
+    `WORD_EVERY_S`, and that is no collective. It runs on a thread that does not keep the process from ending, while the
+    ranks tell each other every so often that they are not done; all of them `beat` then. A world of one works where it
+    is, so that an interrupt ends it.
+    """
+    if get_world_size(group) == 1:
+        with beating(WORD_EVERY_S):
+            work()
+        return
+    outcome = on_daemon_thread(work, what)
+    while not all_agree(bool(wait([outcome], WORD_EVERY_S).done), group):
+        beat()
+    with all_ranks_succeed(what, group):
+        outcome.result()
 
 
 def is_write_failure(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ an fsync of their own, in that order (Pillai et al., "All File Systems Are Not C
 import contextlib
 import ctypes
 import io
-import mmap
 import os
 import shutil
 import stat
@@ -21,12 +20,12 @@ import xxhash
 from .errors import CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
+from .mapped import map_window
 
 logger = get_logger(__name__)
 
 _WINDOW_BYTES = 16 << 20
 _READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
 _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
@@ -209,10 +208,20 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
         file.write(data)
 
 
-def replace_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Make ``path`` hold ``data``: a reader, or a crash, sees the old contents or the new, never a mixture."""
+def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
+    """Make ``path`` hold ``data``, durably: a reader, or a crash, sees the old contents or the new, never a mixture.
+
+    Args:
+        path: need not exist.
+        data: the new contents.
+        temporary: sibling of ``path`` to write to before the rename; what a killed writer left there is written over.
+            None takes a new name.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    if temporary is None:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    else:
+        temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)
@@ -235,15 +244,14 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     return digest_name(digest)
 
 
-def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
+def _contents(file: io.FileIO) -> Iterator[memoryview]:
     """All bytes of a file, in order, each part good until the next one is asked for.
 
-    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. All of a window is
-    brought into memory before it is handed out, because an access that the disk refuses ends the process. What cannot
-    be mapped is read, which says why.
+    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. What cannot be mapped is
+    read, which says why.
     """
     size, at = os.fstat(file.fileno()).st_size, 0
-    while at < size and (window := _window(file, at, min(_WINDOW_BYTES, size - at))) is not None:
+    while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
         with window:
             yield window
@@ -253,15 +261,6 @@ def _contents(file: io.FileIO) -> Iterator[mmap.mmap | memoryview]:
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
         yield buffer[:count]
-
-
-def _window(file: io.FileIO, begin: int, length: int) -> mmap.mmap | None:
-    try:
-        window = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=begin)
-        window.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):  # ValueError: the file has become shorter
-        return None
-    return window
 
 
 def bytes_digest(data: bytes) -> str:
@@ -274,7 +273,11 @@ def digest_name(digest: xxhash.xxh3_128) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def require_free_space(folder: str | os.PathLike[str], needed_bytes: int) -> None:
+def require_free_space(
+    folder: str | os.PathLike[str],
+    needed_bytes: int,
+    advice: str = "make room, keep fewer snapshots, or write elsewhere",
+) -> None:
     """See that the file system of ``folder``, which need not exist yet, has room for ``needed_bytes``.
 
     One that does not count its blocks (some network and FUSE file systems) passes; neither do quotas show here. Both
@@ -293,8 +296,7 @@ def require_free_space(folder: str | os.PathLike[str], needed_bytes: int) -> Non
     free_bytes = status.f_bavail * status.f_frsize
     if status.f_blocks and free_bytes < needed_bytes:
         raise CheckpointWriteError(
-            f"{folder} needs {needed_bytes} bytes, its file system has {free_bytes} free; make room, keep fewer "
-            "snapshots, or write elsewhere"
+            f"{folder} needs {needed_bytes} bytes, its file system has {free_bytes} free; {advice}"
         )
 
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractBufferedFile
 from tenacity import (
     RetryCallState,
     RetryError,
@@ -37,8 +36,7 @@ from tenacity import (
 )
 
 from .errors import CheckpointCorruptError, CheckpointError, ConfigError
-from .files import DurableFile, file_digest, fsync_dir, fsync_tree, make_durably, write_durably
-from .heartbeat import beat
+from .files import DurableFile, file_digest, fsync_dir, fsync_tree, make_durably, replace_atomically
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -147,25 +145,27 @@ class RemoteFolder:
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
             yield from self._call(self._read_ranges, path, starts[first : first + _CHUNKS_AT_ONCE], size)
 
-    def put_file(self, source: Path, path: str, digest: str) -> None:
-        """Copy a file to ``path``, over what is there, unless its bytes are not those of ``digest``.
+    def put_file(self, source: Path, path: str, digest: str | None = None) -> None:
+        """Upload a file to ``path``, over what is there; the backend reads it in parts.
+
+        Args:
+            source: the local file.
+            path: where to.
+            digest: expected `file_digest` of the file; None: it is not checked.
 
         Raises:
-            CheckpointCorruptError: they are not.
+            CheckpointCorruptError: the file has another digest.
         """
         if self._local:
             self._call(self._copy_durably, path, source, digest)
         else:
-            _require_digest(source, file_digest(source), digest)
-            self._call(lambda target: self._fs.put_file(str(source), target), path)
+            if digest is not None:
+                _require_digest(source, file_digest(source), digest)
+            self._call(self._put, path, source)
 
     def put_bytes(self, path: str, data: bytes) -> None:
         """Make ``path`` hold ``data``, at once."""
         self._call(self._write_durably if self._local else self._pipe, path, data)
-
-    def create(self, path: str, part_bytes: int) -> "RemoteStream":
-        """A new file to be written from start to end; the backend keeps about ``part_bytes`` of it in memory."""
-        return RemoteStream(f"{self.url}/{path}", self._call(self._open, path, part_bytes), self._error)
 
     def flush(self, folder: str) -> None:
         """See that the names below a folder are on stable storage, which files have been put there."""
@@ -188,7 +188,7 @@ class RemoteFolder:
         with contextlib.suppress(FileNotFoundError):
             self._call(self._fs.rm, folder, recursive=True)
 
-    def _copy_durably(self, target: str, source: Path, digest: str) -> None:
+    def _copy_durably(self, target: str, source: Path, digest: str | None) -> None:
         path = Path(target)
         make_durably(path.parent)
         part = _part(path)
@@ -196,25 +196,22 @@ class RemoteFolder:
         with open(source, "rb", buffering=0) as opened, DurableFile(part) as copy:
             while chunk := opened.read(self._chunk_bytes):
                 copy.write(chunk)
-        _require_digest(source, copy.digest, digest)
+        if digest is not None:
+            _require_digest(source, copy.digest, digest)
         os.replace(part, path)
 
     def _write_durably(self, target: str, data: bytes) -> None:
         path = Path(target)
         make_durably(path.parent)
-        part = _part(path)
-        part.unlink(missing_ok=True)  # of a copy that was killed
-        write_durably(part, data)
-        os.replace(part, path)
-        fsync_dir(path.parent)
+        replace_atomically(path, data, _part(path))
 
     def _pipe(self, target: str, data: bytes) -> None:
         self._make_parent(target)
         self._fs.pipe_file(target, data)
 
-    def _open(self, target: str, part_bytes: int) -> Any:
+    def _put(self, target: str, source: Path) -> None:
         self._make_parent(target)
-        return self._fs.open(target, "wb", block_size=part_bytes)
+        self._fs.put_file(str(source), target)
 
     def _make_parent(self, target: str) -> None:
         if not self.whole_files:  # it may have real folders; making one in a bucket would make the bucket
@@ -245,60 +242,6 @@ class RemoteFolder:
                 f"{self.url}/{path} failed {attempt.attempt_number} times, the last time with "
                 f"{type(cause).__name__}: {cause}"
             ) from cause
-
-
-class RemoteStream:
-    """A file that is being written; it counts as written once `close` has returned.
-
-    Parts that the backend sends on the way are tried again by the backend, or not at all: nobody else still has them.
-
-    Args:
-        url: of the file, for messages.
-        file: as the backend opened it.
-        error: what the methods raise when the backend refuses.
-
-    Attributes:
-        bytes: how many were written.
-    """
-
-    def __init__(self, url: str, file: Any, error: type[CheckpointError]) -> None:
-        self.bytes = 0
-        self._url, self._file, self._error = url, file, error
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``, all of it."""
-        with self._named():
-            self._file.write(data)
-        self.bytes += len(data)
-        beat()
-
-    def close(self) -> None:
-        """Give the file its name."""
-        with self._named():
-            self._file.close()
-
-    def discard(self) -> None:
-        """Write no more, and let go of what has been sent, as far as the backend can; instead of `close`.
-
-        Where files have their names from the start, a cut one stays.
-        """
-        try:
-            if isinstance(self._file, AbstractBufferedFile):
-                self._file.discard()
-            else:
-                self._file.close()
-        except Exception as error:
-            logger.warning("%s could not be discarded: %s: %s", self._url, type(error).__name__, error)
-        finally:
-            with contextlib.suppress(AttributeError):  # where only the backend may say so
-                self._file.closed = True  # or its end would send what is left
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise self._error(f"{self._url} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path | None:

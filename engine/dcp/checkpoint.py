@@ -23,8 +23,7 @@ from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, ge
 from ...utils.errors import CheckpointError, CheckpointMismatchError
 from ...utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from ...utils.remote import FETCH_FIRST, require_local
-from ..compat.torch_private import compute_local_shape_and_global_offset
-from ..tensors import normal_tensors
+from ..tensors import local_box, normal_tensors
 from ..weight_changes import changing_weights
 from .checked_reader import CheckedReader
 from .direct_reader import Part, Placing
@@ -207,8 +206,8 @@ def _part_of(tensor: torch.Tensor, chunks: dict[Any, ChunkStorageMetadata]) -> P
         return _whole(tensor)
     cut = tensor.shape, tensor.device_mesh, tensor.placements
     if cut not in chunks:
-        sizes, offsets = compute_local_shape_and_global_offset(*cut)
-        chunks[cut] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        box = local_box(tensor)
+        chunks[cut] = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     return Part(chunks[cut], tensor.to_local())
 
 

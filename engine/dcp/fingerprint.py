@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...utils.distributed import get_rank
-from ..compat.torch_private import compute_local_shape_and_global_offset
+from ..tensors import local_box
 
 SAMPLES = 64
 PARTS = ("model", "optim")
@@ -82,9 +82,9 @@ def _is_sampled(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
-    shape, offsets, counts = _part(tensor)
+    offsets, shape = local_box(tensor)
     wanted = np.arange(SAMPLES) * (tensor.numel() - 1) // (SAMPLES - 1)
-    positions = np.unique(wanted) if counts else np.empty(0, np.int64)
+    positions = np.unique(wanted) if _counts_here(tensor) else np.empty(0, np.int64)
     if not tensor.dim():
         return _Pick(positions, torch.from_numpy(positions).to(device))
     places = [at - begin for at, begin in zip(np.unravel_index(positions, tensor.shape), offsets, strict=True)]
@@ -93,16 +93,15 @@ def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
     return _Pick(positions[inside], torch.from_numpy(local).to(device))
 
 
-def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Shape of this rank's part of a tensor, where it begins, and whether this rank counts among its replicas."""
+def _counts_here(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.dim(), get_rank() == 0
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        return get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # outside of the mesh
-        return shape, offsets, False
+        return False
     replicas = zip(coordinate, tensor.placements, strict=True)
-    return shape, offsets, all(at == 0 for at, placement in replicas if isinstance(placement, Replicate))
+    return all(at == 0 for at, placement in replicas if isinstance(placement, Replicate))
 
 
 def _take(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

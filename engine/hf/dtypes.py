@@ -90,8 +90,8 @@ def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.
         return config.dtype
     try:
         with WeightReader(Path(folder)) as files:
-            places = files.layout()
+            slots = files.layout()
     except CheckpointNotFoundError:
         return torch.float32
-    ordered = (places[key].dtype for key in sorted(places, key=lambda key: (places[key].file, key)))
+    ordered = (slots[key].dtype for key in sorted(slots, key=lambda key: (slots[key].file, key)))
     return next((dtype for dtype in ordered if dtype.is_floating_point and dtype.itemsize > 1), torch.float32)

@@ -5,16 +5,14 @@ written from where it lies; everything else passes through kept blocks of `WRITE
 is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
 little left to wait for.
 
-Reading: values that the file keeps as the model does are read straight into the model. Others are cast from a map of
-the file, which spares a copy (a sixth of the time of a load, even against a buffer that stays in the cache), in windows
-of `READ_BYTES`. A window is populated before it is touched, so that a file that became shorter, or a disk that fails,
-is an error and not a signal; only a file that is cut in the milliseconds while a window of it is cast still is one.
-After that the window is dropped. Where that cannot be done (an old kernel, a file system without maps), to learn what
-is wrong with a window, and on the way to a GPU, which casts for itself, values are read into blocks instead (see
-`HostBlocks`). Nothing stays mapped.
+Reading: values that the file keeps as the model does are read straight into the model. Others are cast from windows of
+`READ_BYTES` of the file that are mapped, which spares a copy (a sixth of the time of a load, even against a buffer that
+stays in the cache). A file that became shorter, or a disk that fails, is an error and not a signal (see `map_window`);
+only a file that is cut in the milliseconds while a window of it is cast still is one. Where there is no window (an old
+kernel, a file system without maps, something wrong with the file), and on the way to a GPU, which casts for itself,
+values are read into blocks instead (see `HostBlocks`). Nothing stays mapped.
 """
 
-import mmap
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -27,35 +25,16 @@ import torch
 from ...utils.errors import CheckpointCorruptError
 from ...utils.files import start_writeback
 from ...utils.heartbeat import beat
+from ...utils.mapped import map_window
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of
-from .safetensors_layout import Place, WeightFile, read_layout
+from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
 """Most that is cast or copied before it is written: it should still be in the processor's cache then."""
 
 READ_BYTES = 16 << 20
 """Most of a file that is mapped, or staged, at a time."""
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
-_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
-
-
-class Encoder:
-    """Values as the bytes of a file, a chunk at a time."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[torch.device, HostBlocks] = {}
-
-    def chunks(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of ``values`` (any strides, dtype and device) as ``dtype``, each chunk valid until the next."""
-        most = WRITE_BYTES // dtype.itemsize
-        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        for as_it_is, some in groupby(chunks_of(values, most), partial(_is_in_memory, dtype=dtype)):
-            if as_it_is:
-                yield from map(_bytes_of, some)
-            else:
-                yield from blocks.pack(some, dtype)
 
 
 class WeightWriter:
@@ -70,7 +49,7 @@ class WeightWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fds: dict[str, int] = {}
-        self._encoder = Encoder()
+        self._blocks: dict[torch.device, HostBlocks] = {}
 
     def __enter__(self) -> "WeightWriter":
         return self
@@ -89,14 +68,24 @@ class WeightWriter:
         _write_all(fd, memoryview(file.header), 0)
         os.ftruncate(fd, file.total_bytes)
 
-    def write(self, place: Place, at: int, values: torch.Tensor) -> None:
-        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``place``."""
-        if place.file not in self._fds:
-            self._fds[place.file] = os.open(self._folder / place.file, os.O_WRONLY)
-        offset = place.offset + at * place.dtype.itemsize
-        for data in self._encoder.chunks(values, place.dtype):
-            _write_all(self._fds[place.file], data, offset)
+    def write(self, slot: TensorSlot, at: int, values: torch.Tensor) -> None:
+        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``."""
+        if slot.file not in self._fds:
+            self._fds[slot.file] = os.open(self._folder / slot.file, os.O_WRONLY)
+        offset = slot.offset + at * slot.dtype.itemsize
+        for data in self._encoded(values, slot.dtype):
+            _write_all(self._fds[slot.file], data, offset)
             offset += len(data)
+
+    def _encoded(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of ``values`` as ``dtype``, in chunks, each valid until the next."""
+        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
+        chunks = _chunks_of(values, WRITE_BYTES // dtype.itemsize)
+        for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=dtype)):
+            if as_it_is:
+                yield from map(_bytes_of, some)
+            else:
+                yield from blocks.pack(some, dtype)
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -126,7 +115,6 @@ class WeightReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, BufferedReader] = {}
-        self._maps: dict[str, mmap.mmap | None] = {}
         self._blocks: dict[torch.device, HostBlocks] = {}
 
     def __enter__(self) -> "WeightReader":
@@ -135,11 +123,10 @@ class WeightReader:
     def __exit__(self, *_: object) -> None:
         for blocks in self._blocks.values():
             blocks.settle()
-        self._maps.clear()  # each is unmapped with the last tensor that shows a part of it
         for file in self._files.values():
             file.close()
 
-    def layout(self) -> dict[str, Place]:
+    def layout(self) -> dict[str, TensorSlot]:
         """Where every tensor lies; raises as `read_layout` does. Each file is opened once.
 
         Values are then read from the files whose headers said so, whatever becomes of their names.
@@ -150,22 +137,22 @@ class WeightReader:
         self._files[name] = file = open(self._folder / name, "rb")  # noqa: SIM115
         return file
 
-    def read(self, place: Place, at: int, target: torch.Tensor) -> None:
-        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``place``.
+    def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
 
         Raises:
             CheckpointCorruptError: the file has become shorter.
             OSError: it cannot be read.
         """
-        for piece in chunks_of(target, READ_BYTES // place.dtype.itemsize) if target.numel() else ():
-            if _is_in_memory(piece, place.dtype):
-                self._fill(piece, place, at)
-            elif piece.is_cuda or not self._copy_mapped(piece, place, at):
-                self._copy_read(piece, place, at)
+        for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
+            if _is_in_memory(piece, slot.dtype):
+                self._fill(piece, slot, at)
+            elif piece.is_cuda or not self._copy_mapped(piece, slot, at):
+                self._copy_read(piece, slot, at)
             at += piece.numel()
             beat()
 
-    def same(self, one: Place, other: Place, first: int, last: int, dtype: torch.dtype) -> bool:
+    def same(self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype) -> bool:
         """Whether two tensors are equal, bit for bit as ``dtype``, in their elements ``[first, last)``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
@@ -176,50 +163,31 @@ class WeightReader:
                 return False
         return True
 
-    def _copy_read(self, piece: torch.Tensor, place: Place, at: int) -> None:
+    def _copy_read(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> None:
         """Fill ``piece`` by way of a block; on a GPU in the order of its stream."""
         blocks = self._blocks.setdefault(piece.device, HostBlocks(READ_BYTES, piece.device))
-        values = blocks.take(piece.numel() * place.dtype.itemsize)
-        self._fill(values, place, at)
-        blocks.copy(piece, values.view(place.dtype).view(piece.shape))
+        values = blocks.take(piece.numel() * slot.dtype.itemsize)
+        self._fill(values, slot, at)
+        blocks.copy(piece, values.view(slot.dtype).view(piece.shape))
 
-    def _copy_mapped(self, piece: torch.Tensor, place: Place, at: int) -> bool:
+    def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
         """Fill ``piece`` from the mapped file; False where that cannot be done."""
-        if place.file not in self._maps:
-            self._maps[place.file] = _map(self._files[place.file].fileno())
-        mapped = self._maps[place.file]
-        start = place.offset + at * place.dtype.itemsize
-        stop = start + piece.numel() * place.dtype.itemsize
-        if mapped is None or stop > len(mapped) or start % place.dtype.itemsize:  # an odd header leaves values askew
+        fd, start = self._files[slot.file].fileno(), slot.offset + at * slot.dtype.itemsize
+        n_bytes = piece.numel() * slot.dtype.itemsize
+        askew = start % slot.dtype.itemsize  # as an odd header leaves values
+        if askew or (window := map_window(fd, start, n_bytes)) is None:
             return False
-        first = start - start % mmap.PAGESIZE
-        window = (first, stop - first)
-        try:
-            mapped.madvise(_MADV_POPULATE_READ, *window)
-        except OSError:
-            return False
-        values = torch.frombuffer(mapped, dtype=place.dtype, count=piece.numel(), offset=start)
-        piece.copy_(values.view(piece.shape))
-        mapped.madvise(mmap.MADV_DONTNEED, *window)
-        return os.fstat(self._files[place.file].fileno()).st_size >= stop  # the last page of a file goes on with zeros
+        piece.copy_(torch.frombuffer(window, dtype=slot.dtype).view(piece.shape))
+        return os.fstat(fd).st_size >= start + n_bytes  # the last page of a file goes on with zeros
 
-    def _fill(self, values: torch.Tensor, place: Place, at: int) -> None:
-        rest, offset = _bytes_of(values), place.offset + at * place.dtype.itemsize
-        fd = self._files[place.file].fileno()
+    def _fill(self, values: torch.Tensor, slot: TensorSlot, at: int) -> None:
+        rest, offset = _bytes_of(values), slot.offset + at * slot.dtype.itemsize
+        fd = self._files[slot.file].fileno()
         while rest:
             count = os.preadv(fd, [rest], offset)
             if count == 0:
-                raise CheckpointCorruptError(f"{self._folder / place.file} ends at byte {offset}; it became shorter")
+                raise CheckpointCorruptError(f"{self._folder / slot.file} ends at byte {offset}; it became shorter")
             rest, offset = rest[count:], offset + count
-
-
-def _map(fd: int) -> mmap.mmap | None:
-    """All of a file, mapped to be read only; None where that cannot be had."""
-    try:
-        # Private and writable, although nobody writes, because torch warns of memory that is not.
-        return mmap.mmap(fd, 0, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError):
-        return None
 
 
 def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -231,7 +199,7 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return bytes_of(values).numpy().data
 
 
-def chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
     if values.numel() <= most:
         yield values
@@ -239,4 +207,4 @@ def chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from values.view(-1).split(most)
     else:
         for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
-            yield from chunks_of(row[0] if row.shape[0] == 1 else row, most)
+            yield from _chunks_of(row[0] if row.shape[0] == 1 else row, most)

@@ -30,11 +30,11 @@ from ..model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from ..weight_changes import changing_weights
 from .file_io import WeightReader
-from .load_plan import Loading, loaded_elements, plan_loading, turned_round
+from .load_plan import LoadPlan, invert_fills, loaded_elements, plan_loading
 from .name_mapping import FileTensor, stored_tensors
 from .quantized import refuse_quantized
-from .safetensors_layout import Place
-from .shard_ranges import Plan, fill_block, local_of_whole, overlap, plan_file_tensors, row_blocks, whole_part
+from .safetensors_layout import TensorSlot
+from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
 
 
 def load_hf(
@@ -81,27 +81,27 @@ def load_hf(
     rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
-            places = reader.layout()
-            refuse_quantized(folder, places)
-            shapes = {name: place.shape for name, place in places.items()}
+            slots = reader.layout()
+            refuse_quantized(folder, slots)
+            shapes = {name: slot.shape for name, slot in slots.items()}
             stored, tied = stored_tensors(model)
             try:
                 loading = plan_loading(model, shapes)
                 chosen, copies = _choose(loading, tied)
                 missing = _missing(model, loading, stored, chosen, allow_missing)
-                _refuse_strangers(model, folder, loading, allow_unexpected)
+                _refuse_unexpected(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
-                plan = plan_file_tensors(turned_round(chosen, shapes), state, rank, world_size)
-                _check_plan(model, plan, places)
-                _compare_copies(reader, places, copies, rank, world_size)
+                transfers = plan_transfers(invert_fills(chosen, shapes), state, rank, world_size)
+                _check_plan(model, transfers, slots)
+                _compare_copies(reader, slots, copies, rank, world_size)
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
-            _read_direct(reader, plan, places)
-            _read_blocks(reader, plan, places, state)
-            for tensors in plan.unmapped:
-                _read_unmapped(reader, model, tensors, places, state)
+            _read_direct(reader, transfers, slots)
+            _read_blocks(reader, transfers, slots, state)
+            for tensors in transfers.unmapped:
+                _read_unmapped(reader, model, tensors, slots, state)
     # As in `from_pretrained`: an export reverts them.
     set_conversions(model, loading.conversions)
     return missing
@@ -109,7 +109,7 @@ def load_hf(
 
 @contextmanager
 def _half_loaded(folder: Path) -> Iterator[None]:
-    """Say of errors in the block what they leave behind."""
+    """Add to errors in the block that the model is now half loaded."""
     problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
     try:
         yield
@@ -120,9 +120,9 @@ def _half_loaded(folder: Path) -> Iterator[None]:
 
 
 def _choose(
-    loading: Loading, tied: Mapping[str, str]
+    loading: LoadPlan, tied: Mapping[str, str]
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
-    """Decide what fills a tied weight of which the folder has several names.
+    """Choose the file tensor of each tied weight that the folder stores under several names.
 
     Returns:
         ``state_dict`` key -> what fills it, none of them a tied one that is left out of files; and pairs of what was
@@ -139,12 +139,12 @@ def _choose(
 
 def _missing(
     model: PreTrainedModel,
-    loading: Loading,
+    loading: LoadPlan,
     stored: Mapping[str, torch.Tensor],
     chosen: Mapping[str, FileTensor],
     allow_missing: Sequence[str],
 ) -> list[str]:
-    """The keys for which the folder has nothing; refused unless permitted, or computed by the model itself."""
+    """The missing keys; refused unless allowed, or computed by the model itself."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
     needed = [
@@ -160,20 +160,22 @@ def _missing(
     return missing
 
 
-def _refuse_strangers(model: PreTrainedModel, folder: Path, loading: Loading, allow_unexpected: Sequence[str]) -> None:
-    """Refuse a folder with tensors that have no place in the model, or that fill what others fill."""
-    beside = _is_of_larger_model(folder, model)
+def _refuse_unexpected(
+    model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
+) -> None:
+    """Refuse unexpected tensors, and tensors that would be loaded over others."""
+    partial = _is_of_larger_model(folder, model)
     names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
-    strange = [
+    unexpected = [
         name
         for name in sorted(loading.unexpected)
         if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
-        and not (beside and _is_beside(name, used))
+        and not (partial and _is_in_other_module(name, used))
     ]
-    if strange:
+    if unexpected:
         raise CheckpointMismatchError(
-            f"unexpected tensor {strange[0]} ({len(strange)} in all) has no place in "
+            f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
             f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
         )
     if loading.unused:
@@ -186,28 +188,28 @@ def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
     return "text_config" in read_raw_config(folder) and not model.config.sub_configs
 
 
-def _is_beside(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor is in a module beside ``used``: the modules, to a depth of two, that tensors are loaded from."""
+def _is_in_other_module(name: str, used: Collection[str]) -> bool:
+    """Whether a tensor is in none of the modules ``used``, those, to a depth of two, that tensors are loaded from."""
     first, *rest = name.split(".")
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
-def _check_plan(model: PreTrainedModel, plan: Plan, places: Mapping[str, Place]) -> None:
-    """Refuse what could only be found out while parameters change, or not even then."""
-    for tensor in plan.tensors:
-        dtype = places[tensor.key].dtype
+def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
+    """Refuse dtypes, memory layouts and conversions that would fail in the middle of the load, or silently."""
+    for tensor in transfers.tensors:
+        dtype = slots[tensor.key].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             raise CheckpointMismatchError(f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}")
-    for _, span in plan.direct:
-        if not plan.parts[span.source].data.is_contiguous():
+    for _, span in transfers.direct:
+        if not transfers.parts[span.source].data.is_contiguous():
             raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
-    for tensors in plan.unmapped:
+    for tensors in transfers.unmapped:
         loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
 
 
 def _compare_copies(
     reader: WeightReader,
-    places: Mapping[str, Place],
+    slots: Mapping[str, TensorSlot],
     copies: Sequence[tuple[FileTensor, FileTensor]],
     rank: int,
     world_size: int,
@@ -215,7 +217,7 @@ def _compare_copies(
     """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
     for tensor, copy in copies:
         first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
-        ours, theirs = (places[found.sources[0]] for found in (tensor, copy))
+        ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
         if not reader.same(ours, theirs, first, last, tensor.dtype):
             raise CheckpointMismatchError(
                 f"the model ties {tensor.key}, but the folder has another tensor for one of its uses; build the model "
@@ -223,18 +225,18 @@ def _compare_copies(
             )
 
 
-def _read_direct(reader: WeightReader, plan: Plan, places: Mapping[str, Place]) -> None:
-    """Read this rank's elements of all that it can address alone."""
-    for tensor, span in plan.direct:
-        if (held := overlap(span, plan.parts[span.source])) is not None:
-            reader.read(places[tensor.key], *held)
+def _read_direct(reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
+    """Read this rank's elements of the spans under ``direct``."""
+    for tensor, span in transfers.direct:
+        if (held := overlap(span, transfers.parts[span.source])) is not None:
+            reader.read(slots[tensor.key], *held)
 
 
 def _read_blocks(
-    reader: WeightReader, plan: Plan, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+    reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read what an export would gather, a block after the other, and keep this rank's part of each."""
-    for source, spans in plan.gathered.items():
+    """Read the spans under ``gathered``, block by block, and keep this rank's part of each."""
+    for source, spans in transfers.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
         for first, last in row_blocks(tensor, [span for _, span in spans]):
@@ -242,7 +244,7 @@ def _read_blocks(
             block = whole_part(values, first)
             for file_tensor, span in spans:
                 if held := overlap(span, block):
-                    reader.read(places[file_tensor.key], *held)
+                    reader.read(slots[file_tensor.key], *held)
             fill_block(tensor, first, last, values)
 
 
@@ -250,16 +252,16 @@ def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
-    places: Mapping[str, Place],
+    slots: Mapping[str, TensorSlot],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Read some tensors in full, put the model tensors together, and keep this rank's part of each."""
+    """Read unmapped tensors in full, convert them, and keep this rank's part of each model tensor."""
     sources = _sources(tensors)
     elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
     flat = torch.empty(sum(tensor.numel for tensor in tensors), dtype=dtype, device="cpu")
     for tensor, values in zip(tensors, flat.split([tensor.numel for tensor in tensors]), strict=True):
-        reader.read(places[tensor.key], 0, values)
+        reader.read(slots[tensor.key], 0, values)
     for source in sources:
         live = state[source]
         local = live.to_local() if isinstance(live, DTensor) else live

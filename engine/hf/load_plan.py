@@ -3,9 +3,9 @@
 `from_pretrained` renames, prefixes, splits, fuses and ignores tensors by rules that differ from release to release and
 from architecture to architecture. None of them is repeated here: the function behind `from_pretrained` is run on a twin
 of the model without memory and on stand-ins for the tensors of the folder, and `Origins` notes what it makes of which.
-Its result is turned round into `FileTensor`s, whose spans say where each run of elements of a file goes, so that a rank
-can read what belongs into its own shard. What such bookkeeping cannot follow is found by loading element numbers
-(`loaded_elements`), and is refused where it is no pure rearrangement.
+Its result is inverted into `FileTensor`s, whose spans say where each run of elements of a file goes, so that a rank can
+read what belongs into its own shard. Conversions that cannot be traced are found by loading element numbers
+(`loaded_elements`), and refused unless they are pure rearrangements.
 
 Cost: no tensor memory; about 0.2 ms a file tensor, as in `from_pretrained`.
 """
@@ -30,11 +30,11 @@ from ..training.unsharded import unsharded_view
 from .name_mapping import FileTensor, Origins, Span
 
 _MOST_RUNS = 4096
-"""Of how many runs of elements of files a tensor may be made before it is left to `loaded_elements`."""
+"""Most runs of file elements that a tensor may be made of; beyond that `loaded_elements` finds its elements."""
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadPlan:
     """What `from_pretrained` would do with the tensors of a folder.
 
     Attributes:
@@ -43,8 +43,8 @@ class Loading:
         missing: ``state_dict`` keys for which there is nothing.
         optional: those of them that transformers does not miss.
         unexpected: tensors of the folder, under the names they would have in the model, that it would report.
-        unused: tensors of the folder that fill what others fill already.
-        conversions: the conversions that were of use; ``save_pretrained`` reverts these.
+        unused: tensors of the folder that would be loaded over others.
+        conversions: the conversions that applied; ``save_pretrained`` reverts these.
     """
 
     filled: dict[str, FileTensor]
@@ -55,8 +55,8 @@ class Loading:
     conversions: list[Any]
 
 
-def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> Loading:
-    """Find out what `from_pretrained` would make of tensors of these names and shapes.
+def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> LoadPlan:
+    """Plan what `from_pretrained` would do with tensors of these names and shapes.
 
     Args:
         model: any transformers model, sharded or not; it is not changed.
@@ -80,7 +80,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     drop_tolerated_keys(twin, info)
     filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
     used = {source for tensor in filled.values() for source in tensor.sources}
-    return Loading(
+    return LoadPlan(
         filled=filled,
         missing=missing,
         optional=missing - set(info.missing_keys),
@@ -126,7 +126,7 @@ def loaded_elements(
 
 
 class _StandIn:
-    """What transformers takes for a tensor in a file: it is indexed, then moved and cast."""
+    """Stands for a tensor of a file: transformers indexes it, then moves and casts it."""
 
     def __init__(self, key: str, materialize: Callable[[str, torch.dtype | None], torch.Tensor]) -> None:
         self._key, self._materialize = key, materialize
@@ -189,8 +189,8 @@ def _no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def turned_round(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
-    """What `Loading.filled` says of model tensors, said of the tensors of the folder.
+def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
+    """Invert `LoadPlan.filled`: for each tensor of the folder, the blocks of model tensors that it fills.
 
     Returns:
         A `FileTensor` for each that fills something, in the order of ``shapes``. A model tensor that is filled by one
@@ -216,10 +216,10 @@ def turned_round(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
             source,
             tuple(shapes[source]),
             next(iter(fed[source].values())),
-            tuple(sorted(fed[source])),
-            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at"))),
             source,
             0,
+            tuple(sorted(fed[source])),
+            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at"))),
         )
         for source in shapes
         if source in fed

@@ -5,16 +5,16 @@ splits weights of some architectures (Qwen3-MoE keeps one ``experts.gate_up_proj
 ``up_proj`` per expert). This module asks transformers itself: `revert_weight_conversion`, the function behind
 ``save_pretrained``, is run on tensors of the meta device, and a dispatch mode notes where the bytes of its results
 would have come from. Chunks, slices, transposes, stacks and concatenations become `Span`s, each of which a rank can
-write or read for its own shard alone. What such bookkeeping cannot follow becomes a tensor without spans;
-`element_map` then finds its elements by running the same conversion on element numbers, and refuses anything that is
-not a pure rearrangement.
+write or read for its own shard alone. A conversion that cannot be traced becomes a tensor without spans; `element_map`
+then finds its elements by running the same conversion on element numbers, and refuses anything that is not a pure
+rearrangement.
 
 Cost: no tensor memory; about 50 microseconds a file tensor.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
 from operator import attrgetter
@@ -32,6 +32,7 @@ from ..compat.torch_private import (
 )
 from ..compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
 from ..training.unsharded import unsharded_class, unsharded_view
+from .safetensors_layout import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Span:
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
     def within_rows(self, row_elements: int) -> bool:
-        """Whether ranks that hold whole rows of so many elements can each handle what they hold of the block."""
+        """Whether ranks that hold whole rows of so many elements can each read or write their part of the block."""
         return self.contiguous or self.offset // row_elements == self.last // row_elements
 
 
 def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether dims, each a size and a stride, the smallest stride first, are a range that holds every element once."""
+    """Whether a view with these ``(size, stride)``, smallest stride first, covers a range, each element once."""
     dims, expected = [(size, stride) for size, stride in dims if size != 1], 1
     for size, stride in dims:
         if stride != expected:
@@ -83,35 +84,20 @@ def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a Hugging Face file.
+class FileTensor(TensorSpec):
+    """A tensor of a Hugging Face file, and what it is made of.
 
     Attributes:
-        key: its name in the file.
-        shape: its shape in the file.
-        dtype: its dtype in the file.
         sources: the ``state_dict`` keys it is made of.
-        spans: what it is made of, in the order of the file; None when only `element_map` can tell.
-        block: tensors of the same block share a storage in ``save_pretrained``, hence a file.
-        block_bytes: size of that storage.
+        spans: the blocks of them that fill it, in the order of the file; None when only `element_map` can tell.
     """
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     sources: tuple[str, ...]
     spans: tuple[Span, ...] | None
-    block: Hashable
-    block_bytes: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
+    """The tensors that a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
 
     Returns:
         The (sharded) tensors, aliases of the live ones, and a mapping of every left-out key to the key that is stored.
@@ -170,10 +156,10 @@ def file_tensors(
 
 
 class Origins(TorchDispatchMode):
-    """Notes where the storages that a conversion makes on the meta device got their elements from.
+    """Traces which elements the storages that a conversion makes on the meta device are copied from.
 
-    Views keep their storage and need no note. A copy (`clone`) and a join (`cat`, `stack`) are noted as the tensors
-    that fill the new storage. Any other operator that makes a storage is noted only by its inputs.
+    Views keep their storage and are not recorded. Of a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
+    the new storage are recorded; of any other operator that makes a storage, only its inputs.
 
     Args:
         probes: name -> the tensor on the meta device that a conversion is given for it; more with `add`.
@@ -182,7 +168,7 @@ class Origins(TorchDispatchMode):
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.roots: dict[int, str] = {}
-        self.pieces: dict[int, list[_Piece]] = {}
+        self.pieces: dict[int, list[_JoinedPart]] = {}
         self.inputs: dict[int, set[str]] = {}
         self.alive: list[Any] = []  # a storage's address must not be used again
         for key, probe in probes.items():
@@ -219,7 +205,7 @@ class Origins(TorchDispatchMode):
             self.pieces[storage] = _joined(used, dim)
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
-        """What a result of the conversion, to be called ``key``, is made of; ``sources`` are names of probes."""
+        """The file tensor ``key`` that is the result ``tensor`` of the conversion; its sources are names of probes."""
         storage = storage_id(tensor)
         sources = tuple(sorted(self.inputs.get(storage, ())))
         if not sources:
@@ -229,7 +215,7 @@ class Origins(TorchDispatchMode):
         found = self._spans(tensor, 0)
         spans = None if found is None else tuple(found)
         nbytes = tensor.untyped_storage().nbytes()
-        return FileTensor(key, tuple(tensor.shape), tensor.dtype, sources, spans, storage, nbytes)
+        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, spans)
 
     def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
         storage = storage_id(view)
@@ -249,11 +235,16 @@ class Origins(TorchDispatchMode):
 
 
 _MOST_PIECES = 4096
-"""Of how many pieces a tensor may be joined before only `element_map` can tell what it is made of."""
+"""Most pieces that a tensor may be joined of; beyond that only `element_map` finds its elements."""
 
 
-class _Piece(NamedTuple):
-    """A tensor that fills the elements of a joined storage from ``start`` on, in row-major order."""
+class _JoinedPart(NamedTuple):
+    """One input of a join.
+
+    Attributes:
+        start: first element of the joined storage that it fills.
+        tensor: its elements, in row-major order.
+    """
 
     start: int
     tensor: torch.Tensor
@@ -264,18 +255,19 @@ class _Piece(NamedTuple):
         return self.start + self.tensor.numel()
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_Piece]:
-    """What the storage of ``torch.cat(parts, dim)`` is made of."""
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
+    """The pieces that fill the storage of ``torch.cat(parts, dim)``."""
     pieces, start = [], 0
     for row in product(*map(range, parts[0].shape[:dim])):
         for part in parts:
-            pieces.append(_Piece(start, part[row]))
+            pieces.append(_JoinedPart(start, part[row]))
             start = pieces[-1].stop
     return pieces
 
 
-def _shown(view: torch.Tensor, pieces: Sequence[_Piece], by_rows: bool = True) -> list[torch.Tensor] | None:
-    """What a view of the storage that ``pieces`` make shows of each, in row-major order; None if that is no list."""
+def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
+    """The views of ``pieces`` that a view of their joined storage consists of, in row-major order; None if there are
+    none such."""
     if view.numel() == 0:
         return []
     start = int(view.storage_offset())
@@ -300,8 +292,8 @@ def _shown(view: torch.Tensor, pieces: Sequence[_Piece], by_rows: bool = True) -
 
 
 def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
-    """The part of ``copied`` that ``view``, a view from element ``rest`` on of a contiguous copy of it, shows; None if
-    dims do not match up."""
+    """The view of ``copied`` with the elements of ``view``, a view from element ``rest`` on of a contiguous copy of it;
+    None if the dims do not correspond."""
     offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)

@@ -1,4 +1,4 @@
-"""Hand each version of the weights to the inference servers: complete on disk first, then told, then confirmed.
+"""Publish versions of the weights to the inference servers: written to disk, announced, confirmed.
 
 A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
 Rank 0 then tells every server and takes its word for the version it serves; the other ranks wait as long as that takes.
@@ -32,8 +32,8 @@ from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import seal_files, write_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import InferenceServer, WeightUpdateMeta, export_dtype
-from .export import write_hf
+from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
+from .write import write_hf
 
 logger = get_logger(__name__)
 
@@ -80,8 +80,8 @@ def publish_weights(
     final = version_path(meta.path, version)
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
-        dtype = export_dtype(meta.dtype, base_dtype)
-        names = write_hf(model, staging, group=group, dtype=dtype, base_model_path=base_model_path)
+        options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
+        names = write_hf(model, staging, options, group=group)
         with all_ranks_succeed(f"sealing {final}", group), as_write_error(final):  # nobody gathers while one has failed
             sealed = seal_files(staging, names)
         entries = gather_objects(sealed, group)

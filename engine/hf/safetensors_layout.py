@@ -56,11 +56,11 @@ _RANKING = {dtype: rank for rank, dtype in enumerate(DTYPE_CODES)}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be laid out.
+    """A tensor of a file, before it is known where it lies.
 
     Attributes:
         key: its name in the file.
-        shape: its shape.
+        shape: its shape in the file.
         dtype: its dtype in the file.
         block: tensors of one block always share a file (``save_pretrained`` keeps views of one storage together).
         block_bytes: what the whole block counts towards the size of a file.
@@ -73,14 +73,26 @@ class TensorSpec:
     block_bytes: int
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Size of the tensor's data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes stand: ``offset`` counts from the start of ``file``, a name without folder."""
+class TensorSlot:
+    """Where a tensor's bytes lie in a file.
+
+    Attributes:
+        file: name of the file, without folder.
+        offset: first byte, counted from the start of the file.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor in the file.
+    """
 
     file: str
     offset: int
@@ -90,25 +102,37 @@ class Place:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file: its name, its first bytes, its size, and what follows the first bytes."""
+    """One safetensors file.
+
+    Attributes:
+        name: name of the file, without folder.
+        header: its first bytes: length and JSON.
+        total_bytes: its size, header included.
+        slots: tensor name -> where its data lies.
+    """
 
     name: str
     header: bytes
     total_bytes: int
-    places: Mapping[str, Place]
+    slots: Mapping[str, TensorSlot]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All weight files of a folder; ``index`` is the index document, or None for a single file."""
+    """All weight files of a folder.
+
+    Attributes:
+        files: the files.
+        index: the document of ``model.safetensors.index.json``; None for a single file.
+    """
 
     files: Sequence[WeightFile]
     index: dict[str, Any] | None
 
     @property
-    def places(self) -> dict[str, Place]:
-        """File key -> place, over all files."""
-        return {key: place for file in self.files for key, place in file.places.items()}
+    def slots(self) -> dict[str, TensorSlot]:
+        """File key -> slot, over all files."""
+        return {key: slot for file in self.files for key, slot in file.slots.items()}
 
     @property
     def total_bytes(self) -> int:
@@ -163,19 +187,19 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    places = {
-        tensor.key: Place(name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype)
+    slots = {
+        tensor.key: TensorSlot(name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype)
         for tensor in ordered
     }
-    return WeightFile(name, header, len(header) + end, places)
+    return WeightFile(name, header, len(header) + end, slots)
 
 
-def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, Place]:
+def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, TensorSlot]:
     """Where every tensor of an existing folder lies. Reads headers and the index only, and checks sizes.
 
     Args:
         folder: the folder.
-        open_file: opens one of its files, by name. Who keeps it open reads the very file that was looked at here.
+        open_file: opens one of its files, by name. Kept open, it stays the file whose header was read here.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
@@ -194,18 +218,18 @@ def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], Buffe
             "other weight formats must be converted to safetensors first"
         )
     weight_map = _read_index(root / INDEX_NAME)
-    places: dict[str, Place] = {}
+    slots: dict[str, TensorSlot] = {}
     for name in sorted(set(weight_map.values())):
         if not (root / name).is_file():
             raise CheckpointCorruptError(f"{root / INDEX_NAME} names {name}, which is missing")
-        for key, place in read_header(open_file(name)).items():
-            if key in places:
-                raise CheckpointCorruptError(f"{root}: tensor {key} is in both {places[key].file} and {name}")
-            places[key] = place
+        for key, slot in read_header(open_file(name)).items():
+            if key in slots:
+                raise CheckpointCorruptError(f"{root}: tensor {key} is in both {slots[key].file} and {name}")
+            slots[key] = slot
     for key, name in weight_map.items():
-        if key not in places or places[key].file != name:
+        if key not in slots or slots[key].file != name:
             raise CheckpointCorruptError(f"{root / INDEX_NAME} says that {key} is in {name}, but it is not")
-    return places
+    return slots
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -219,7 +243,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return names
 
 
-def read_header(file: BufferedReader) -> dict[str, Place]:
+def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
     """Where every tensor of one safetensors file, open at its start, lies.
 
     Raises:
@@ -245,8 +269,8 @@ def read_header(file: BufferedReader) -> dict[str, Place]:
 
 def _check_header(
     path: Path, start: int, size: int, described: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
-) -> dict[str, Place]:
-    places, expected = {}, start
+) -> dict[str, TensorSlot]:
+    slots, expected = {}, start
     for key, (code, shape, offsets) in sorted(described.items(), key=lambda item: item[1][2]):
         if code not in _DTYPES:
             raise CheckpointMismatchError(f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}")
@@ -257,9 +281,9 @@ def _check_header(
             raise CheckpointCorruptError(
                 f"{path} has a broken header: {key} of {nbytes} bytes cannot be at {list(offsets)}"
             )
-        places[key] = Place(path.name, expected, shape, _DTYPES[code])
+        slots[key] = TensorSlot(path.name, expected, shape, _DTYPES[code])
         expected += nbytes
     if size != expected:
         problem = "truncated" if size < expected else "too long"
         raise CheckpointCorruptError(f"{path} is {problem}: {size} bytes, its header asks for {expected}")
-    return places
+    return slots

@@ -1,9 +1,10 @@
-"""Which elements of a file this rank holds, and which tensors have to be seen as a whole instead.
+"""Which elements of a file this rank holds, and which tensors need an all-gather instead.
 
 FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file.
-Nothing here takes that for granted: `local_part` looks at the placements and answers None for every other layout
-(another dim, several sharded mesh dims, strided or partial shards). A `Plan` says what each rank can handle alone, from
-its own shards, and what must be gathered: in blocks of rows where these are to be had, else a tensor at a time.
+This is not assumed: `local_part` checks the placements and returns None for every other layout (another dim, several
+sharded mesh dims, strided or partial shards). A `TransferPlan` splits the elements of the file tensors into those that
+each rank reads or writes from its own shard and those that must be gathered: in blocks of rows where possible, else a
+tensor at a time.
 """
 
 import math
@@ -14,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel
 
 from ..compat.torch_private import made_sharded
-from .dtypes import file_dtypes
-from .name_mapping import FileTensor, Span, file_tensors
-from .safetensors_layout import Layout, TensorSpec, plan_layout
+from ..tensors import local_box
+from .name_mapping import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
 """About how much of a tensor that needs an all-gather is gathered, or read, at a time."""
@@ -34,8 +33,8 @@ class LocalPart:
         start: first element.
         stop: one after the last element.
         row_elements: elements that always stay together on one rank; the whole tensor when it is replicated.
-        replica: which of the ranks that hold these elements this one is; each writes an equal share of them.
-        replicas: how many there are.
+        replica: number of this rank among those that hold these elements; each writes an equal share of them.
+        replicas: number of ranks that hold these elements.
     """
 
     data: torch.Tensor
@@ -47,7 +46,7 @@ class LocalPart:
 
 
 def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
-    """This rank's part of ``tensor``; None when it is not one run of elements (the same answer on every rank).
+    """This rank's part of ``tensor``; None, on every rank alike, when the parts are not runs of elements.
 
     Args:
         tensor: from the ``state_dict`` of a model: a DTensor, or a plain tensor that every rank has in full.
@@ -56,26 +55,24 @@ def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | 
     """
     if not isinstance(tensor, DTensor):
         return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
-    local, mesh, coordinate = tensor.to_local().detach(), tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    local, mesh = tensor.to_local().detach(), tensor.device_mesh
     sharded = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
     if len(sharded) > 1 or any(type(p) not in (Replicate, Shard) for p in tensor.placements):
         return None
     if sharded and tensor.placements[sharded[0]] != Shard(0):
         return None
-    rows, row_elements = (tensor.shape[0], math.prod(tensor.shape[1:])) if sharded else (1, tensor.numel())
+    row_elements = math.prod(tensor.shape[1:]) if sharded else tensor.numel()
     together = max(row_elements, 1)
-    if coordinate is None:  # a rank outside of the mesh holds nothing
+    if mesh.get_coordinate() is None:  # a rank outside of the mesh holds nothing
         return LocalPart(local, 0, 0, together)
-    # DTensor cuts as torch.chunk does: equal parts, the last ones shorter or empty.
-    part_rows = -(-rows // mesh.size(sharded[0])) if sharded else rows
-    first = min(coordinate[sharded[0]] * part_rows, rows) if sharded else 0
-    count = min(part_rows, rows - first)
-    assert local.numel() == count * row_elements, f"{tensor.placements} on {mesh} left {tuple(local.shape)} here"
-    replica, replicas = _place_among(mesh, [dim for dim in range(mesh.ndim) if dim not in sharded])
-    return LocalPart(local, first * row_elements, (first + count) * row_elements, together, replica, replicas)
+    box = local_box(tensor)
+    assert local.shape == box.sizes, f"{tensor.placements} on {mesh} left {tuple(local.shape)} here"
+    start = box.offsets[0] * row_elements if sharded else 0
+    replica, replicas = _replica_of(mesh, [dim for dim in range(mesh.ndim) if dim not in sharded])
+    return LocalPart(local, start, start + local.numel(), together, replica, replicas)
 
 
-def _place_among(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
+def _replica_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
     """This rank's number among those that differ from it in these mesh dims only, and how many there are."""
     number, count = 0, 1
     for dim in dims:
@@ -84,7 +81,7 @@ def _place_among(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
-    """What this rank holds of a span: the element of the file tensor where it starts, and a view of the live values.
+    """Intersect a span with this rank's part: the first element of the file tensor, and a view of the live values.
 
     The span must be one that ranks can handle alone: a run of elements, or inside of one row.
     """
@@ -101,7 +98,7 @@ def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
 
 
 def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, torch.Tensor]:
-    """What this rank writes of what `overlap` says that it holds: an equal share with the other replicas."""
+    """This rank's share of an `overlap`, which every replica holds: an equal part for each."""
     at, values = held
     rows, row_elements = values.shape[0], math.prod(values.shape[1:])
     first, last = (rows * number // part.replicas for number in (part.replica, part.replica + 1))
@@ -109,15 +106,17 @@ def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, tor
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How this rank gets at the elements of every file tensor. The split is the same on every rank.
+class TransferPlan:
+    """How this rank gets at the elements of every file tensor, to write or to read them.
+
+    Which elements are under ``direct``, ``gathered`` and ``unmapped`` is the same on every rank.
 
     Attributes:
         tensors: every file tensor, in file order.
         parts: ``state_dict`` key -> what this rank holds, for the sources of ``direct``.
-        direct: the spans that each rank addresses in its own shards.
+        direct: the spans whose elements each rank reads or writes in its own shard.
         gathered: source -> the spans of it that need an all-gather (nearly always none).
-        unmapped: groups of file tensors without spans (rarer still), whose sources must be converted together.
+        unmapped: lists of file tensors without spans (rarer still) whose sources must be converted together.
     """
 
     tensors: Sequence[FileTensor]
@@ -126,28 +125,11 @@ class Plan:
     gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
     unmapped: Sequence[Sequence[FileTensor]]
 
-    def layout(self, max_shard_size_bytes: int, total_parameters: int) -> Layout:
-        """Where the file tensors lie; see `plan_layout`."""
-        specs = [TensorSpec(t.key, t.shape, t.dtype, t.block, t.block_bytes) for t in self.tensors]
-        return plan_layout(specs, max_shard_size_bytes, total_parameters)
-
 
 @torch.no_grad()
-def plan_tensors(
-    model: PreTrainedModel,
-    stored: Mapping[str, torch.Tensor],
-    rank: int,
-    world_size: int,
-    dtype: torch.dtype | None = None,
-) -> Plan:
-    """Plan the export of ``stored`` (from `stored_tensors`); ``dtype`` is that of `file_dtypes`."""
-    tensors = file_tensors(model, stored, file_dtypes(model, stored, dtype))
-    return plan_file_tensors(tensors, stored, rank, world_size)
-
-
-def plan_file_tensors(
+def plan_transfers(
     tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], rank: int, world_size: int
-) -> Plan:
+) -> TransferPlan:
     """Plan how this rank gets at the elements of ``tensors``, which are made of (or fill) the tensors ``stored``."""
     found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
     parts = {key: part for key, part in found.items() if part is not None}
@@ -168,11 +150,11 @@ def plan_file_tensors(
                 [other for _, others in touched for other in others] + [tensor],
             )
             groups = [group for group in groups if group not in touched] + [merged]
-    return Plan(tensors, parts, direct, gathered, [group for _, group in groups])
+    return TransferPlan(tensors, parts, direct, gathered, [group for _, group in groups])
 
 
 def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """How to cut ``tensor`` into blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, to be seen one by one.
+    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES` in which ``tensor`` is gathered, or read.
 
     The whole tensor is one block when its rows are not on every rank (dim 0 is sharded), or when a span needs several
     of them at once (a transpose).
@@ -188,7 +170,7 @@ def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
 def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGroup | None = None) -> LocalPart:
     """A block of `row_blocks`, whole, on the CPU of every rank. A collective; see `whole_tensor`."""
     mesh = tensor.device_mesh
-    replica, replicas = _place_among(mesh, range(mesh.ndim))
+    replica, replicas = _replica_of(mesh, range(mesh.ndim))
     if (first, last) != (0, tensor.shape[0]):
         shape = torch.Size((last - first, *tensor.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()

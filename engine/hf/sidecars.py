@@ -1,11 +1,10 @@
-"""What stands beside the weights in a Hugging Face folder: configs, code, tokenizer, files of the base model."""
+"""The sidecar files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
 
 import copy
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME
+from ..api import HFExportOptions
 from ..compat.transformers_private import custom_object_save
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
@@ -27,18 +27,11 @@ _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
-def write_sidecars(
-    model: PreTrainedModel,
-    folder: Path,
-    dtype: torch.dtype | None,
-    tokenizer: Any,
-    processor: Any,
-    base_model_path: str | os.PathLike[str] | None,
-) -> None:
-    """Write everything but the weights and their index, as ``save_pretrained`` does."""
+def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions) -> None:
+    """Write all files but the weights and their index, as ``save_pretrained`` does."""
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
-    set_config_dtype(config, model, dtype)
+    set_config_dtype(config, model, options.dtype)
     config.architectures = [type(model).__name__]
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
@@ -48,11 +41,11 @@ def write_sidecars(
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         _write_generation_config(model, folder)
-    for part in (tokenizer, processor):
+    for part in (options.tokenizer, options.processor):
         if part is not None:
             part.save_pretrained(folder)
-    if base_model_path is not None:
-        _copy_base_files(Path(base_model_path), folder)
+    if options.base_model_path is not None:
+        _copy_base_files(Path(options.base_model_path), folder)
 
 
 def adopt_base(
@@ -100,7 +93,7 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """What is invalid is written too: hours of training are not to be lost over it."""
+    """Write the generation config; an invalid one too, with a warning, because an export must not fail over it."""
     config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
     if replaced is not None and replaced == config:

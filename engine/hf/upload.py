@@ -1,124 +1,132 @@
-"""Export a sharded model to a URL: the files of a Hugging Face folder, put into an object store by their owners.
+"""Export a sharded model to a URL: write a Hugging Face folder to a local disk, then upload it file by file.
 
-    <url>/.exporting             from the first moment to the last: whose export it is and what it puts, as JSON
-    <url>/model*.safetensors     streamed (`stream`), the same bytes as in a folder; never on a disk
+    <url>/.exporting             put first, removed last: the export's id and the names of its files, as JSON
+    <url>/model*.safetensors     each uploaded by one rank, the ranks side by side
     <url>/...                    index, tokenizer, generation config
     <url>/config.json            put last, once all of the others are there in their sizes
 
-Stores have no rename. So an export counts when its ``config.json`` is there: nothing loads a model without it. What a
-killed or failed one leaves is named by ``.exporting``, and removed by the next export to the same URL; nothing else
-ever is. A URL has one writer at a time: whose marker is not there any more, because another export has begun, gives up.
-How durable a file is once it is closed is the store's business, and so is trying parts of it again; opening, looking
-up, removing and putting small files is tried several times.
+Stores have no rename. So an export counts when its ``config.json`` is there: nothing loads a model without it. The next
+export to the same URL removes the files that ``.exporting`` of a killed or failed one names, and no others. A URL has
+one writer at a time: an export whose marker was replaced by that of another fails. Durability of uploaded files is the
+store's; every operation is tried several times.
+
+The files are written as those of any export (`write`), in a staging folder that goes at the end. What a killed export
+leaves there is removed by the next export to the same URL with the same staging folder.
+
+Cost: room on the disk of the staging folder for one export, which is checked first; one write and one read of the
+weights there, spread over the ranks. On several nodes all of them must see the staging folder, because rows of every
+rank go into one file. Memory: what the backend takes for an upload (s3fs: ``max_concurrency`` parts of 50 MB) a rank.
 """
 
 import json
 import os
+import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.atomic_folder import as_write_error
-from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
-from ...utils.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, HoldfastError
-from ...utils.files import walk_files
+from ...utils.atomic_folder import as_write_error, open_staging
+from ...utils.distributed import (
+    all_ranks_succeed,
+    all_ranks_succeed_slowly,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+)
+from ...utils.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, ConfigError, HoldfastError
+from ...utils.files import bytes_digest, remove_or_log, require_free_space, walk_files
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, without_secrets
-from .name_mapping import stored_tensors
-from .safetensors_layout import INDEX_NAME, Layout, WeightFile, encode_index
-from .shard_ranges import Plan, plan_tensors
-from .sidecars import WEIGHT_SUFFIXES, write_sidecars
-from .stream import WeightStreaming
+from ..api import HFExportOptions
+from .sidecars import WEIGHT_SUFFIXES
+from .write import plan_export, write_planned
 
 logger = get_logger(__name__)
 
 MARKER_NAME = ".exporting"
 _COMMIT_NAME = "config.json"
-_MOST_FILE_BYTES, _LEAST_FILE_BYTES = 5 * 10**9, 500 * 10**6
-_PART_BYTES, _MOST_PARTS = 16 << 20, 9000  # S3 takes 10,000 parts of a file
 
 
 def export_to_url(
     model: PreTrainedModel,
     url: str,
+    options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: Any = None,
-    processor: Any = None,
-    base_model_path: str | os.PathLike[str] | None = None,
-    max_shard_size_bytes: int | None = None,
 ) -> None:
-    """Put a Hugging Face folder at ``url``; see `save_hf`, which calls this, for what is not said here.
-
-    Args:
-        url: of any fsspec backend.
-        max_shard_size_bytes: None takes a share of a rank, though no more than 5 GB and no less than 500 MB: a file has
-            one writer, so it takes files to write side by side.
-    """
-    started, rank, world_size = time.monotonic(), get_rank(group), get_world_size(group)
-    with all_ranks_succeed(f"preparing {without_secrets(url)}", group), as_write_error(without_secrets(url)):
+    """Put a Hugging Face folder at ``url``, of any fsspec backend; see `save_hf`, which calls this."""
+    started, rank = time.monotonic(), get_rank(group)
+    with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        stored, _ = stored_tensors(model)
-        plan = plan_tensors(model, stored, rank, world_size, dtype)
-        layout = plan.layout(max_shard_size_bytes or _share_bytes(plan, world_size), model.num_parameters())
-        streaming = WeightStreaming(layout.files, model, plan, stored, group, gather_group)
-        small: dict[str, bytes] = {}
-        if rank == 0:
-            small = _small_files(layout, model, dtype, tokenizer, processor, base_model_path)
-    export = _Export(remote, layout, small)
-    rank_zero_decides(export.begin, group)
-    try:
-        with all_ranks_succeed(f"writing {remote.url}", group), as_write_error(remote.url):
-            streaming.run(export.open)
-        rank_zero_decides(export.commit, group)
-    except BaseException as error:
-        if rank == 0:
-            # Unless the ranks have agreed, one that is on its own may complete a file yet.
-            export.undo(agreed=isinstance(error, HoldfastError))
-        raise
+        plan = plan_export(model, options, rank, get_world_size(group), for_upload=True)
+    export = _Upload(remote)
+    with _staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
+        rank_zero_decides(partial(export.begin, [file.name for file in plan.layout.files]), group)
+        try:
+            names = write_planned(plan, model, staging, options, group=group, gather_group=gather_group)
+            rank_zero_decides(partial(export.announce, staging), group)
+            all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(export.put, staging, names), group)
+            rank_zero_decides(partial(export.commit, staging), group)
+        except BaseException as error:
+            if rank == 0:
+                # Unless the ranks have agreed, one that is on its own may complete a file yet.
+                export.undo(agreed=isinstance(error, HoldfastError))
+            raise
     seconds = time.monotonic() - started
-    logger.info("exported to %s: %d bytes of weights in %.1f s", remote.url, layout.total_bytes, seconds)
+    logger.info("exported to %s: %d bytes of weights in %.1f s", remote.url, plan.layout.total_bytes, seconds)
 
 
-def _share_bytes(plan: Plan, world_size: int) -> int:
-    total_bytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in plan.tensors)
-    return min(max(-(-total_bytes // world_size), _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
+@contextmanager
+def _staging_folder(
+    url: str, needed_bytes: int, parent: str | os.PathLike[str] | None, group: dist.ProcessGroup | None
+) -> Iterator[Path]:
+    """Yield an empty folder with room for an export to ``url`` that all ranks see; it goes when the block ends.
 
-
-def _small_files(layout: Layout, model: PreTrainedModel, *sidecars: Any) -> dict[str, bytes]:
-    """Everything but the weights, by name."""
-    files = {} if layout.index is None else {INDEX_NAME: encode_index(layout.index)}
-    with tempfile.TemporaryDirectory(prefix="holdfast-export-") as folder:
-        write_sidecars(model, Path(folder), *sidecars)
-        return files | {name: (Path(folder) / name).read_bytes() for name in walk_files(folder)}
-
-
-class _Export:
-    """What becomes of a URL. All but `open` is for rank 0.
-
-    Args:
-        remote: the folder at the URL.
-        layout: of the weights.
-        small: the other files, by name.
+    Raises:
+        CheckpointWriteError: it cannot be made, or lacks room.
+        ConfigError: this rank does not see it.
     """
 
-    def __init__(self, remote: RemoteFolder, layout: Layout, small: Mapping[str, bytes]) -> None:
-        self._remote, self._small, self._committed = remote, small, False
-        self._sizes = {file.name: file.total_bytes for file in layout.files}
-        self._sizes |= {name: len(data) for name, data in small.items()}
-        self._marker = json.dumps({"export": uuid.uuid4().hex, "files": list(self._sizes)}, indent=1).encode()
+    def make() -> Path:
+        folder = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+        advice = f"make room, or export to {url} with a staging_folder that has more"
+        require_free_space(folder, needed_bytes, advice)
+        staging = open_staging(folder / f"holdfast-export-{bytes_digest(url.encode()).split(':')[1]}")
+        staging.chmod(0o700)  # TMPDIR may be everybody's
+        return staging
 
-    def begin(self) -> None:
-        """Clear what a killed export left, and say what is to come.
+    staging = rank_zero_decides(make, group)
+    try:
+        with all_ranks_succeed(f"staging the export to {url}", group):
+            if not staging.is_dir():
+                raise ConfigError(
+                    f"{staging}, which rank 0 made to stage the export to {url}, is not there on "
+                    f"{socket.gethostname()}; on several nodes staging_folder must be a folder that all ranks see"
+                )
+        yield staging
+    finally:
+        if get_rank(group) == 0:
+            remove_or_log(staging)
+
+
+class _Upload:
+    """The files of one export at a URL. All methods but `put` are for rank 0."""
+
+    def __init__(self, remote: RemoteFolder) -> None:
+        self._remote, self._committed = remote, False
+        self._id = uuid.uuid4().hex
+        self._names: list[str] = []  # in the marker: what may be there of this export
+
+    def begin(self, weights: Sequence[str]) -> None:
+        """Remove what a killed export left, and put the marker.
 
         Raises:
             CheckpointExistsError: there is a model, or something that would be written over.
@@ -130,42 +138,44 @@ class _Export:
                     "choose another path"
                 )
             left = _marked(self._remote.read(MARKER_NAME))
-            ours, cleared = ({PurePosixPath(name).parts[0] for name in names} for names in (self._sizes, left))
-            present = set(self._remote.names()) - cleared
-            if others := sorted(name for name in present if name in ours or name.endswith(WEIGHT_SUFFIXES)):
-                raise CheckpointExistsError(
-                    f"{self._remote.url} has {others[:5]}, which no unfinished export left there, and an export would "
-                    "write over, or be taken for; remove them or choose another path"
-                )
+            self._require_absent(weights, left)
             if left:
                 logger.warning("removing what an unfinished export left at %s: %d files", self._remote.url, len(left))
                 self._remove(left)
-            self._remote.put_bytes(MARKER_NAME, self._marker)
+            self._mark(weights)
 
-    def open(self, file: WeightFile) -> Any:
-        """Open a weight file for writing; for the rank that owns it."""
-        return self._remote.create(file.name, max(_PART_BYTES, -(-file.total_bytes // _MOST_PARTS)))
+    def announce(self, staging: Path) -> None:
+        """Name all files of the staging folder in the marker.
 
-    def commit(self) -> None:
-        """Put what is small, see that all is there, and make it count."""
+        Raises:
+            CheckpointExistsError: one of them would be written over.
+        """
+        names = list(walk_files(staging))
         with as_write_error(self._remote.url):
-            if not self._alone():
-                raise CheckpointWriteError(
-                    f"another export to {self._remote.url} has begun, and removed the files of this one; "
-                    "give each a URL of its own"
-                )
-            for name, data in self._small.items():
+            self._require_alone()
+            self._require_absent(names, [])
+            self._mark(names)
+
+    def put(self, staging: Path, names: Sequence[str]) -> None:
+        """Upload this rank's files, but for the one that makes the export count."""
+        with as_write_error(self._remote.url):
+            for name in names:
                 if name != _COMMIT_NAME:
-                    self._remote.put_bytes(name, data)
+                    self._remote.put_file(staging / name, name)
+
+    def commit(self, staging: Path) -> None:
+        """See that all is there, and make it count."""
+        with as_write_error(self._remote.url):
+            self._require_alone()
             found = self._remote.sizes("")
-            expected = [(name, size) for name, size in self._sizes.items() if name != _COMMIT_NAME]
-            if lost := [(name, size) for name, size in expected if found.get(name) != size]:
+            sizes = {name: (staging / name).stat().st_size for name in self._names if name != _COMMIT_NAME}
+            if lost := [(name, size) for name, size in sizes.items() if found.get(name) != size]:
                 name, size = lost[0]
                 raise CheckpointWriteError(
                     f"{self._remote.url}/{name} was put with {size} bytes, the store says {found.get(name, 'nothing')} "
                     f"({len(lost)} such files); nothing became visible"
                 )
-            self._remote.put_bytes(_COMMIT_NAME, self._small[_COMMIT_NAME])
+            self._remote.put_file(staging / _COMMIT_NAME, _COMMIT_NAME)
         self._committed = True
         try:
             self._remote.remove_file(MARKER_NAME)
@@ -182,15 +192,37 @@ class _Export:
         try:
             if not self._alone():
                 return
-            self._remove(self._sizes)
+            self._remove(self._names)
             if agreed:
                 self._remote.remove_file(MARKER_NAME)
         except (CheckpointError, OSError) as error:
             logger.warning("parts of a failed export stay at %s until the next one: %s", self._remote.url, error)
 
+    def _require_absent(self, names: Sequence[str], left: Sequence[str]) -> None:
+        """See that nothing there but ``left`` would be written over, or be taken for weights of the export."""
+        ours, cleared = ({PurePosixPath(name).parts[0] for name in some} for some in (names, left))
+        present = set(self._remote.names()) - cleared
+        if others := sorted(name for name in present if name in ours or name.endswith(WEIGHT_SUFFIXES)):
+            raise CheckpointExistsError(
+                f"{self._remote.url} has {others[:5]}, which no unfinished export left there, and an export would "
+                "write over, or be taken for; remove them or choose another path"
+            )
+
+    def _mark(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        marker = json.dumps({"export": self._id, "files": self._names}, indent=1)
+        self._remote.put_bytes(MARKER_NAME, marker.encode())
+
     def _alone(self) -> bool:
-        """Whether the files at the URL are still those of this export."""
-        return self._remote.read(MARKER_NAME) == self._marker
+        """Whether the marker is still that of this export."""
+        return self._id.encode() in (self._remote.read(MARKER_NAME) or b"")
+
+    def _require_alone(self) -> None:
+        if not self._alone():
+            raise CheckpointWriteError(
+                f"another export to {self._remote.url} has begun, and removed the files of this one; "
+                "give each a URL of its own"
+            )
 
     def _remove(self, names: Iterable[str]) -> None:
         """The config first: nothing that is half removed looks complete."""

@@ -9,7 +9,6 @@ look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in tim
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,10 @@ from transformers import PreTrainedModel
 from ...utils.distributed import all_ranks_succeed, drop_group, new_background_group
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
-from ..api import SaveLoadMeta
+from ..api import HFExportOptions, SaveLoadMeta
 from ..dcp.checkpoint import save_dcp
 from ..dcp.state import DCPState, StagedState
-from ..hf.export import save_hf
+from ..hf.export import export_hf
 from .background_job import BackgroundJob, Task
 from .staged_model import check_mesh, staged_model
 from .staged_state import Staging
@@ -87,10 +86,11 @@ class BackgroundSave:
             last.callback(self._staging.release)
             self.wait()
 
-    def _export(self, model: PreTrainedModel, path: str, options: dict[str, Any]) -> None:
+    def _export(self, model: PreTrainedModel, path: str, options: HFExportOptions) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
-        save_hf(model, path, group=self._background_group, gather_group=self._background_group, **options)
+        group = self._background_group
+        export_hf(model, path, options, group=group, gather_group=group)
 
 
 def _logging_failure(write: Callable[[], None]) -> None:

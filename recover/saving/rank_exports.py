@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...engine.api import SaveLoadMeta
+from ...engine.api import HFExportOptions, export_dtype
 from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
-from ...engine.hf.export import write_hf
+from ...engine.hf.write import write_hf
 from ...engine.staging.staged_model import check_mesh, staged_model
 from ...utils.errors import ConfigError
 from ..coordinator import RankTarget, rank_target
@@ -62,9 +62,7 @@ class Export:
     """A rank's weights at one step boundary, ready to be written."""
 
     model: PreTrainedModel
-    request: ExportRequest
-    base_model_path: str | None
-    base_dtype: torch.dtype | None
+    options: HFExportOptions
 
     @classmethod
     def of(
@@ -74,16 +72,15 @@ class Export:
         engine, model = target.engines[name], target.state(name).model
         assert isinstance(model, PreTrainedModel), "`check_export` has looked"
         path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
-        base = str(path) if path is not None and path.is_dir() else None
-        return cls(model if weights is None else staged_model(model, weights), request, base, dtype)
+        base = path if path is not None and path.is_dir() else None
+        options = HFExportOptions(export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base)
+        return cls(model if weights is None else staged_model(model, weights), options)
 
     def write(
         self, folder: Path, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None
     ) -> None:
         """See `write_hf`."""
-        own, base = self.request, self.base_model_path
-        meta = SaveLoadMeta(str(folder), "hf", False, own.tokenizer, own.processor, base, own.dtype)
-        write_hf(self.model, folder, group=group, gather_group=gather_group, **meta.hf_options(self.base_dtype))
+        write_hf(self.model, folder, self.options, group=group, gather_group=gather_group)
 
 
 def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:

@@ -242,3 +242,35 @@ def test_ranks_that_wait_for_a_slow_decision_make_progress_until_it_is_made(monk
     before = seconds_since_beat()
     time.sleep(0.4)
     assert seconds_since_beat() >= before + 0.4
+
+
+def _work_slowly(rank: int, world_size: int, failing: int | None) -> str:
+    group = distributed.new_background_group(None, timeout_s=1.0)
+    distributed.WORD_EVERY_S = 0.1
+
+    def work() -> None:
+        time.sleep(2.5 * rank)
+        if rank == failing:
+            raise CheckpointWriteError("no room")
+
+    try:
+        distributed.all_ranks_succeed_slowly("working", work, group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{seconds_since_beat() < 0.5}"
+
+
+def test_slow_work_of_one_rank_outlasts_the_timeout_of_the_group() -> None:
+    assert run_ranks(_work_slowly, 2, None) == ["True", "True"]
+
+
+def test_slow_work_that_fails_on_one_rank_fails_on_all() -> None:
+    first, second = run_ranks(_work_slowly, 2, 1)
+    assert first.startswith("PeerError: working failed on rank 1: CheckpointWriteError: no room")
+    assert second == "CheckpointWriteError: no room"
+    with pytest.raises(CheckpointWriteError, match="no room"):  # a world of one
+        distributed.all_ranks_succeed_slowly("working", _refuse)
+
+
+def _refuse() -> None:
+    raise CheckpointWriteError("no room")

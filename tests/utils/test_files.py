@@ -27,6 +27,7 @@ from holdfast.utils.files import (
     walk_files,
     write_durably,
 )
+from holdfast.utils.mapped import map_window
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -183,6 +184,24 @@ def test_digest_is_xxh3_128_of_the_bytes_whatever_the_size(tmp_path: Path) -> No
         data = os.urandom(size)
         (tmp_path / "data").write_bytes(data)
         assert file_digest(tmp_path / "data") == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def test_a_window_of_a_file_holds_its_bytes_and_is_none_behind_its_end(tmp_path: Path) -> None:
+    data = os.urandom(20_000)
+    (tmp_path / "data").write_bytes(data)
+    with open(tmp_path / "data", "rb") as file:
+        for begin, length in ((0, 20_000), (1, 1), (5000, 15_000), (8192, 4096)):
+            window = map_window(file.fileno(), begin, length)
+            assert window is not None and bytes(window) == data[begin : begin + length]
+            window[:1] = bytes([data[begin] ^ 1])  # for this process alone
+        assert map_window(file.fileno(), 16_384, 10_000) is None
+    assert (tmp_path / "data").read_bytes() == data
+
+
+def test_replace_atomically_writes_over_what_a_killed_writer_left(tmp_path: Path) -> None:
+    (tmp_path / "part").write_bytes(b"half")
+    replace_atomically(tmp_path / "tracker", b"whole", tmp_path / "part")
+    assert (tmp_path / "tracker").read_bytes() == b"whole" and os.listdir(tmp_path) == ["tracker"]
 
 
 def test_commit_makes_a_staged_folder_visible_and_refuses_an_existing_name(tmp_path: Path) -> None:

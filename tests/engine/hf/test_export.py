@@ -18,8 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from holdfast.engine.hf.export import full_state_dict, save_hf, write_hf
+from holdfast.engine.api import HFExportOptions
+from holdfast.engine.hf.export import full_state_dict, save_hf
 from holdfast.engine.hf.load import load_hf
+from holdfast.engine.hf.write import write_hf
 from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.helpers import run_ranks
@@ -120,7 +122,8 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
     if rank == 0:
         (root / "staged").mkdir()
     dist.barrier()
-    messages["named"] = " ".join(write_hf(model, root / "staged", tokenizer=_tokenizer(), max_shard_size_bytes=8000))
+    options = HFExportOptions(tokenizer=_tokenizer(), max_shard_size_bytes=8000)
+    messages["named"] = " ".join(write_hf(model, root / "staged", options))
     _between_forwards(root)
     _other_placements(root)
     return messages

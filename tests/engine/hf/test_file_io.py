@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.engine.hf import file_io
 from holdfast.engine.hf.file_io import WeightReader, WeightWriter
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
+from holdfast.utils import mapped
 from holdfast.utils.errors import CheckpointCorruptError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,9 +31,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(params=["maps", "no maps", "no populate"])
 def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "no maps":
-        monkeypatch.setattr(file_io, "_map", lambda fd: None)
+        monkeypatch.setattr(file_io, "map_window", lambda *_: None)
     if request.param == "no populate":  # as a kernel before 5.14 answers
-        monkeypatch.setattr(file_io, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     return request.param
 
 
@@ -61,7 +62,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
         for file in layout.files:
             files.create(file)
         for key, value in tensors.items():
-            files.write(layout.places[key], 0, value)
+            files.write(layout.slots[key], 0, value)
         files.sync()
 
 
@@ -88,16 +89,16 @@ def test_what_is_read_is_what_torch_casts_to_in_any_stride(
     values = _values(stored)
     save_file({"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)}, tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        places = reader.layout()
+        slots = reader.layout()
         for key, target in _views(torch.zeros(36, dtype=wanted)).items():
-            reader.read(places["w"], 0, target)
+            reader.read(slots["w"], 0, target)
             assert torch.equal(_bits(target), _bits(values.to(wanted))), key
         part = torch.zeros(7, dtype=wanted)
-        reader.read(places["w"], 11, part)
+        reader.read(slots["w"], 11, part)
         assert torch.equal(_bits(part), _bits(values[11:18].to(wanted)))
         one, none = torch.zeros((), dtype=wanted), torch.zeros(0, 3, dtype=wanted)
-        reader.read(places["one"], 0, one)
-        reader.read(places["none"], 0, none)
+        reader.read(slots["one"], 0, one)
+        reader.read(slots["none"], 0, none)
         assert one == 2.5
 
 
@@ -110,9 +111,9 @@ def test_a_header_of_odd_length_leaves_values_askew_and_they_are_read_all_the_sa
     for wanted in FLOATS:
         target = torch.zeros(36, dtype=wanted)
         with WeightReader(tmp_path) as reader:
-            place = reader.layout()["w"]
-            assert place.offset == 5003
-            reader.read(place, 0, target)
+            slot = reader.layout()["w"]
+            assert slot.offset == 5003
+            reader.read(slot, 0, target)
         assert torch.equal(_bits(target), _bits(values.to(wanted)))
 
 
@@ -133,11 +134,11 @@ def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp
     stored = {"a": values, "b": values.double(), "c": changed, "d": values.clone()}
     save_file(stored, tmp_path / WEIGHTS_NAME)
     with WeightReader(tmp_path) as reader:
-        places = reader.layout()
-        assert reader.same(places["a"], places["b"], 0, 36, torch.float32)
-        assert not reader.same(places["a"], places["c"], 0, 36, torch.float32)
-        assert reader.same(places["a"], places["c"], 0, 30, torch.float32)
-        assert reader.same(places["a"], places["d"], 5, 5, torch.float32)
+        slots = reader.layout()
+        assert reader.same(slots["a"], slots["b"], 0, 36, torch.float32)
+        assert not reader.same(slots["a"], slots["c"], 0, 36, torch.float32)
+        assert reader.same(slots["a"], slots["c"], 0, 30, torch.float32)
+        assert reader.same(slots["a"], slots["d"], 5, 5, torch.float32)
 
 
 def test_a_view_of_one_element_has_any_stride_and_is_written_and_read_as_others(tmp_path: Path) -> None:
@@ -167,22 +168,28 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
     path = tmp_path / WEIGHTS_NAME
     save_file({"w": torch.randn(10_000)}, path)
     with WeightReader(tmp_path) as reader:
-        place = reader.layout()["w"]
-        reader.read(place, 0, torch.zeros(10, dtype=wanted))  # so that the file is mapped at its full size
+        slot = reader.layout()["w"]
         os.truncate(path, keep)
         with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"):
-            reader.read(place, 0, torch.zeros(10_000, dtype=wanted))
+            reader.read(slot, 0, torch.zeros(10_000, dtype=wanted))
 
 
-def test_a_file_that_is_gone_is_read_once_it_is_open_and_nothing_stays_mapped(tmp_path: Path) -> None:
-    path, values = tmp_path / WEIGHTS_NAME, torch.randn(10_000)
+def test_a_file_that_is_gone_is_read_and_nothing_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values, seen = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
+
+    def mapping(fd: int, begin: int, length: int) -> memoryview | None:
+        window = mapped.map_window(fd, begin, length)
+        seen.append(str(path) in Path("/proc/self/maps").read_text())
+        return window
+
+    monkeypatch.setattr(file_io, "map_window", mapping)
     save_file({"w": values}, path)
     target = torch.zeros(10_000, dtype=torch.float64)
     with WeightReader(tmp_path) as reader:
-        place = reader.layout()["w"]
+        slot = reader.layout()["w"]
         path.unlink()
-        reader.read(place, 0, target)
-        assert str(path) in Path("/proc/self/maps").read_text()
+        reader.read(slot, 0, target)
+        assert seen == [True] and str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(target, values.double())
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert not [link for link in Path("/proc/self/fd").iterdir() if str(path) in _target(link)]

@@ -20,7 +20,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from holdfast.engine.hf import file_io, load
 from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.load import load_hf
-from holdfast.engine.hf.load_plan import Loading
+from holdfast.engine.hf.load_plan import LoadPlan
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks
@@ -210,7 +210,7 @@ def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str
         outcomes[f"{folder} shorter"] = _outcome(lambda: load_hf(model, own))  # noqa: B023
         load._compare_copies = check
         if rank == 1:
-            os.preadv, file_io._map = broken, lambda fd: None
+            os.preadv, file_io.map_window = broken, lambda *_: None
         outcomes[f"{folder} EIO"] = _outcome(lambda: load_hf(model, root / folder))  # noqa: B023
         os.preadv = preadv
         load_hf(model, root / folder)
@@ -315,7 +315,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_not_the_one_whose_
     plan, folder = load.plan_loading, tmp_path / "folder"
     shutil.copytree(root / "good", folder)
 
-    def replaced(*args: Any) -> Loading:
+    def replaced(*args: Any) -> LoadPlan:
         shutil.copy(root / "half" / "model.safetensors", folder / "new")
         os.replace(folder / "new", folder / "model.safetensors")
         return plan(*args)

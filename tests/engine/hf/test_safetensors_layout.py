@@ -12,7 +12,7 @@ from holdfast.engine.hf.safetensors_layout import (
     DTYPE_CODES,
     INDEX_NAME,
     WEIGHTS_NAME,
-    Place,
+    TensorSlot,
     TensorSpec,
     plan_layout,
     read_header,
@@ -25,12 +25,12 @@ def _spec(key: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(key, tuple(tensor.shape), tensor.dtype, key, tensor.nbytes)
 
 
-def _header(path: Path) -> dict[str, Place]:
+def _header(path: Path) -> dict[str, TensorSlot]:
     with open(path, "rb") as file:
         return read_header(file)
 
 
-def _layout(folder: Path) -> dict[str, Place]:
+def _layout(folder: Path) -> dict[str, TensorSlot]:
     with ExitStack() as files:
         return read_layout(folder, lambda name: files.enter_context(open(folder / name, "rb")))
 
@@ -52,13 +52,13 @@ def test_a_dtype_that_safetensors_does_not_know_is_refused_by_name() -> None:
         plan_layout([_spec("w", torch.zeros(2, dtype=torch.complex128))], 10**9, 0)
 
 
-def test_header_that_is_read_back_gives_the_planned_places(tmp_path: Path) -> None:
+def test_header_that_is_read_back_gives_the_planned_slots(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 4), "a": torch.arange(5), "c": torch.randn(2).bfloat16()}
     save_file(tensors, tmp_path / WEIGHTS_NAME, {"format": "pt"})
     layout = plan_layout([_spec(key, tensor) for key, tensor in tensors.items()], 10**9, 0)
-    assert _layout(tmp_path) == layout.places
+    assert _layout(tmp_path) == layout.slots
     data = (tmp_path / WEIGHTS_NAME).read_bytes()
-    for key, place in layout.places.items():
+    for key, place in layout.slots.items():
         values = torch.frombuffer(bytearray(data), dtype=place.dtype, offset=place.offset, count=tensors[key].numel())
         assert torch.equal(values.view(place.shape), tensors[key])
 

@@ -1,33 +1,33 @@
-"""Exports to URLs: the bytes of one to a folder, over S3 and another backend; what is refused, cut and removed."""
+"""Exports to URLs: the bytes of one to a folder, at S3 and other backends; what is refused, cut and removed."""
 
 import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+import s3fs
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
+from holdfast.engine.api import HFExportOptions
 from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf import shard_ranges, upload
-from holdfast.engine.hf import stream as hf_stream
+from holdfast.engine.hf import shard_ranges, upload, write
 from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.load import load_hf
-from holdfast.engine.hf.name_mapping import stored_tensors
 from holdfast.engine.hf.safetensors_layout import WeightFile
-from holdfast.engine.hf.shard_ranges import plan_tensors
-from holdfast.engine.hf.stream_steps import deal_files
+from holdfast.engine.hf.write import deal_files, plan_export
 from holdfast.engine.staging.staged_model import staged_model
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError
-from holdfast.utils.remote import RemoteStream
+from holdfast.utils.remote import RemoteFolder
 from tests.engine.hf.test_export import _contents as contents
 from tests.engine.hf.test_export import _file_size_limited as file_size_limited
 from tests.engine.hf.test_export import _raised as raised
@@ -77,12 +77,16 @@ def stored(url: str) -> dict[str, bytes]:
 
 def _to_s3(rank: int, world_size: int, environment: dict[str, str], root: Path, url: str) -> None:
     os.environ.update(environment)
-    upload._PART_BYTES = 5 << 20  # the least that S3 takes
     models = {"split": sharded(tiny_model("qwen3_moe")), "bf16": sharded(medium_model(tied=True))}
     for variant, model in models.items():
-        hf_stream.BLOCK_BYTES = 5000 if variant == "split" else 1 << 20
         save_hf(model, root / variant, base_model_path=root / "base", **VARIANTS[variant])
-        save_hf(model, f"{url}/{variant}", base_model_path=root / "base", **VARIANTS[variant])
+        save_hf(
+            model,
+            f"{url}/{variant}",
+            base_model_path=root / "base",
+            staging_folder=root / "scratch",
+            **VARIANTS[variant],
+        )
 
 
 def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(server: S3Server, s3_url: str, tmp_path: Path) -> None:
@@ -95,13 +99,12 @@ def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(server: S3Server, s3_u
         assert found == contents(tmp_path / variant) and found["LICENSE"] == b"as you like"
         keys = [put.split("/")[-1] for put in puts if put.startswith(f"{variant}/")]
         assert keys[0] == upload.MARKER_NAME and keys[-1] == "config.json"
-        assert set(keys) == {*found, upload.MARKER_NAME}
-        assert variant == "split" or keys.count("model.safetensors") > 1, "in parts"
+        assert sorted(keys) == sorted([*found, upload.MARKER_NAME, upload.MARKER_NAME])
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
-    hf_stream.BLOCK_BYTES, hf_stream.TURN_BYTES, shard_ranges.BLOCK_BYTES = 5000, 2000, 1000
-    hf_stream._PIECE_BYTES = 200
+    shard_ranges.BLOCK_BYTES = 1000
     url = shelf_url(root / "shelf")
     for case, (name, shard) in KINDS.items():
         if (conversion := case.partition(" ")[0]) in CONVERSIONS:
@@ -127,7 +130,7 @@ def _from_staged_values(root: Path, url: str) -> None:
         for parameter in model.parameters():
             parameter.fill_(7)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_to_all_single", "all_gather_object", "broadcast_object_list"):
+        for name in ("all_gather_object", "broadcast", "broadcast_object_list"):
             collective = getattr(dist, name)
 
             def call(*args: Any, collective: Callable[..., Any] = collective, group: Any = None, **others: Any) -> None:
@@ -146,7 +149,7 @@ def test_shards_of_every_kind_and_what_must_be_gathered_come_out_the_same(tmp_pa
         assert contents(tmp_path / "shelf" / case) == contents(tmp_path / "local" / case), case
 
 
-def test_without_torch_distributed_an_export_is_streamed_too_and_a_file_url_is_a_folder(tmp_path: Path) -> None:
+def test_an_export_needs_no_torch_distributed_and_a_file_url_is_a_folder(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     save_hf(model, tmp_path / "out", **SPLIT)
     save_hf(model, f"memory://{tmp_path.name}/out", **SPLIT)
@@ -165,14 +168,20 @@ def test_files_are_dealt_by_their_bytes_to_ranks_that_are_far_apart() -> None:
 
 
 def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    plan = plan_tensors(model, stored_tensors(model)[0], 0, 1)
+    limits, model = [], tiny_model("llama")
+    monkeypatch.setattr(write, "plan_layout", lambda tensors, limit, _: limits.append(limit))
+
+    def limit(world_size: int, **options: Any) -> int:
+        plan_export(model, HFExportOptions(**options), 0, world_size, for_upload=True)
+        return limits.pop()
+
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert upload._share_bytes(plan, 4) == 500_000_000
-    monkeypatch.setattr(upload, "_LEAST_FILE_BYTES", 1000)
-    assert upload._share_bytes(plan, 4) == -(-total_bytes // 4)
-    monkeypatch.setattr(upload, "_MOST_FILE_BYTES", 2000)
-    assert upload._share_bytes(plan, 4) == 2000
+    assert limit(4) == 500_000_000 and limit(4, max_shard_size_bytes=7) == 7
+    monkeypatch.setattr(write, "_MIN_UPLOAD_BYTES", 1000)
+    assert limit(4) == -(-total_bytes // 4)
+    assert limit(4, dtype=torch.bfloat16) == -(-total_bytes // 8)
+    monkeypatch.setattr(write, "_MAX_UPLOAD_BYTES", 2000)
+    assert limit(4) == 2000
 
 
 def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -> None:
@@ -204,38 +213,32 @@ def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path)
 def test_of_two_exports_to_one_url_the_first_gives_up_and_the_other_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, commit = f"memory://{tmp_path.name}/out", upload._Export.commit
+    url, commit = f"memory://{tmp_path.name}/out", upload._Upload.commit
     save_hf(tiny_model("llama", seed=1), tmp_path / "second")
 
-    def overtaken(export: Any) -> None:
-        monkeypatch.setattr(upload._Export, "commit", commit)
+    def overtaken(export: Any, staging: Path) -> None:
+        monkeypatch.setattr(upload._Upload, "commit", commit)
         save_hf(tiny_model("llama", seed=1), url)
-        commit(export)
+        commit(export, staging)
 
-    monkeypatch.setattr(upload._Export, "commit", overtaken)
+    monkeypatch.setattr(upload._Upload, "commit", overtaken)
     with pytest.raises(CheckpointWriteError, match=rf"another export to memory:///{tmp_path.name}/out has begun"):
         save_hf(tiny_model("llama"), url)
     assert stored(url) == contents(tmp_path / "second")
 
 
-def _killed(rank: int, world_size: int, victim: int, url: str, environment: dict[str, str]) -> str:
-    """Kill one rank when its first file is complete and the second has begun."""
+def _killed(rank: int, world_size: int, victim: int, url: str, staging: Path, environment: dict[str, str]) -> str:
+    """Kill one rank when it has uploaded its first file."""
     os.environ.update(environment)
-    write, close, closed = RemoteStream.write, RemoteStream.close, []
 
-    def writing(stream: RemoteStream, data: bytes | memoryview) -> None:
-        write(stream, data)
-        if closed and rank == victim:
+    def putting(remote: RemoteFolder, *args: Any, put: Callable[..., None] = RemoteFolder.put_file) -> None:
+        put(remote, *args)
+        if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def closing(stream: RemoteStream) -> None:
-        close(stream)
-        closed.append(stream)
-
-    patch = pytest.MonkeyPatch()  # for good: this process does nothing else
-    patch.setattr(RemoteStream, "write", writing)
-    patch.setattr(RemoteStream, "close", closing)
-    return raised(lambda: save_hf(sharded(tiny_model("llama")), url, max_shard_size_bytes=4000))
+    pytest.MonkeyPatch().setattr(RemoteFolder, "put_file", putting)  # for good: this process does nothing else
+    model = sharded(tiny_model("llama"))
+    return raised(lambda: save_hf(model, url, max_shard_size_bytes=4000, staging_folder=staging))
 
 
 @pytest.mark.slow
@@ -244,30 +247,32 @@ def test_a_killed_export_does_not_count_and_the_next_removes_what_it_left(
     server: S3Server, s3_url: str, tmp_path: Path, victim: int
 ) -> None:
     with pytest.raises(AssertionError, match="the process died without a word"):
-        run_ranks(_killed, 2, victim, s3_url, server.environment)
-    left = listing(s3_url)
+        run_ranks(_killed, 2, victim, s3_url, tmp_path / "scratch", server.environment)
+    left, scratch = listing(s3_url), tmp_path / "scratch"
     assert upload.MARKER_NAME in left and "config.json" not in left
     assert victim == 1 or any(name.endswith(".safetensors") for name in left)
-    save_hf(tiny_model("llama"), s3_url)
+    staged = list(scratch.glob(".staging-holdfast-export-*"))
+    assert victim == 1 or (len(staged) == 1 and staged[0].stat().st_mode & 0o777 == 0o700)
+    save_hf(tiny_model("llama"), s3_url, staging_folder=scratch)
     save_hf(tiny_model("llama"), tmp_path / "out")
     assert stored(s3_url) == contents(tmp_path / "out")
+    assert list(scratch.iterdir()) == []
 
 
 def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str], s3_url: str) -> dict[str, str]:
     os.environ.update(environment)
+    upload.RemoteFolder = partial(RemoteFolder, first_wait_s=0.01)
     model, url, messages = sharded(tiny_model("llama")), shelf_url(root / "shelf"), {}
     for kind, export in (("rows", model), ("columns", SHARDINGS["columns"][1](tiny_model("llama")))):
         for failing in range(world_size):
             limit = 3000 if rank == failing else resource.RLIM_INFINITY
             messages[f"{kind} {failing}"] = file_size_limited(
-                lambda export=export: save_hf(export, f"{url}/out", **SPLIT), limit
+                lambda export=export: save_hf(export, f"{url}/out", staging_folder=root / "scratch", **SPLIT), limit
             )
     messages["bucket"] = raised(lambda: save_hf(model, "s3://nosuchbucket/out", **SPLIT))
     messages["url"] = raised(lambda: save_hf(model, "nosuch://me:secret@there/out"))
     messages["base"] = raised(lambda: save_hf(model, f"{url}/out", base_model_path=root / "nowhere"))
-    upload._PART_BYTES = 5 << 20
-    medium = sharded(medium_model(tied=False))
-    messages["part"] = raised(lambda: save_hf(medium, s3_url, max_shard_size_bytes=17_000_000))
+    messages["put"] = raised(lambda: save_hf(model, s3_url, staging_folder=root / "scratch", **SPLIT))
     return messages
 
 
@@ -280,33 +285,77 @@ def test_a_store_that_refuses_fails_the_export_on_every_rank_and_nothing_is_left
         for failing in range(2):
             for message in (report[f"rows {failing}"], report[f"columns {failing}"]):
                 kind = "CheckpointWriteError: " if rank == failing else "PeerError: "
-                assert message.startswith(kind) and f"shelf://{tmp_path}/shelf/out/model-0000" in message
-                assert "OSError: [Errno 27] File too large" in message
+                assert message.startswith(kind) and f"cannot write {tmp_path}/scratch/.staging-" in message
+                assert "File too large" in message
         assert (
             "cannot write s3://nosuchbucket/out: " in report["bucket"] and "bucket does not exist" in report["bucket"]
         )
         assert report["url"].startswith("ConfigError: path ('nosuch://there/out') cannot be used")
         assert "secret" not in report["url"] and "CheckpointNotFoundError: base_model_path" in report["base"]
-        assert f"{s3_url}/model-00002-of" in report["part"] and "CheckpointWriteError: " in report["part"]
+        assert f"{s3_url}/model-00002-of" in report["put"] and "failed 5 times" in report["put"]
+    assert sorted(report["put"].partition(":")[0] for report in reports) == ["CheckpointWriteError", "PeerError"]
     assert list((tmp_path / "shelf").rglob("*")) in ([], [tmp_path / "shelf" / "out"])
+    assert list((tmp_path / "scratch").iterdir()) == []
+    server.clear()
+    assert listing(s3_url) == []
+
+
+def test_parts_of_a_large_file_that_the_store_refused_are_given_up(
+    server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "RemoteFolder", partial(RemoteFolder, first_wait_s=0.01))
+    monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", partialmethod(s3fs.S3FileSystem._put_file, chunksize=5 << 20))
+    server.refuse("model.safetensors")
+    with pytest.raises(CheckpointWriteError, match=rf"{s3_url}/model\.safetensors failed 5 times"):
+        save_hf(medium_model(tied=True), s3_url, staging_folder=tmp_path)
     server.clear()
     assert listing(s3_url) == []
     client = boto3.client("s3", endpoint_url=server.environment["AWS_ENDPOINT_URL"])
     assert client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
+def test_an_export_without_room_to_stage_it_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, usage = f"memory://{tmp_path.name}/out", os.statvfs(tmp_path)
+    full = os.statvfs_result((*usage[:4], 1, *usage[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    message = rf"{tmp_path} needs \d+ bytes, its file system has {usage.f_frsize} free; .* with a staging_folder that"
+    with pytest.raises(CheckpointWriteError, match=message):
+        save_hf(tiny_model("llama"), url, staging_folder=tmp_path)
+    assert listing(url) == [] and list(tmp_path.iterdir()) == []
+
+
+def _of_two_nodes(rank: int, world_size: int, root: Path) -> str:
+    """Each rank sees another folder under the same path, as on nodes that share no disk."""
+    (root / f"node_{rank}" / "scratch").mkdir(parents=True)
+    os.chdir(root / f"node_{rank}")
+    url, model = shelf_url(root / "shelf"), sharded(tiny_model("llama"))
+    return raised(lambda: save_hf(model, f"{url}/out", staging_folder="/proc/self/cwd/scratch"))
+
+
+def test_ranks_that_share_no_staging_folder_say_so(tmp_path: Path) -> None:
+    reports = run_ranks(_of_two_nodes, 2, tmp_path)
+    for report, kind in zip(reports, ("PeerError", "ConfigError"), strict=True):
+        assert report.startswith(f"{kind}: ") and "which rank 0 made to stage the export to shelf://" in report
+        assert "is not there on" in report and "staging_folder must be a folder that all ranks see" in report
+    assert not list(tmp_path.glob("node_*/scratch/*")) and not list(tmp_path.glob("node_*/scratch/.*"))
+    assert not (tmp_path / "shelf").exists()
+
+
 def test_what_the_store_lost_or_cut_is_found_before_the_export_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/out"
-    close = RemoteStream.close
 
-    def losing(stream: RemoteStream) -> None:
-        close(stream)
+    put = RemoteFolder.put_file
+
+    def losing(remote: RemoteFolder, source: Path, path: str) -> None:
+        put(remote, source, path)
         fs, root = storage(url)
         fs.pipe_file(f"{root}/model.safetensors", b"short")
 
-    monkeypatch.setattr(RemoteStream, "close", losing)
+    monkeypatch.setattr(RemoteFolder, "put_file", losing)
     with pytest.raises(CheckpointWriteError, match=r"model\.safetensors was put with \d+ bytes, the store says 5"):
         save_hf(tiny_model("llama"), url)
     assert listing(url) == []
@@ -317,11 +366,11 @@ def test_an_export_that_counts_is_not_removed_by_what_goes_wrong_after(
 ) -> None:
     url = f"memory://{tmp_path.name}/out"
 
-    def interrupted(export: Any, commit: Callable[[Any], None] = upload._Export.commit) -> None:
-        commit(export)
+    def interrupted(export: Any, staging: Path, commit: Callable[..., None] = upload._Upload.commit) -> None:
+        commit(export, staging)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(upload._Export, "commit", interrupted)
+    monkeypatch.setattr(upload._Upload, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_hf(tiny_model("llama"), url)
     assert listing(url) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -42,7 +42,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = threading.Event()
-        for name in ("save_hf", "save_dcp"):
+        for name in ("export_hf", "save_dcp"):
             setattr(background_save, name, self._held(getattr(background_save, name)))
 
     def _held(self, save: Callable[..., None]) -> Callable[..., None]:
