@@ -19,21 +19,58 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...utils.atomic_folder import as_write_error
+from ...utils.atomic_folder import as_write_error, staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
-from ...utils.manifest import FileEntry, write_sealed
+from ...utils.manifest import FileEntry, write_manifest, write_sealed
+from ...utils.remote import require_local
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
 from .save_plan import SavePlanOfRank, make_plan, structure_of
+from .state import ROOT, DCPState, StagedState
 from .tensor_framing import archive_of
-
-ROOT = "dcp"
-"""The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 BLOCK_BYTES = 8 << 20
 """What is written at once. The page cache keeps such writes in large pages, which are faster to read, too."""
+
+
+def save_dcp(
+    path: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+) -> None:
+    """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
+
+    Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``).
+        CheckpointExistsError: ``path`` exists.
+        CheckpointWriteError: any rank could not write; nothing is left behind.
+    """
+    advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
+    with staged_folder(require_local(path, "a DCP checkpoint", advice), group) as staging:
+        entries = gather_objects(write_dcp(staging, state, group), group)
+        if isinstance(state, StagedState):
+            with all_ranks_succeed(f"finishing {path}", group):
+                state.finish()
+        if get_rank(group) == 0:
+            write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
+
+
+def write_dcp(
+    folder: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+) -> list[FileEntry]:
+    """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
+
+    Returns:
+        what this rank wrote: its own data file, and on rank 0 also the metadata.
+
+    Raises:
+        CheckpointWriteError: the file system refused, on any rank.
+        PeerError: another rank failed for another reason; that rank raises its own error.
+        RuntimeError: a rank is gone; within the timeout of the group.
+    """
+    with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
+        values = state.state_dict()
+    return DCPSaver().write(folder, values, group)
 
 
 class DCPSaver:

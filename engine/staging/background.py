@@ -21,7 +21,7 @@ from ...utils.distributed import all_ranks_succeed, drop_group, new_background_g
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..api import SaveLoadMeta
-from ..dcp.checkpoint import save_dcp
+from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.export import save_hf
 from .staged_model import check_mesh, staged_model

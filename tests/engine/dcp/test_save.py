@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp.save import DCPSaver
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import DCPSaver, save_dcp
 from holdfast.engine.dcp.save_plan import make_plan
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.tensors import local_tensor

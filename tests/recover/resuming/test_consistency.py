@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.dcp.checkpoint import DCPLoad, read_dcp
+from holdfast.engine.dcp.load import DCPLoad, read_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.info import RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
