@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 
 from ...utils.atomic_folder import as_write_error, staged_folder
-from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
+from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry, write_manifest, write_sealed
 from ...utils.remote import require_local
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
-from .save_plan import SavePlanOfRank, make_plan, structure_of
+from .save_plan import RankSavePlan, plan_alone, plan_together
 from .state import ROOT, DCPState, StagedState
+from .structure import Structure, agree_on, describe_state
 from .tensor_framing import archive_of
 
 BLOCK_BYTES = 8 << 20
@@ -80,8 +81,9 @@ class DCPSaver:
     """
 
     def __init__(self) -> None:
-        self._structure: list[Any] = []
-        self._plan: SavePlanOfRank | None = None
+        self._structure: Structure | None = None
+        self._agreed = False
+        self._plan: RankSavePlan | None = None
 
     def write(
         self, folder: str | os.PathLike[str], values: Mapping[str, Any], group: dist.ProcessGroup | None = None
@@ -104,28 +106,26 @@ class DCPSaver:
         """
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
-            structure = structure_of(tensors, group)
-        plan = self._plan_for(structure, values, group)
+            structure = describe_state(tensors, group)
+        agreed = get_world_size(group) > 1 and agree_on(structure, tensors, group)
+        unchanged = self._plan is not None and structure == self._structure and agreed == self._agreed
+        if not agreed and not all(gather_objects(unchanged, group)):
+            self._plan = None
+            self._plan = plan_together({ROOT: dict(values)}, group)
         with _write_together(folder, group):
+            if agreed and not unchanged:
+                self._plan = None
+                self._plan = plan_alone(structure, {ROOT: dict(values)})
+            self._structure, self._agreed, plan = structure, agreed, self._plan
+            assert plan is not None
             entries = [_write_data(Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names])]
         with _write_together(folder, group):
             if get_rank(group) == 0:
                 entries.append(write_sealed(folder, ".metadata", plan.metadata))
         return entries
 
-    def _plan_for(
-        self, structure: list[Any], values: Mapping[str, Any], group: dist.ProcessGroup | None
-    ) -> SavePlanOfRank:
-        """The plan of the last save, if every rank says that its part of it still holds; else a new one."""
-        unchanged = self._plan is not None and structure == self._structure
-        if not all(gather_objects(unchanged, group)):
-            self._plan = None
-            self._plan, self._structure = make_plan({ROOT: dict(values)}, group), structure
-        assert self._plan is not None
-        return self._plan
 
-
-def _write_data(folder: Path, plan: SavePlanOfRank, tensors: list[torch.Tensor]) -> FileEntry:
+def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -> FileEntry:
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:

@@ -49,6 +49,9 @@ ROOT = "dcp"
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
 """Names of the tensors that hold JSON."""
 
+RANK_KEYED = ("module_state", "rng")
+"""Names of what each rank has of its own, under its `rank_key`."""
+
 
 class DCPState(TorchStateful):
     """A `torch.distributed.checkpoint` Stateful over any (FSDP2) module, with or without its training state.

@@ -47,8 +47,8 @@ class _Forgetful(DCPState):
 
     lost = ""
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
+    def restore(self, values: Any, given: Any) -> None:
+        super().restore(values, given)
         assert self.optimizer is not None and self.scheduler is not None
         if self.lost == "moments":
             for entry in self.optimizer.state.values():
