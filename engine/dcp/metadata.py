@@ -75,7 +75,7 @@ def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
         raise CheckpointNotFoundError(f"{folder} is not a DCP checkpoint: no .metadata, only {found}")
     data = (folder / ".metadata").read_bytes()
     try:
-        layout = _parse(data)
+        layout = parse_metadata(data)
         _check_files(folder, layout)
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
@@ -85,7 +85,7 @@ def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
 
 
 @lru_cache(maxsize=4)
-def _parse(data: bytes) -> FolderLayout:
+def parse_metadata(data: bytes) -> FolderLayout:
     """What the bytes of ``.metadata`` say; kept, because a restore verifies, compares and loads the same bytes."""
     with no_collection():
         metadata = _MetadataUnpickler(BytesIO(data)).load()
@@ -93,7 +93,9 @@ def _parse(data: bytes) -> FolderLayout:
             raise CheckpointCorruptError("it describes no tensors")
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
-            _check_place(info)
+            if info.relative_path not in ends:
+                _check_inside(info.relative_path)
+            _check_range(info)
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         files = {name: number for number, name in enumerate(ends)}
         chunks: dict[Any, Chunks] = {}
@@ -223,11 +225,15 @@ def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]
     return None
 
 
-def _check_place(info: StorageInfo) -> None:
-    """Raise unless a chunk is said to lie in a file of the folder, as it is."""
-    name = info.relative_path
+def _check_inside(name: str) -> None:
+    """Raise unless a file is one of the folder."""
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
+
+
+def _check_range(info: StorageInfo) -> None:
+    """Raise unless a chunk is a range of a file, as it is."""
+    name = info.relative_path
     if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
         raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
     if info.transform_descriptors:

@@ -169,7 +169,7 @@ def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata
     merged: dict[str, tuple[Any, ...]] = {}
     for _, its_paths in reversed(everybody):  # as ChainMap does: order of the last, values of the first
         merged |= its_paths
-    return Metadata(entries, merged, stored, None, CURRENT_DCP_VERSION)
+    return Metadata(dict(entries), merged, stored, None, CURRENT_DCP_VERSION)
 
 
 def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
@@ -177,7 +177,7 @@ def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[st
     own, its = structure.ranks[structure.rank], structure.ranks[rank]
     names = [tensor.name_of(its) for tensor in structure.tensors]
     keys: dict[int, str] = {}  # a key that is one object here is one there
-    its_paths = dict.fromkeys(names, ())
+    its_paths: dict[str, tuple[Any, ...]] = dict.fromkeys(names, ())
     for name, tensor in zip(names, structure.tensors, strict=True):
         if rank == structure.rank:
             its_paths[name] = paths[name]

@@ -166,7 +166,12 @@ class Shards:
 
     def box_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of a rank's shard."""
-        return tuple(self.offsets[rank].tolist()), tuple(self.sizes[rank].tolist())
+        return self._boxes[rank]
+
+    @cached_property
+    def _boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        boxes = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
 
     @cached_property
     def is_held_alone(self) -> np.ndarray:
