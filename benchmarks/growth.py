@@ -1,26 +1,30 @@
-"""`growth`: what becomes of saves when the model grows, and when there are more ranks.
+"""`growth`: what becomes of saves and restores when the model grows, and when there are more ranks.
 
-Saves are measured on real ranks, up to four. What a single process has to do for all of them (merge the plans, write
-and read metadata and manifest, list the files) is measured up to 1,024, on the plans and the files that so many ranks
-would make of a Qwen3 of four layers.
+Saves are measured on real ranks, up to four. Planning (of a save, and of a restore at the same world size) is measured
+for up to 1,024 ranks, for rank 0 and for another one, on the structure and the files that so many ranks would have of a
+Qwen3 of four layers; so is what one process does for all of them with manifest and files.
 """
 
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import Shard
 
 from holdfast.engine.api import StepInfo
-from holdfast.engine.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from holdfast.engine.dcp.metadata import read_metadata
-from holdfast.engine.dcp.save_plan import spread
+from holdfast.engine.dcp.direct_reader import Destination, TensorReader
+from holdfast.engine.dcp.layout import Box
+from holdfast.engine.dcp.metadata import parse_metadata, read_layout
+from holdfast.engine.dcp.save_plan import plan_alone
+from holdfast.engine.dcp.structure import Structure, TensorStructure
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.utils.files import bytes_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_sealed
@@ -34,7 +38,8 @@ from .ranks import Session, on_ranks
 from .rivals import ArealDCP
 
 RAW, LISTING = "raw write+fsync", "listing the files"
-PLAN, TORCH_PLAN = "Holdfast planner", "torch planner"
+TORCH_PLAN, TORCH_READ = "torch planner", "torch read_metadata"
+RANK_0, RANK_N = "Holdfast rank 0", "Holdfast other ranks"
 WIDTH, VOCABULARY = 4096, 32768  # rows for each of 1,024 ranks
 
 
@@ -42,14 +47,14 @@ def growth(options: Options) -> list[Figure]:
     """All of it; figures are named after what grows."""
     sizes = [options.parameters] if options.quick else [1_000_000, 10_000_000]
     ranks = [1] if options.quick else [1, 2, 4]
-    simulated = [2, 4] if options.quick else [4, 64, 1024]
+    simulated = [2, 4] if options.quick else [64, 256, 1024]
     figures = [_save_figure(options, f"size.{size / 1e6:g}M", size, options.ranks) for size in sizes]
     if options.device == "cpu":
         size = min(options.parameters, 20_000_000)
         figures += [_save_figure(options, f"ranks.{n}", size, n) for n in ranks]
     for n_ranks in simulated:
         figures += _simulate(options, n_ranks, f"{n_ranks}_ranks", layers=4)
-    figures += _simulate(options, simulated[1], f"{simulated[1]}_ranks_16_layers", layers=16)[:1]
+    figures += _simulate(options, simulated[0], f"{simulated[0]}_ranks_16_layers", layers=16)[:1]
     return figures + (agreement(options) if options.device == "cpu" else [])
 
 
@@ -86,25 +91,44 @@ def _measure_save(session: Session, parameters: int) -> Times:
 
 
 def _simulate(options: Options, n_ranks: int, what: str, *, layers: int) -> list[Figure]:
-    names = _tensor_shapes(layers)
-    metadata: list[Metadata] = []
-
-    def plan(prepare: Callable[[list[SavePlan]], list[SavePlan]]) -> dict[str, float]:
-        plans = _local_plans(names, n_ranks)
-        started = time.perf_counter()
-        metadata[:] = [DefaultSavePlanner().create_global_plan(prepare(plans))[1]]
-        return {"seconds": time.perf_counter() - started}
-
+    shapes, folder = _tensor_shapes(layers), options.scratch / "simulated"
     rounds = 1 if n_ranks > 100 else options.rounds
-    seconds = interleave({TORCH_PLAN: lambda: plan(lambda plans: plans), PLAN: lambda: plan(spread)}, rounds)["seconds"]
-    title = f"seconds of the global plan / torch's default planner: {n_ranks} ranks, {len(names)} tensors"
-    note = "ours is kept for all saves of a structure, torch's is made for every save"
+    values: dict[str, Any] = {name: torch.empty((), device="meta") for name in shapes}
+    metadata = plan_alone(_structure(shapes, n_ranks, 0), values).metadata
+    ways = {
+        TORCH_PLAN: lambda: _torch_plan(shapes, n_ranks),
+        RANK_0: lambda: _timed_plan(shapes, n_ranks, 0, values),
+        RANK_N: lambda: _timed_plan(shapes, n_ranks, n_ranks - 1, values),
+    }
+    seconds = interleave(ways, rounds)["seconds"]
+    title = f"seconds to plan a save / torch's global plan, on rank 0: {n_ranks} ranks, {len(shapes)} tensors"
+    note = "ours is kept for all saves of a structure, torch's is made for every save. Rank 0 makes .metadata, too"
     figure = Figure(f"growth.plan.{what}", title, "lower", over(TORCH_PLAN, seconds), seconds=seconds, note=note)
-    folder = options.scratch / "simulated"
     try:
-        return [figure, *_simulate_files(metadata[0], folder, n_ranks, what, rounds)]
+        return [figure, *_simulate_files(metadata, shapes, folder, n_ranks, what, rounds)]
     finally:
         rmtree(folder)
+
+
+def _timed_plan(shapes: Mapping[str, Any], n_ranks: int, rank: int, values: Mapping[str, Any]) -> dict[str, float]:
+    """Digest and plan of a structure that was not met before."""
+    structure = _structure(shapes, n_ranks, rank)
+    return _timed(lambda: (structure.digest, plan_alone(structure, values)))
+
+
+def _structure(shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int) -> Structure:
+    """Sharded by rows, as FSDP2 does; a number is on every rank."""
+    properties, mesh = TensorProperties(dtype=torch.float32), tuple(range(n_ranks))
+    tensors = [
+        TensorStructure(name, shape, properties, mesh if shape else None, (Shard(0),) if shape else ())
+        for name, shape in shapes.items()
+    ]
+    return Structure(mesh, rank, tuple(tensors))
+
+
+def _torch_plan(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> dict[str, float]:
+    plans = _local_plans(shapes, n_ranks)
+    return _timed(lambda: DefaultSavePlanner().create_global_plan(plans))
 
 
 def _tensor_shapes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -141,43 +165,37 @@ def _local_plans(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> list[SaveP
     return plans
 
 
-def _simulate_files(metadata: Metadata, root: Path, n_ranks: int, what: str, rounds: int) -> list[Figure]:
+def _simulate_files(
+    metadata: bytes, shapes: Mapping[str, tuple[int, ...]], root: Path, n_ranks: int, what: str, rounds: int
+) -> list[Figure]:
     """Metadata and manifest as so many ranks leave them; the data files are of their size, but empty on the disk."""
     store = GenerationStore(root)
     staging = store.open_staging(0)
     for folder in ("actor", "state"):
         (staging / folder).mkdir()
-    metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, StorageMeta()
-    metadata.storage_data = {
-        MetadataIndex(name, chunk.offsets): StorageInfo(f"__{number}_0.distcp", 0, 4 * chunk.sizes.numel())
-        for name, entry in metadata.state_dict_metadata.items()
-        for number, chunk in enumerate(entry.chunks)  # type: ignore[union-attr]
-    }
-    sizes: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        sizes[f"actor/{part.relative_path}"] = max(part.length, sizes.get(f"actor/{part.relative_path}", 0))
+    sizes = {f"actor/{name}": n_bytes for name, n_bytes in parse_metadata(metadata).files.items()}
     sizes |= {f"state/rank_{rank:05d}.pt": 10_000 for rank in range(n_ranks)}
     for name, size in sizes.items():
         (staging / name).touch()
         os.truncate(staging / name, size)
     entries = [FileEntry(name, size, bytes_digest(b"")) for name, size in sizes.items()]
     info = RecoverInfo(StepInfo(0, 0, 0, 1), "simulated", n_ranks)
-    metadata_bytes = pickle.dumps(metadata)
     entries += [write_sealed(staging, "recover_info.json", info.to_json())]
-    entries += [write_sealed(staging, "actor/.metadata", metadata_bytes)]
+    entries += [write_sealed(staging, "actor/.metadata", metadata)]
     path = store.commit(staging, 0, entries, {"world_size": n_ranks}).path
-    actor = path / "actor"
+    actor, sent = path / "actor", pickle.dumps(read_layout(path / "actor"))
     ways = {
         LISTING: lambda: _timed(lambda: _list(path)),
         "Holdfast choice of a generation": lambda: _timed(lambda: store.inspect(path)),
     }
     choice = interleave(ways, rounds)["seconds"]
     ways = {
-        "torch read_metadata": lambda: _timed(FileSystemReader(actor).read_metadata),
-        "Holdfast read_metadata": lambda: _timed(lambda: read_metadata(actor)),
+        TORCH_READ: lambda: _timed(FileSystemReader(actor).read_metadata),
+        RANK_0: lambda: _timed(lambda: _plan_restore(actor, None, shapes, n_ranks, 0)),
+        RANK_N: lambda: _timed(lambda: _plan_restore(actor, sent, shapes, n_ranks, n_ranks - 1)),
     }
-    reading = interleave(ways, rounds)["seconds"]
-    manifest = (path / MANIFEST_NAME).stat().st_size / len(metadata_bytes)
+    restore = interleave(ways, rounds)["seconds"]
+    manifest = (path / MANIFEST_NAME).stat().st_size / len(metadata)
     return [
         Figure(
             f"growth.choice.{what}",
@@ -187,11 +205,12 @@ def _simulate_files(metadata: Metadata, root: Path, n_ranks: int, what: str, rou
             seconds=choice,
         ),
         Figure(
-            f"growth.metadata.{what}",
-            f"seconds to read .metadata without running it / torch's unpickling: {n_ranks} ranks",
+            f"growth.restore.{what}",
+            f"seconds to plan a restore / torch's unpickling of .metadata: {n_ranks} ranks",
             "lower",
-            over("torch read_metadata", reading),
-            seconds=reading,
+            over(TORCH_READ, restore),
+            seconds=restore,
+            note="rank 0 parses .metadata once for all; the others get the layout, and look at their own files only",
         ),
         Figure(
             f"growth.manifest.{what}",
@@ -200,6 +219,26 @@ def _simulate_files(metadata: Metadata, root: Path, n_ranks: int, what: str, rou
             {"Holdfast manifest": [manifest]},
         ),
     ]
+
+
+def _plan_restore(
+    folder: Path, sent: bytes | None, shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int
+) -> None:
+    """Find this rank's part of every tensor; without a layout that was ``sent``, parse ``.metadata`` and send it."""
+    if sent is None:
+        parse_metadata.cache_clear()
+        layout = read_layout(folder)
+        pickle.dumps(layout)
+    else:
+        layout = pickle.loads(sent)
+    structure = _structure(shapes, n_ranks, rank)
+    assert structure.shards is not None
+    destinations = {}
+    for name, shards in zip(shapes, structure.shards, strict=True):
+        assert shards is not None
+        box = Box(*shards.box_of(rank))
+        destinations[name] = Destination(box, torch.empty(box.sizes, device="meta"))
+    TensorReader(folder, layout, destinations)
 
 
 def _timed(call: Callable[[], object]) -> dict[str, float]:

@@ -39,8 +39,8 @@ from .config import (
 from .config import (
     TrainEngineConfig as TrainEngineConfig,
 )
-from .dcp.checkpoint import load_dcp as load_dcp
-from .dcp.checkpoint import save_dcp as save_dcp
+from .dcp.load import load_dcp as load_dcp
+from .dcp.save import save_dcp as save_dcp
 from .dcp.state import DCPState as DCPState
 from .fsdp_engine import FSDPEngine as FSDPEngine
 from .hf.export import full_state_dict as full_state_dict

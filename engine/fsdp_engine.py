@@ -34,7 +34,8 @@ from .api import (
     WeightUpdateMeta,
 )
 from .config import TrainEngineConfig
-from .dcp.checkpoint import load_dcp, save_dcp
+from .dcp.load import load_dcp
+from .dcp.save import save_dcp
 from .dcp.state import DCPState
 from .devices import free_cached_memory
 from .hf.export import export_hf

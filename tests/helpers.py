@@ -21,7 +21,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.engine.dcp.checkpoint",
+    "holdfast.engine.dcp.load",
 )
 
 

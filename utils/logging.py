@@ -1,4 +1,4 @@
-"""Log lines that name the rank: ``12:00:01 rank 1 holdfast.engine.dcp.checkpoint | ...``.
+"""Log lines that name the rank: ``12:00:01 rank 1 holdfast.engine.dcp.load | ...``.
 
 Libraries must not configure logging, so nothing here runs by itself: a job calls `configure_logging` once per
 process, and everything else asks for `get_logger`.

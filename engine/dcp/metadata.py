@@ -1,4 +1,4 @@
-"""Read a DCP folder's ``.metadata`` without running it, and check that it and the files it speaks of make a whole.
+"""DCP metadata of untrusted folders: a restricted unpickler for ``.metadata``, and checks that it is complete.
 
 Torch unpickles ``.metadata`` as it comes, which runs whatever code somebody put in. Here only the handful of types
 that torch itself writes there can be made; anything else is an error that names it. Torch's loader also leaves what no
@@ -10,7 +10,8 @@ import math
 import os
 import pickle
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path, PurePath
 from reprlib import repr as brief
@@ -27,7 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from ...utils.garbage import no_collection
 from ..compat.torch_private import StorageInfo
+from .layout import Chunks, FolderLayout, StoredTensor
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -56,8 +59,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(path: str | os.PathLike[str]) -> Metadata:
-    """The metadata of the DCP folder ``path``, checked against itself and against the files it names.
+def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
+    """The layout of the DCP folder ``path``, checked against itself and against the files it names.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
@@ -72,17 +75,55 @@ def read_metadata(path: str | os.PathLike[str]) -> Metadata:
         raise CheckpointNotFoundError(f"{folder} is not a DCP checkpoint: no .metadata, only {found}")
     data = (folder / ".metadata").read_bytes()
     try:
-        metadata = _MetadataUnpickler(BytesIO(data)).load()
-        if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:
-            raise CheckpointCorruptError("it describes no tensors")
-        for name, entry in metadata.state_dict_metadata.items():
-            _check_stored(name, entry, metadata.storage_data)
-        _check_files(folder, metadata.storage_data)
+        layout = parse_metadata(data)
+        _check_files(folder, layout)
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
     except _DAMAGE as error:
         raise CheckpointCorruptError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
-    return metadata
+    return layout
+
+
+@lru_cache(maxsize=4)
+def parse_metadata(data: bytes) -> FolderLayout:
+    """What the bytes of ``.metadata`` say; kept, because a restore verifies, compares and loads the same bytes."""
+    with no_collection():
+        metadata = _MetadataUnpickler(BytesIO(data)).load()
+        if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:
+            raise CheckpointCorruptError("it describes no tensors")
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            if info.relative_path not in ends:
+                _check_inside(info.relative_path)
+            _check_range(info)
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        files = {name: number for number, name in enumerate(ends)}
+        chunks: dict[Any, Chunks] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            infos = _check_stored(name, entry, metadata.storage_data)
+            if isinstance(entry, TensorStorageMetadata):
+                tensors[name] = _stored_tensor(entry, infos, files, chunks)
+        return FolderLayout(ends, tensors, frozenset(metadata.state_dict_metadata.keys() - tensors.keys()))
+
+
+def _stored_tensor(
+    entry: TensorStorageMetadata, infos: Sequence[StorageInfo], files: Mapping[str, int], chunks: dict[Any, Chunks]
+) -> StoredTensor:
+    cut = entry.size, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    if cut not in chunks:
+        shape = len(entry.chunks), len(entry.size)
+        offsets = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(shape)
+        chunks[cut] = Chunks(offsets, sizes)
+    return StoredTensor(
+        entry.size,
+        entry.properties.dtype,
+        chunks[cut],
+        np.array([files[info.relative_path] for info in infos], np.int64),
+        np.array([info.offset for info in infos], np.int64),
+        np.array([info.length for info in infos], np.int64),
+    )
 
 
 _DAMAGE = (
@@ -100,30 +141,35 @@ _DAMAGE = (
 """What unpickling and then using damaged bytes raises."""
 
 
-def _check_stored(name: str, entry: Any, stored: dict[MetadataIndex, StorageInfo]) -> None:
-    """Raise unless every part of the entry ``name`` lies in a file, in as many bytes as it needs at least.
+def _check_stored(name: Any, entry: Any, stored: dict[MetadataIndex, StorageInfo]) -> list[StorageInfo]:
+    """Where the chunks of the entry ``name`` lie; raises unless each has as many bytes as it needs at least.
 
     So nobody can announce a tensor that takes more memory than the folder takes space.
     """
+    if not isinstance(name, str):
+        raise CheckpointCorruptError(f"it has an entry under {brief(name)}; expected a name")
     if isinstance(entry, BytesStorageMetadata):
-        places = {MetadataIndex(name): 0}
+        needed = [(MetadataIndex(name), 0)]
     elif isinstance(entry, TensorStorageMetadata):
         if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(entry.size, torch.Size):
             dtype, size = brief(entry.properties.dtype), brief(entry.size)
             raise CheckpointCorruptError(f"{name!r} has dtype {dtype} and size {size}")
         check_coverage(name, entry)
         itemsize = entry.properties.dtype.itemsize
-        places = {MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes) * itemsize for chunk in entry.chunks}
+        needed = [(MetadataIndex(name, chunk.offsets), math.prod(chunk.sizes) * itemsize) for chunk in entry.chunks]
     else:
         raise CheckpointCorruptError(f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes")
-    for place, needed in places.items():
-        info = stored.get(place)
+    infos = []
+    for index, n_bytes in needed:
+        info = stored.get(index)
         if info is None:
-            raise CheckpointCorruptError(f"no file holds {name!r} at {list(place.offset or ())}")
-        if info.length < needed:
+            raise CheckpointCorruptError(f"no file holds {name!r} at {list(index.offset or ())}")
+        if info.length < n_bytes:
             raise CheckpointCorruptError(
-                f"{name!r} at {list(place.offset or ())} has {info.length} bytes in a file; it needs {needed}"
+                f"{name!r} at {list(index.offset or ())} has {info.length} bytes in a file; it needs {n_bytes}"
             )
+        infos.append(info)
+    return infos
 
 
 def check_coverage(name: str, entry: TensorStorageMetadata) -> None:
@@ -179,27 +225,27 @@ def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]
     return None
 
 
-def _check_files(folder: Path, stored: dict[MetadataIndex, StorageInfo]) -> None:
-    ends: dict[str, int] = {}
-    for info in stored.values():
-        name = info.relative_path
-        if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-            raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
-        if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
-            raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
-        if info.transform_descriptors:
-            raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
-        ends[name] = max(ends.get(name, 0), info.offset + info.length)
-    for name, end in ends.items():
+def _check_inside(name: str) -> None:
+    """Raise unless a file is one of the folder."""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
+
+
+def _check_range(info: StorageInfo) -> None:
+    """Raise unless a chunk is a range of a file, as it is."""
+    name = info.relative_path
+    if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
+        raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
+    if info.transform_descriptors:
+        raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
+
+
+def _check_files(folder: Path, layout: FolderLayout) -> None:
+    """Raise unless every file is there, and long enough for what is in it."""
+    for name, end in layout.files.items():
         try:
             status = os.stat(folder / name)
         except FileNotFoundError:
             raise CheckpointCorruptError(f"the folder is incomplete: {name} is missing") from None
         if not stat.S_ISREG(status.st_mode) or status.st_size < end:
             raise CheckpointCorruptError(f"{name} has {status.st_size} bytes; it needs {end}")
-
-
-def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata | None:
-    """What the metadata says of the tensor ``name``; None when it has no such key or the key holds bytes."""
-    entry = metadata.state_dict_metadata.get(name)
-    return entry if isinstance(entry, TensorStorageMetadata) else None

@@ -19,21 +19,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...utils.atomic_folder import as_write_error
-from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
+from ...utils.atomic_folder import as_write_error, staged_folder
+from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
-from ...utils.manifest import FileEntry, write_sealed
+from ...utils.manifest import FileEntry, write_manifest, write_sealed
+from ...utils.remote import require_local
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
-from .save_plan import SavePlanOfRank, make_plan, structure_of
+from .save_plan import RankSavePlan, plan_alone, plan_together
+from .state import ROOT, DCPState, StagedState
+from .structure import Structure, agree_on, describe_state
 from .tensor_framing import archive_of
-
-ROOT = "dcp"
-"""The key all names stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 BLOCK_BYTES = 8 << 20
 """What is written at once. The page cache keeps such writes in large pages, which are faster to read, too."""
+
+
+def save_dcp(
+    path: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+) -> None:
+    """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
+
+    Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``).
+        CheckpointExistsError: ``path`` exists.
+        CheckpointWriteError: any rank could not write; nothing is left behind.
+    """
+    advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
+    with staged_folder(require_local(path, "a DCP checkpoint", advice), group) as staging:
+        entries = gather_objects(write_dcp(staging, state, group), group)
+        if isinstance(state, StagedState):
+            with all_ranks_succeed(f"finishing {path}", group):
+                state.finish()
+        if get_rank(group) == 0:
+            write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
+
+
+def write_dcp(
+    folder: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+) -> list[FileEntry]:
+    """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
+
+    Returns:
+        what this rank wrote: its own data file, and on rank 0 also the metadata.
+
+    Raises:
+        CheckpointWriteError: the file system refused, on any rank.
+        PeerError: another rank failed for another reason; that rank raises its own error.
+        RuntimeError: a rank is gone; within the timeout of the group.
+    """
+    with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
+        values = state.state_dict()
+    return DCPSaver().write(folder, values, group)
 
 
 class DCPSaver:
@@ -43,8 +81,9 @@ class DCPSaver:
     """
 
     def __init__(self) -> None:
-        self._structure: list[Any] = []
-        self._plan: SavePlanOfRank | None = None
+        self._structure: Structure | None = None
+        self._agreed = False
+        self._plan: RankSavePlan | None = None
 
     def write(
         self, folder: str | os.PathLike[str], values: Mapping[str, Any], group: dist.ProcessGroup | None = None
@@ -67,28 +106,26 @@ class DCPSaver:
         """
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
-            structure = structure_of(tensors, group)
-        plan = self._plan_for(structure, values, group)
+            structure = describe_state(tensors, group)
+        agreed = get_world_size(group) > 1 and agree_on(structure, tensors, group)
+        unchanged = self._plan is not None and structure == self._structure and agreed == self._agreed
+        if not agreed and not all(gather_objects(unchanged, group)):
+            self._plan = None
+            self._plan = plan_together({ROOT: dict(values)}, group)
         with _write_together(folder, group):
+            if agreed and not unchanged:
+                self._plan = None
+                self._plan = plan_alone(structure, {ROOT: dict(values)})
+            self._structure, self._agreed, plan = structure, agreed, self._plan
+            assert plan is not None
             entries = [_write_data(Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names])]
         with _write_together(folder, group):
             if get_rank(group) == 0:
                 entries.append(write_sealed(folder, ".metadata", plan.metadata))
         return entries
 
-    def _plan_for(
-        self, structure: list[Any], values: Mapping[str, Any], group: dist.ProcessGroup | None
-    ) -> SavePlanOfRank:
-        """The plan of the last save, if every rank says that its part of it still holds; else a new one."""
-        unchanged = self._plan is not None and structure == self._structure
-        if not all(gather_objects(unchanged, group)):
-            self._plan = None
-            self._plan, self._structure = make_plan({ROOT: dict(values)}, group), structure
-        assert self._plan is not None
-        return self._plan
 
-
-def _write_data(folder: Path, plan: SavePlanOfRank, tensors: list[torch.Tensor]) -> FileEntry:
+def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -> FileEntry:
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:

@@ -43,8 +43,14 @@ from .param_groups import are_named, describe_groups, hyperparameters, match_gro
 
 logger = get_logger(__name__)
 
+ROOT = "dcp"
+"""The key all names of a folder stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
+
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
 """Names of the tensors that hold JSON."""
+
+RANK_KEYED = ("module_state", "rng")
+"""Names of what each rank has of its own, under its `rank_key`."""
 
 
 class DCPState(TorchStateful):
@@ -129,6 +135,15 @@ class DCPState(TorchStateful):
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
                 local.copy_(given[name])
+        self.restore(values, given)
+
+    def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
+        """Put back everything but the live tensors.
+
+        Args:
+            values: what `check_values` returned.
+            given: what it was given.
+        """
         restore_module_state(self.model, values["module_state"])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
@@ -138,7 +153,7 @@ class DCPState(TorchStateful):
         """Raise what `load_state_dict` would raise of everything but the live tensors; changes nothing.
 
         Args:
-            given: dotted name -> tensor, of a whole state.
+            given: dotted name -> tensor, of a whole state; live tensors may be left out.
 
         Returns:
             ``module_state``, and name in `PACKED` -> value, of those that are there; groups and schedule in the order
@@ -239,7 +254,7 @@ class DCPState(TorchStateful):
 
         Args:
             proposed: what it returned.
-            given: dotted name -> tensor, of a whole state that was checked.
+            given: what `check_values` was given.
         """
         entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
         adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})

@@ -18,7 +18,7 @@ from ...utils.distributed import all_ranks_succeed, drop_group, new_background_g
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..api import HFExportOptions, SaveLoadMeta
-from ..dcp.checkpoint import save_dcp
+from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.export import export_hf
 from .background_job import BackgroundJob, Task

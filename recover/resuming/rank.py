@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.dcp.checkpoint import check_dcp, read_dcp
-from ...engine.dcp.metadata import read_metadata
+from ...engine.dcp.load import check_dcp, read_dcp
+from ...engine.dcp.metadata import read_layout
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from ...utils.manifest import verify_file
@@ -44,7 +44,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         try:
             verify_file(generation, name, files[name])
             if Path(name).name == ".metadata":
-                read_metadata(Path(generation, name).parent)
+                read_layout(Path(generation, name).parent)
         except CheckpointCorruptError as error:
             return str(error)
         except FileNotFoundError as error:
@@ -62,9 +62,10 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     """The files of a generation that ``rank`` verifies; every file is in the share of exactly one rank.
 
     At the world size that it was saved with, a rank verifies its own data files and its own process state: it reads
-    them next, and finds them in the page cache of its machine. All other files, and at another world size all files,
-    are assigned from the largest to the smallest, each to the rank with the fewest bytes so far. So are those of a
-    group other than the job's first ranks: its process states are numbered in the job, its data files in the group.
+    them next, and finds them in the page cache of its machine. For that reason ``.metadata`` is always rank 0's. All
+    other files, and at another world size all files, are assigned from the largest to the smallest, each to the rank
+    with the fewest bytes so far. So are those of a group other than the job's first ranks: its process states are
+    numbered in the job, its data files in the group.
 
     Args:
         files: name -> bytes.
@@ -74,6 +75,7 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
     if set(owners.values()) != set(range(world_size)):
         owners = {}
+    owners |= {name: 0 for name in files if Path(name).name == ".metadata"}
     shares: list[list[str]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for name in sorted(files, key=lambda name: (name not in owners, -files[name], name)):
@@ -84,17 +86,21 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
 
 
 def check_rank(holder: Any, generation: str) -> None:
-    """See that a verified generation is of this rank's engines, before any of them is touched.
+    """See that a verified generation is of this rank's engines, before any of them is touched; all ranks call it.
 
     Raises:
         CheckpointMismatchError: other engines, or another model or optimizer; see `check_dcp`.
     """
     target, path = rank_target(holder), Path(generation)
-    saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
-    if saved != target.engines.keys():
-        raise CheckpointMismatchError(f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}")
-    for name in target.engines:
-        check_dcp(path / name, target.state(name))
+    with all_ranks_succeed(f"comparing {path}", target.group_of()):
+        saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
+        if saved != target.engines.keys():
+            raise CheckpointMismatchError(
+                f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}"
+            )
+        states = {name: target.state(name) for name in target.engines}
+    for name, state in states.items():
+        check_dcp(path / name, state, target.group_of(name))
 
 
 def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> RankState:

@@ -44,7 +44,7 @@ WAYS = {
     "growth.save.ranks.1": ["AReaL dcp.save"],
     "growth.plan.4_ranks": [],
     "growth.choice.4_ranks": [],
-    "growth.metadata.4_ranks": [],
+    "growth.restore.4_ranks": [],
     "growth.manifest.4_ranks": [],
     "growth.agreement.2_ranks": [],
     "growth.agreement.512_ranks": [],

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from holdfast.engine.compat.torch_private import StorageInfo
-from holdfast.engine.dcp.metadata import read_metadata
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_manifest
@@ -68,7 +68,7 @@ def _plant_cursor(data: bytes, folder: Path) -> None:
 
 def change_metadata(change: Callable[[Metadata], object], folder: Path, engine: str = "actor") -> None:
     """Unpickle an engine's ``.metadata``, change it, and write it back."""
-    metadata = read_metadata(folder / engine)
+    metadata = FileSystemReader(folder / engine).read_metadata()
     change(metadata)
     replace_bytes(folder / engine / ".metadata", pickle.dumps(metadata))
 

@@ -16,7 +16,8 @@ from functools import partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
-from holdfast.engine.dcp.metadata import read_metadata
+from torch.distributed.checkpoint import FileSystemReader
+
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.manifest import MANIFEST_NAME
 from tests.faults.generations import NEWER, OLDER, files_of, link_tree, replace_bytes
@@ -65,7 +66,7 @@ def boundaries(folder: Path, name: str) -> list[int]:
         strings = ("PROTO", "FRAME", "SHORT_BINUNICODE", "STOP")
         found |= {at or 0 for opcode, _, at in pickletools.genops(data) if opcode.name in strings}
     elif name.endswith(".distcp"):
-        places = read_metadata((folder / name).parent).storage_data.values()
+        places = FileSystemReader((folder / name).parent).read_metadata().storage_data.values()
         own = sorted((p.offset, p.length) for p in places if p.relative_path == Path(name).name)
         found |= {edge for offset, length in own for edge in (offset, offset + length)}
         for offset, length in (own[0], own[-1]):  # all entries are built alike

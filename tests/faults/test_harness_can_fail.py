@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.dcp import checked_reader
 from holdfast.engine.dcp import metadata as dcp_metadata
 from holdfast.engine.hf import export as hf_checkpoint
 from holdfast.recover import GenerationStore
@@ -324,7 +323,7 @@ def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp
     name, root = "state/rank_00000.pt", tmp_path / "root"
     flips = [partial(_flip, name, at) for at in range(0, (good / NEWER / name).stat().st_size, 499)]
     with pytest.MonkeyPatch.context() as switches:
-        for module in (manifest, checked_reader, rank_reading):
+        for module in (manifest, rank_reading):
             switches.setattr(module, "verify_file", _no_check)
         loaded = [flip for flip in flips if _loads(victim, good, root, flip)]
     notice(loaded and not any(_loads(victim, good, root, flip) for flip in loaded), "digests are not compared")

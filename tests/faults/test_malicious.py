@@ -12,14 +12,12 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from holdfast.engine.dcp.checked_reader import CheckedReader
+from holdfast.engine import DCPState, load_dcp
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.errors import HoldfastError
 from holdfast.utils.manifest import MANIFEST_NAME
@@ -208,16 +206,15 @@ def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tall
     tally.add("pickle that runs code, two ranks", injected=len(roots), survived=len(roots))
 
 
-def test_torchs_own_loader_runs_a_planted_object_and_the_checked_reader_does_not(tmp_path: Path, tally: Tally) -> None:
-    """A folder as stock torch writes it, with a byte entry, read through ``dcp.load``."""
-    marker, values = tmp_path / "marker", {"weight": torch.ones(3), "evil": Call(os.system, f"touch {tmp_path}/marker")}
-    dcp.save(values, checkpoint_id=tmp_path / "stock", no_dist=True)
-    assert not marker.exists()
-    wanted: dict[str, Any] = {"weight": torch.zeros(3), "evil": None}
-    with pytest.raises(CheckpointException, match=r"CheckpointCorruptError: .*evil cannot be read"):
-        dcp.load(wanted, storage_reader=CheckedReader(tmp_path / "stock"), no_dist=True)
-    assert not marker.exists()
-    dcp.load(dict(wanted), checkpoint_id=tmp_path / "stock", no_dist=True)
+def test_torchs_own_loader_runs_a_planted_object_and_load_dcp_does_not(tmp_path: Path, tally: Tally) -> None:
+    """A folder as stock torch writes it, with a byte entry beside the model."""
+    marker, saved, loaded = tmp_path / "marker", torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    planted = Call(os.system, f"touch {marker}")
+    dcp.save({"dcp": {"model": saved.state_dict(), "evil": planted}}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    load_dcp(tmp_path / "stock", DCPState(loaded))
+    assert torch.equal(loaded.weight, saved.weight) and not marker.exists()
+    wanted = {"dcp": {"model": loaded.state_dict(), "evil": None}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "stock", no_dist=True)
     assert marker.exists(), "the attack is not alive"
     tally.add("pickle that runs code, stock folder", injected=1, survived=1)
 

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from holdfast.engine.dcp.checkpoint import load_dcp
+from holdfast.engine.dcp.load import load_dcp
 from holdfast.recover.info import INFO_NAME
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.errors import HoldfastError

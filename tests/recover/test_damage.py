@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from holdfast.engine.dcp.metadata import read_metadata
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from holdfast.utils.manifest import MANIFEST_NAME, encode_manifest
 from tests.faults.generations import reseal
@@ -95,7 +95,7 @@ def test_a_generation_whose_tensors_are_not_whole_is_set_aside_although_its_dige
     """As a fault of a writer would leave it."""
     digests = run_until(tmp_path, 2)
     folder = newest(tmp_path)
-    metadata = read_metadata(folder / "default")
+    metadata = FileSystemReader(folder / "default").read_metadata()
     name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if len(getattr(e, "size", ())) == 2)
     assert isinstance(entry, TensorStorageMetadata)
     entry.chunks.pop()

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, TrainEngineConfig, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.config import OptimizerConfig
-from holdfast.engine.dcp.checkpoint import load_dcp
+from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.rl.sft import sft_loss_fn
 from holdfast.engine.training.counters import EngineCounters

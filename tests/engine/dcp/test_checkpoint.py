@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.engine.config import OptimizerConfig
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp.metadata import read_metadata
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.metadata import read_layout
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.training.optimizer import build_optimizer, build_scheduler
 from holdfast.utils.errors import (
@@ -309,10 +310,11 @@ def test_metadata_written_by_python_3_13_is_read(saved: tuple[Path, list[dict[st
     data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
     assert b"cpathlib._local\nPosixPath" in data
     (folder / ".metadata").write_bytes(data)
-    read = read_metadata(folder)
-    assert read.state_dict_metadata == metadata.state_dict_metadata
-    assert read.storage_meta is not None
-    assert read.storage_meta.checkpoint_id == folder
+    read, expected = read_layout(folder), read_layout(saved[0] / "trained")
+    assert read.files == expected.files
+    assert {name: stored.shape for name, stored in read.tensors.items()} == {
+        name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()
+    }
 
 
 def _expect_refusal(path: str, state: DCPState, kind: type[Exception], words: str) -> str:

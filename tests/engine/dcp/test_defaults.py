@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.serialization import config
 
 from holdfast.engine.dcp import tensor_framing
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.dcp.tensor_framing import archive_of
 from holdfast.engine.tensors import bytes_of, flatten
@@ -98,7 +99,7 @@ def test_an_error_while_values_are_placed_says_that_the_state_is_half_loaded(
     def broken(*_: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("holdfast.engine.dcp.direct_reader._Piece.copy", broken)
+    monkeypatch.setattr("holdfast.engine.dcp.direct_reader._preadv", broken)
     with pytest.raises(OSError, match="half of it: load again"):
         load_dcp(tmp_path / "c", DCPState(Odd(1.0)))
 

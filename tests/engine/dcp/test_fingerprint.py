@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
 from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.distributed import gather_objects
 from tests.helpers import run_ranks

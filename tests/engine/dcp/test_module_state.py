@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp.checkpoint import check_dcp, load_dcp, save_dcp
+from holdfast.engine.dcp.load import check_dcp, load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError

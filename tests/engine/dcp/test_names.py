@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import ConfigError
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import CheckpointMismatchError

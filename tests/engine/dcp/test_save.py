@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
-from holdfast.engine.dcp.save import DCPSaver
-from holdfast.engine.dcp.save_plan import make_plan
+from holdfast.engine.dcp import save
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import DCPSaver, save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.tensors import local_tensor
 from holdfast.utils.atomic_folder import staged_folder
@@ -144,11 +144,11 @@ def _plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever a plan is made."""
     made: list[int] = []
 
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return make_plan(*args)
+    def counting(plan: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (made.append(1), plan(*args))[1]
 
-    monkeypatch.setattr("holdfast.engine.dcp.save.make_plan", counted)
+    for name in ("plan_alone", "plan_together"):
+        monkeypatch.setattr(save, name, counting(getattr(save, name)))
     return made
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from holdfast.engine.dcp.checkpoint import load_dcp, save_dcp
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
 from holdfast.utils.rng import capture_rng

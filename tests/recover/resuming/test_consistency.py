@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.dcp.checkpoint import DCPLoad, read_dcp
+from holdfast.engine.dcp.load import DCPLoad, read_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.info import RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
@@ -47,8 +47,8 @@ class _Forgetful(DCPState):
 
     lost = ""
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
+    def restore(self, values: Any, given: Any) -> None:
+        super().restore(values, given)
         assert self.optimizer is not None and self.scheduler is not None
         if self.lost == "moments":
             for entry in self.optimizer.state.values():

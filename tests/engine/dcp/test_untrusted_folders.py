@@ -1,4 +1,4 @@
-"""The reader of folders that nobody vouches for: nothing runs, nothing missing or other passes as what was saved."""
+"""Folders that nobody vouches for: nothing in them runs, nothing missing or other passes as what was saved."""
 
 import os
 import pickle
@@ -9,28 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.compat.torch_private import StorageInfo
-from holdfast.engine.dcp.checked_reader import CheckedReader
-from holdfast.engine.dcp.checkpoint import load_dcp, read_dcp, save_dcp
-from holdfast.engine.dcp.metadata import check_coverage, read_metadata
-from holdfast.utils.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
-from holdfast.utils.manifest import seal_files, write_manifest
+from holdfast.engine.dcp import direct_reader, metadata
+from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
+from holdfast.engine.dcp.metadata import check_coverage
+from holdfast.engine.dcp.save import save_dcp
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.tensors import local_tensor
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, HoldfastError
 from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks
 
@@ -47,44 +45,139 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def state(value: float, **objects: Any) -> dict[str, Any]:
-    return {"app": {"w": torch.full((4, 3), value), "b": torch.full((5,), value).bfloat16(), **objects}}
-
-
-def save(folder: Path, *, sealed: bool = True, **objects: Any) -> Path:
-    """A folder with or without a manifest."""
-    dcp.save(state(1.0, **objects), checkpoint_id=folder)
-    if sealed:
-        write_manifest(folder, seal_files(folder, os.listdir(folder)), {})
+def unsealed(folder: Path) -> Path:
+    """A training checkpoint without a manifest: there are no digests that could tell."""
+    save_dcp(folder, trained(0))
+    (folder / "manifest.json").unlink()
     return folder
 
 
-def load(folder: Path, into: dict[str, Any]) -> None:
-    """Stock torch with the checked reader; its error when that is what failed inside of torch's."""
+def plant_weight(folder: Path, value: Any) -> None:
+    """Have ``.metadata`` say that the weight lies in another file, which holds ``value``."""
+    torch.save(value, folder / "other.distcp")
+    place = StorageInfo("other.distcp", 0, (folder / "other.distcp").stat().st_size)
+    index = MetadataIndex("dcp.model.weight", torch.Size([0, 0]))
+    _rewrite(lambda metadata: metadata.storage_data.update({index: place}))(folder)
+
+
+def refused(folder: Path, words: str) -> None:
+    """Load, expect damage to be named, and nothing to have changed."""
+    target = trained(1)
+    before = copies(target)
+    with pytest.raises(CheckpointCorruptError, match=words):
+        load_dcp(folder, target)
+    assert all(torch.equal(before[name], tensor) for name, tensor in copies(target).items())
+
+
+def test_metadata_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> None:
+    folder, bomb = unsealed(tmp_path / "a"), tmp_path / "went_off"
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(bomb)))
+    refused(folder, r"asks for posix\.mkdir, which no checkpoint needs")
+    assert not bomb.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert bomb.exists(), "the bomb is real"
+
+
+def test_an_archive_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> None:
+    folder, bomb = unsealed(tmp_path / "a"), tmp_path / "went_off"
+    plant_weight(folder, [torch.ones(3, 4), Bomb(bomb)])
+    refused(folder, r"dcp\.model\.weight cannot be read: it holds \S*mkdir")
+    assert not bomb.exists()
+    torch.load(folder / "other.distcp", weights_only=False)
+    assert bomb.exists(), "the bomb is real"
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 4, dtype=torch.int32), torch.ones(4, 4), [1.0] * 20])
+def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Path, other: Any) -> None:
+    """Torch would cast the one, and take a corner of the other."""
+    plant_weight(folder := unsealed(tmp_path / "a"), other)
+    refused(folder, r"dcp\.model\.weight holds .*; \.metadata announces \[3, 4\] torch.float32")
+
+
+def test_a_strided_tensor_of_another_writer_is_read(tmp_path: Path) -> None:
+    plant_weight(folder := unsealed(tmp_path / "a"), torch.arange(24.0).view(6, 4)[::2])
+    load_dcp(folder, target := trained(1))
+    assert torch.equal(target.live_tensors()["model.weight"], torch.arange(24.0).view(6, 4)[::2])
+
+
+def _save_sharded(rank: int, world_size: int, folder: str) -> None:
+    save_dcp(f"{folder}/c", _sharded(1.0))
+
+
+def _load_sharded(rank: int, world_size: int, folder: str) -> str:
+    state = _sharded(0.0)
     try:
-        dcp.load(into, storage_reader=CheckedReader(folder))
-    except CheckpointException as error:
-        ((cause, _),) = error.failures.values()
-        raise cause from error
+        load_dcp(f"{folder}/c", state)
+    except HoldfastError as error:
+        return f"{type(error).__name__} {error}"
+    assert all(bool((local_tensor(tensor) == 1).all()) for tensor in state.live_tensors().values())
+    return "loaded"
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-def test_stock_load_reads_tensors_and_plain_objects_through_the_checked_reader(tmp_path: Path, sealed: bool) -> None:
-    into = state(0.0, step=0, plan=None)
-    load(save(tmp_path / "a", sealed=sealed, step=7, plan=["x", (2, 1e-3)]), into)
-    assert torch.equal(into["app"]["w"], torch.ones(4, 3)) and torch.equal(into["app"]["b"], torch.ones(5).bfloat16())
-    assert into["app"]["step"] == 7 and into["app"]["plan"] == ["x", (2, 1e-3)]
+def _sharded(value: float) -> DCPState:
+    model = nn.Linear(3, 4, bias=False)
+    fully_shard(model)
+    nn.init.constant_(model.weight, value)
+    return DCPState(model)
 
 
-def test_a_reader_that_is_pointed_elsewhere_checks_that_folder(tmp_path: Path) -> None:
-    reader, into = CheckedReader(save(tmp_path / "a")), state(0.0)
-    dcp.load(into, storage_reader=reader, checkpoint_id=save(tmp_path / "b"))
-    assert torch.equal(into["app"]["w"], torch.ones(4, 3))
-    damage(tmp_path / "b" / ".metadata")
-    with pytest.raises(CheckpointCorruptError, match=r"\.metadata has digest"):
-        dcp.load(into, storage_reader=reader, checkpoint_id=tmp_path / "b")
-    with pytest.raises(CheckpointNotFoundError):
-        reader.reset(tmp_path / "c")
+def test_damage_that_one_rank_reads_fails_the_load_on_all(tmp_path: Path) -> None:
+    run_ranks(_save_sharded, 2, str(tmp_path))
+    for world_size in (1, 2, 3):
+        assert run_ranks(_load_sharded, world_size, str(tmp_path)) == ["loaded"] * world_size
+    damage(tmp_path / "c" / "__1_0.distcp")
+    first, second = run_ranks(_load_sharded, 2, str(tmp_path))
+    assert "PeerError" in first and "rank 1: CheckpointCorruptError" in first
+    assert "CheckpointCorruptError" in second and "__1_0.distcp has digest" in second
+
+
+def _load_where_one_rank_has_no_file(rank: int, world_size: int, folder: str) -> str:
+    """A file that only rank 1 reads is gone when rank 0 has looked: as a folder that is not shared looks to it."""
+    if rank == 1:
+        (Path(folder) / "c" / "manifest.json").unlink()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(direct_reader, "open", _no_such_file, raising=False)
+        return _load_sharded(rank, world_size, folder)
+
+
+def _no_such_file(path: Path, *args: Any, **kwargs: Any) -> Any:
+    raise FileNotFoundError(path)
+
+
+def test_a_rank_that_does_not_see_a_file_says_so_on_all(tmp_path: Path) -> None:
+    run_ranks(_save_sharded, 2, str(tmp_path))
+    first, second = run_ranks(_load_where_one_rank_has_no_file, 2, str(tmp_path))
+    assert "PeerError" in first and "CheckpointNotFoundError" in second
+    assert "rank 1 does not see" in first and "rank 1 does not see" in second
+
+
+def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    """How often this rank unpickles ``.metadata``, and looks at a data file by name, when it checks and loads."""
+    parsed, looked, unpickler, stat = [], [], metadata._MetadataUnpickler, os.stat
+
+    def counted_unpickler(*args: Any) -> Any:
+        parsed.append(1)
+        return unpickler(*args)
+
+    def counted_stat(path: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).endswith(".distcp"):
+            looked.append(Path(str(path)).name)
+        return stat(path, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "_MetadataUnpickler", counted_unpickler)
+        patch.setattr(os, "stat", counted_stat)
+        (Path(folder) / "c" / "manifest.json").unlink(missing_ok=True)
+        check_dcp(f"{folder}/c", _sharded(0.0))
+        load_dcp(f"{folder}/c", _sharded(0.0))
+    return len(parsed), len(set(looked))
+
+
+def test_rank_0_alone_parses_metadata_once_and_looks_at_every_file(tmp_path: Path) -> None:
+    run_ranks(_save_sharded, 3, str(tmp_path))
+    assert run_ranks(_read_and_count, 3, str(tmp_path)) == [(1, 3), (0, 1), (0, 0)], "rank 2 has no row to read"
 
 
 def damage(path: Path) -> None:
@@ -92,89 +185,6 @@ def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-
-
-def test_with_a_manifest_a_file_is_compared_before_the_first_byte_of_it_is_used(tmp_path: Path) -> None:
-    damage(save(tmp_path / "a", step=7) / "__0_0.distcp")
-    into = state(0.0, step=0)
-    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp has digest"):
-        load(tmp_path / "a", into)
-    assert not into["app"]["w"].any() and into["app"]["step"] == 0
-    (save(tmp_path / "b") / "extra").touch()
-    with pytest.raises(CheckpointCorruptError, match="extra is not in the manifest"):
-        load(tmp_path / "b", into)
-    (tmp_path / "b" / "extra").unlink()
-    damage(tmp_path / "b" / "manifest.json")
-    with pytest.raises(CheckpointCorruptError, match="not a manifest"):
-        load(tmp_path / "b", into)
-
-
-def _save_sharded(rank: int, world_size: int, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    dcp.save({"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}, checkpoint_id=folder)
-    if rank == 0:
-        write_manifest(folder, seal_files(folder, os.listdir(folder)), {})
-
-
-def _load_sharded(rank: int, world_size: int, folder: str) -> str:
-    into = {"w": distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (world_size,)), [Shard(0)])}
-    try:
-        dcp.load(into, storage_reader=CheckedReader(folder))
-    except CheckpointException as error:
-        return "; ".join(f"rank {failed}: {type(cause).__name__}" for failed, (cause, _) in error.failures.items())
-    assert torch.equal(into["w"].full_tensor(), torch.ones(4, 3))
-    return "loaded"
-
-
-def test_damage_that_one_rank_reads_fails_the_load_on_all(tmp_path: Path) -> None:
-    run_ranks(_save_sharded, 2, str(tmp_path))
-    for world_size in (1, 2, 3):
-        assert run_ranks(_load_sharded, world_size, str(tmp_path)) == ["loaded"] * world_size
-    damage(tmp_path / "__1_0.distcp")
-    assert run_ranks(_load_sharded, 2, str(tmp_path)) == ["rank 1: CheckpointCorruptError"] * 2
-
-
-def test_an_object_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> None:
-    for name, thing, named in (("bomb", Bomb(tmp_path / "went_off"), "mkdir"), ("path", Path("x"), "PosixPath")):
-        folder = save(tmp_path / name, sealed=name == "bomb", thing=thing)
-        with pytest.raises(CheckpointCorruptError, match=rf"app\.thing cannot be read: it holds \S*{named}"):
-            load(folder, state(0.0, thing=None))
-    assert not (tmp_path / "went_off").exists()
-    dcp.load(state(0.0, thing=None), checkpoint_id=tmp_path / "bomb")
-    assert (tmp_path / "went_off").exists(), "the bomb is real: torch's own reader runs it"
-
-
-def test_metadata_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", sealed=False)
-    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "went_off")))
-    with pytest.raises(CheckpointCorruptError, match=r"asks for posix\.mkdir, which no checkpoint needs"):
-        load(folder, state(0.0))
-    assert not (tmp_path / "went_off").exists()
-
-
-def test_another_dtype_or_shape_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a")
-    into = {"app": {"w": torch.zeros(4, 3), "b": torch.zeros(5)}}
-    with pytest.raises(
-        CheckpointMismatchError, match=r"app\.b has dtype torch.bfloat16, but is to be read into torch.flo"
-    ):
-        load(folder, into)
-    assert not into["app"]["w"].any()
-
-
-def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Path) -> None:
-    """Without a manifest; torch would cast the one, and take a corner of the other."""
-    for name, other in (("dtype", torch.ones(4, 3, dtype=torch.int32)), ("shape", torch.ones(4, 4)), ("object", [1.0])):
-        folder = save(tmp_path / name, sealed=False)
-        metadata = read_metadata(folder)
-        torch.save(other, folder / "other.distcp")
-        size = (folder / "other.distcp").stat().st_size
-        metadata.storage_data[MetadataIndex("app.w", torch.Size([0, 0]))] = StorageInfo("other.distcp", 0, size)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(
-            CheckpointCorruptError, match=r"app\.w holds .*; \.metadata announces \[4, 3\] torch.float32"
-        ):
-            load(folder, state(0.0))
 
 
 def tensor(shape: list[int], *chunks: tuple[list[int], list[int]]) -> TensorStorageMetadata:
@@ -307,20 +317,13 @@ STRIKES: dict[str, tuple[Callable[[Metadata], object], str]] = {
 @pytest.mark.parametrize("strike", STRIKES)
 def test_metadata_that_does_not_add_up_is_refused_before_anything_changes(tmp_path: Path, strike: str) -> None:
     change, words = STRIKES[strike]
-    save_dcp(tmp_path / "a", trained(0))
-    (tmp_path / "a" / "manifest.json").unlink()
-    _rewrite(change)(tmp_path / "a")
-    target = trained(1)
-    before = copies(target)
-    with pytest.raises(CheckpointCorruptError, match=words):
-        load_dcp(tmp_path / "a", target)
-    assert all(torch.equal(before[name], tensor) for name, tensor in copies(target).items())
+    _rewrite(change)(unsealed(tmp_path / "a"))
+    refused(tmp_path / "a", words)
 
 
 def test_any_damage_to_unsealed_metadata_is_an_error_of_ours_or_harmless(tmp_path: Path) -> None:
     """A folder of stock torch has no digests; but what is noticed must not come out as something else."""
-    save_dcp(tmp_path / "a", trained(0))
-    (tmp_path / "a" / "manifest.json").unlink()
+    unsealed(tmp_path / "a")
     path, target, rng = tmp_path / "a" / ".metadata", trained(1), random.Random(0)
     original = path.read_bytes()
     for length in range(0, len(original), 29):

@@ -1,0 +1,193 @@
+"""Load a DCP folder into a `DCPState`: verified, at any world size, on all ranks or on none.
+
+A load goes through five steps, in this order. Rank 0 lists the folder and parses ``.metadata``, and tells the others
+what is where; every rank compares the bytes of its share of the files with their digests, and finds which bytes it
+needs for which of its tensors; all ranks agree that all is well; what is small is read and checked; and only then are
+the values read, straight from the files into the live tensors. Host memory during a load: a few megabytes.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
+from ...utils.errors import CheckpointError, CheckpointMismatchError
+from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
+from ...utils.remote import FETCH_FIRST, require_local
+from ..tensors import normal_tensors
+from ..weight_changes import changing_weights
+from .archive_reader import read_archives
+from .compatibility import Destinations, find_destinations
+from .direct_reader import Destination, TensorReader, visible_here
+from .layout import FolderLayout
+from .metadata import read_layout
+from .state import ROOT, DCPState
+
+
+def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
+
+    Nothing in ``state`` changes unless every rank has found the folder sound and of this model. Should a file break
+    after that, while it is read, the error says that the state is half loaded.
+    A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
+    schedule, counters or generators: those stay as they are, with a warning.
+
+    Raises:
+        ConfigError: ``path`` is a URL (other than ``file://``).
+        Otherwise see `read_dcp`.
+    """
+    path = require_local(path, "loading", FETCH_FIRST)
+    load = read_dcp(path, state, group)
+    with all_ranks_succeed(f"loading {path}", group):
+        load.apply()
+
+
+@normal_tensors()
+def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> "DCPLoad":
+    """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
+
+    When it returns, every rank has found the folder sound and of this model, and every part it needs in its place;
+    nothing in ``state`` has changed. Values are copied when the result is applied; held in memory until then is only
+    what is small, or not stored as this version of torch stores it.
+
+    Raises:
+        CheckpointNotFoundError: no such folder, or not a DCP folder.
+        CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
+        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, or tensors that its model ties
+            differ.
+        OSError: a file that is there cannot be read.
+        PeerError: all is well here, but not on another rank.
+    """
+    digests, layout = rank_zero_decides(lambda: _inspect(path), group)
+    with all_ranks_succeed(f"checking {path}", group):
+        _verify_share(path, digests, group)
+        destinations = find_destinations(path, layout, state)
+    with all_ranks_succeed(f"reading {path}", group):
+        reader = TensorReader(path, layout, destinations.live)
+        others = {name: where.like() for name, where in destinations.live.items() if name not in reader.names}
+        _read_now(path, layout, destinations.small | others)
+        _check_ties(path, layout, destinations)
+        small = {name.removeprefix(f"{ROOT}."): where.tensor for name, where in destinations.small.items()}
+        values = _check_values(path, state, small)
+        reader.check_unchanged()
+    copies = [(destinations.live[name].tensor, where.tensor) for name, where in others.items()]
+    return DCPLoad(state, destinations.proposed, reader, copies, small, values)
+
+
+@dataclass(frozen=True)
+class DCPLoad:
+    """A folder that was found good on all ranks, and waits to be put into the live state."""
+
+    _state: DCPState
+    _proposed: Mapping[str, torch.Tensor]
+    _reader: TensorReader
+    _copies: list[tuple[torch.Tensor, torch.Tensor]]
+    _small: dict[str, torch.Tensor]
+    _values: dict[str, Any]
+
+    @property
+    def first_group(self) -> int:
+        """Which of the optimizer's parameter groups is the first one in the folder; 0 without an optimizer."""
+        return self._values.get("group_order", [0]).index(0)
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
+
+        For all ranks, and all states that are loaded together, before any of them is changed.
+        """
+        self._reader.check_unchanged()
+
+    @normal_tensors()
+    def apply(self) -> None:
+        """Copy it into the state; the folder must still be there.
+
+        What could be checked has been. What is left to fail is a user's own counters, and files that are no longer what
+        they were when they were checked: their identity, size and time of change are looked at before the first byte is
+        copied and after the last. The bytes are not digested again, which would cost as much as verifying them did: a
+        disk that gives other bytes the second time, without an error, is not noticed.
+
+        Raises:
+            CheckpointCorruptError: a file changed. If that was not seen before the first byte was copied, the state is
+                not to be trusted: load again, or stop.
+            OSError: a file can no longer be read; likewise.
+        """
+        self.check_unchanged()
+        with changing_weights(self._state.model):
+            self._state.adopt_state(self._proposed, self._small)
+            self._reader.read()
+            for target, source in self._copies:
+                target.copy_(source)
+            self._state.restore(self._values, self._small)
+
+
+@normal_tensors()
+def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; all ranks of ``group`` call it.
+
+    No data is read, and nothing changes. `PeerError`: all is well here, but not on another rank.
+    """
+    layout = rank_zero_decides(lambda: read_layout(path), group)
+    with all_ranks_succeed(f"checking {path}", group):
+        find_destinations(path, layout, state)
+
+
+def _inspect(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FolderLayout]:
+    """What the manifest, if there is one, says of the files that are still to be verified, and what is in them."""
+    files: dict[str, Any] = {}
+    if (Path(path) / MANIFEST_NAME).exists():
+        files = dict(check_listing(path)["files"])
+        if ".metadata" in files:
+            verify_file(path, ".metadata", files.pop(".metadata"))
+    return files, read_layout(path)
+
+
+def _verify_share(
+    path: str | os.PathLike[str], files: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Compare this rank's share of the files with their digests; at the world size of the save, the file it reads."""
+    in_order_of_ranks = sorted(files, key=lambda name: (len(name), name))
+    for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
+        with visible_here(Path(path) / name):
+            verify_file(path, name, files[name])
+
+
+def _read_now(path: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
+    """Read into memory that nothing else uses yet."""
+    reader = TensorReader(path, layout, destinations)
+    reader.read()
+    read_archives(path, layout, {name: destinations[name] for name in destinations.keys() - reader.names})
+
+
+def _check_ties(path: str | os.PathLike[str], layout: FolderLayout, destinations: Destinations) -> None:
+    """A folder that holds a tied tensor under two names must hold the same values under both."""
+    for alias, name in destinations.ties.items():
+        if not _same_values(path, layout, (alias, name), destinations.live[name]):
+            one, other = (key.removeprefix(f"{ROOT}.model.") for key in (alias, name))
+            raise CheckpointMismatchError(
+                f"{path} holds different values for {one} and {other}, which this model ties; build it with "
+                "tie_word_embeddings=False"
+            )
+
+
+def _same_values(path: str | os.PathLike[str], layout: FolderLayout, names: tuple[str, str], part: Destination) -> bool:
+    """Whether a part of two stored tensors is the same; a few rows at a time, where they are stored so."""
+    direct = TensorReader(path, layout, dict.fromkeys(names, part)).names.issuperset(names)
+    for rows in part.split_rows() if direct else (part,):
+        copies = {name: rows.like() for name in names}
+        _read_now(path, layout, copies)
+        one, other = (copy.tensor for copy in copies.values())
+        if not torch.equal(one, other):
+            return False
+    return True
+
+
+def _check_values(path: str | os.PathLike[str], state: DCPState, small: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    try:
+        return state.check_values(small)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error

@@ -1,0 +1,220 @@
+"""Plans of saves: what each rank works out alone is, byte for byte, what all would have agreed on."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+
+from holdfast.engine.compat.torch_private import compute_local_shape_and_global_offset
+from holdfast.engine.dcp import save
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import DCPSaver
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.dcp.structure import agree_on, describe_state, find_shards
+from holdfast.engine.tensors import flatten, local_tensor
+from tests.helpers import run_ranks
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+class Counter:
+    """A user's counter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"value": 3}
+
+
+class Extra(nn.Linear):
+    """A layer with state of a module."""
+
+    def get_extra_state(self) -> Any:
+        return {"count": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"count": 1}
+
+
+def _train(model: nn.Module) -> DCPState:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    return DCPState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3), Counter())
+
+
+def _fsdp(world_size: int) -> DCPState:
+    """Uneven rows, and layers with fewer rows than ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 201), nn.Linear(201, 200), nn.Linear(200, 3), Extra(3, 1))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return _train(model)
+
+
+def _hybrid(world_size: int) -> DCPState:
+    """Sharded in pairs, and replicated over the pairs: large and small shards that several ranks hold."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(7, 301), nn.Linear(301, 300), nn.Linear(300, 3))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _train(model)
+
+
+def _replicated(world_size: int) -> DCPState:
+    """Whole on every rank: the large tensors are dealt out."""
+    torch.manual_seed(0)
+    return _train(nn.Sequential(nn.Linear(7, 200), nn.Linear(200, 200), nn.Linear(200, 180), nn.Linear(180, 3)))
+
+
+def _placed(world_size: int) -> DCPState:
+    """Rows, columns and both, and dtypes, as buffers."""
+    model, line = nn.Module(), init_device_mesh("cpu", (world_size,))
+    square = init_device_mesh("cpu", (world_size // 2, 2)) if world_size % 2 == 0 else None
+    placements: list[tuple[DeviceMesh | None, list[Placement]]] = [
+        (line, [Shard(0)]),
+        (line, [Shard(1)]),
+        (line, [Replicate()]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Shard(0), Shard(0)]),
+        (square, [Replicate(), Shard(1)]),
+        (square, [Shard(1), Replicate()]),
+    ]
+    for number, (mesh, placed) in enumerate(placements):
+        for shape in ([5, 9], [1, 4], [300, 301], [0, 4]) if mesh is not None else ():
+            whole = torch.arange(math.prod(shape)).to(torch.bfloat16 if number % 2 else torch.float32).view(shape)
+            model.register_buffer(f"b{number}_{shape[0]}", distribute_tensor(whole, mesh, placed, src_data_rank=None))
+    model.register_buffer("plain", torch.arange(20_000.0))
+    model.register_buffer("scalar", torch.tensor(7.5))
+    return DCPState(model)
+
+
+STATES: dict[str, Callable[[int], DCPState]] = {
+    "fsdp": _fsdp, "hybrid": _hybrid, "replicated": _replicated, "placed": _placed
+}  # fmt: skip
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Files of a save that each rank plans alone, and of one that rank 0 plans for all."""
+    state = STATES[kind](world_size)
+    values, asked = state.state_dict(), list[bool]()
+
+    def agreed(*args: Any) -> bool:
+        asked.append(agree_on(*args))
+        return asked[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, way in (("alone", agreed), ("together", lambda *_: False)):
+            patch.setattr(save, "agree_on", way)
+            (Path(folder) / name).mkdir(exist_ok=True)
+            DCPSaver().write(Path(folder) / name, values)
+    assert asked == [True]
+    dist.barrier()
+    expected = {name: local_tensor(tensor).clone() for name, tensor in state.live_tensors().items()}
+    for tensor in state.live_tensors().values():
+        local_tensor(tensor).detach().zero_()
+    load_dcp(Path(folder) / "alone", state)
+    assert all(torch.equal(local_tensor(t), expected[name]) for name, t in state.live_tensors().items())
+    return _digests(Path(folder) / "alone"), _digests(Path(folder) / "together")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("fsdp", 2), ("fsdp", 3), ("hybrid", 4), ("replicated", 3), ("placed", 2), ("placed", 3), ("placed", 4)],
+)
+def test_ranks_that_plan_alone_write_the_bytes_that_rank_0_would_plan(
+    tmp_path: Path, kind: str, world_size: int
+) -> None:
+    for alone, together in run_ranks(_write_both_ways, world_size, str(tmp_path), kind):
+        assert alone == together
+        assert len(alone) == world_size + 1
+
+
+def _agreements(rank: int, world_size: int) -> list[bool]:
+    """Whether ranks agree: on the same model, on another shape, name and dtype on one rank, on a strange placement."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    alone = DeviceMesh("cpu", [rank])
+    strange = distribute_tensor(torch.ones(4, 4), alone, [Replicate()], src_data_rank=None)
+    sharded = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+    partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    cases = [
+        {"w": sharded},
+        {"w": torch.ones(3 + rank)},
+        {"w" if rank else "v": torch.ones(3)},
+        {"w": torch.ones(3, dtype=torch.float64 if rank else torch.float32)},
+        {"w": sharded if rank else torch.ones(4, 4)},
+        {"w": partial},
+        {"w": strange},
+    ]
+    found = []
+    for case in cases:
+        tensors = dict(flatten({"dcp": {"model": case}}))
+        found.append(agree_on(describe_state(tensors, None), tensors, None))
+    return found
+
+
+def test_ranks_agree_on_the_same_structure_only_if_each_knows_the_shards_of_all() -> None:
+    assert run_ranks(_agreements, 2) == [[True] + [False] * 6] * 2
+
+
+def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
+    """Of many shapes and placements: this rank's box by torch and by us."""
+    found = []
+    meshes = [init_device_mesh("cpu", shape) for shape in ((6,), (2, 3), (3, 2), (1, 6), (2, 1, 3))]
+    for mesh in meshes:
+        for shape in ((13, 5), (1, 7), (0, 3), (6, 6), (2, 3, 4), (25,)):
+            for dims in np.ndindex(*(len(shape) + 1,) * mesh.ndim):
+                placements = [Shard(dim) if dim < len(shape) else Replicate() for dim in dims]
+                sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+                ours = find_shards(shape, mesh.mesh.tolist(), placements, range(world_size))
+                assert ours is not None
+                found.append(((tuple(offsets), tuple(sizes)), ours.box_of(rank)))
+    return found
+
+
+def test_every_rank_is_known_to_hold_what_torch_gives_it() -> None:
+    for boxes in run_ranks(_boxes, 6):
+        assert len(boxes) > 200
+        assert all(torchs == ours for torchs, ours in boxes), next((t, o) for t, o in boxes if t != o)
+
+
+def _save_what_differs(rank: int, world_size: int, folder: str) -> None:
+    """One rank has a buffer of its own."""
+    model = nn.Linear(300, 300)
+    if rank == 1:
+        model.register_buffer("own", torch.ones(3))
+    DCPSaver().write(folder, DCPState(model).state_dict())
+
+
+def test_ranks_with_different_structures_still_write_one_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_save_what_differs, 3, str(tmp_path))
+    model = nn.Linear(300, 300)
+    model.register_buffer("own", torch.zeros(3))
+    load_dcp(tmp_path, DCPState(model))
+    assert torch.equal(dict(model.named_buffers())["own"], torch.ones(3))
