@@ -12,6 +12,11 @@ PY := $(VENV)/bin/python
 PROCESSES ?= 2
 # One test at a time to whichever process is free (no test has a group): some take a minute.
 PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadgroup
+# Of all faults, those that make faults injects; make test injects 1%.
+SHARE ?= 100%
+# The tests of make coverage: those of make test, or TIER="not matrix" for those of make test-slow too.
+TIER ?= not slow and not matrix
+COVERAGE := COVERAGE_FILE=$(CURDIR)/coverage_out/data $(PY) -m coverage
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 GPU_VENV := .venv-gpu
@@ -19,7 +24,7 @@ GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all faults lint docs bench bench-compare gpu clean
+.PHONY: help demo test test-slow test-all faults coverage durations lint docs bench bench-compare gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -30,14 +35,28 @@ demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights w
 test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most kinds
 	$(PYTEST)
 
-test-slow: $(INSTALLED)  ## Run the others: more of each kind of fault, hangs, whole jobs, a quick benchmark
+test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of each kind, a quick benchmark
 	$(PYTEST) -m slow
 
-test-all: test test-slow  ## Run both, and every architecture of docs/models.md
+test-all: test test-slow  ## Run both, every architecture of docs/models.md, and a tenth of all faults
 	$(PYTEST) -m matrix
+	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) -m "slow or not slow" tests/faults
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
-	HOLDFAST_FAULTS=full HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
+	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
+
+coverage: $(INSTALLED)  ## Run the tests of TIER in sight of coverage, in all their processes; kept in coverage_out/
+	rm -rf coverage_out
+	mkdir coverage_out
+	HOLDFAST_TEST_TIMEOUT_FACTOR=3 $(COVERAGE) run -m pytest -n $(PROCESSES) --dist loadgroup -m "$(TIER)" || touch coverage_out/failed
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report | tee coverage_out/report.txt
+	@test ! -e coverage_out/failed
+
+durations: $(INSTALLED)  ## Run both tiers and write tests/durations.md
+	$(PYTEST) --junitxml=durations_out/fast.xml
+	$(PYTEST) -m slow --junitxml=durations_out/slow.xml
+	$(PY) -m tests.durations durations_out/fast.xml durations_out/slow.xml
 
 lint: $(INSTALLED)  ## Check style, types and what may import what
 	$(VENV)/bin/ruff check .
@@ -60,7 +79,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info site demo_out bench_out faults_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info site demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

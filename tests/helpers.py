@@ -15,14 +15,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.limits import stretched
+
 PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torchdata.stateful_dataloader",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.engine.dcp.load",
+    "pytest",
+    "rich.console",
+    "holdfast.engine.fsdp_engine",
+    "holdfast.engine.rl",
+    "holdfast.recover.handler",
 )
+"""What almost every rank needs: imported once, in the process that ranks are forked from, which does nothing else."""
 
 
 def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
@@ -30,8 +38,13 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=stretched(60)),
         )
+        dist.barrier()  # one that ends at once must not cut the connections of another that still makes them
         result = fn(rank, world_size, *args)
         pipe.send_bytes(pickle.dumps(("ok", result)))
     except BaseException:
@@ -62,10 +75,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(pipes, timeout_s)
+            return _collect(pipes, stretched(timeout_s))
         finally:
             for process in processes:
-                process.join(timeout=5)
+                process.join(timeout=stretched(5))
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -76,7 +89,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     errors, silent = [], []
     for rank, pipe in enumerate(pipes):
         try:
-            if not pipe.poll(5 if errors else timeout_s):
+            if not pipe.poll(stretched(5) if errors else timeout_s):
                 silent.append(rank)
                 continue
             status, value = pickle.loads(pipe.recv_bytes())

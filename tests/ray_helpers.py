@@ -5,8 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -20,6 +20,11 @@ from holdfast.utils.heartbeat import beat
 
 ROOT = str(Path(__file__).parents[1])
 SMALLEST_STORE_BYTES = 78643200
+
+
+def worker_environment() -> dict[str, Any]:
+    """Ray's ``runtime_env`` whose workers can import ``tests``, and start as `tests.conftest` wants."""
+    return {"env_vars": {"PYTHONPATH": os.pathsep.join((ROOT, os.environ["PYTHONPATH"]))}}
 
 
 def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
@@ -36,16 +41,15 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+        runtime_env=worker_environment(),
     )
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """One Ray of four logical CPUs for a test module."""
-    start_ray()
-    yield
-    ray.shutdown()
+def local_ray() -> None:
+    """The Ray of four logical CPUs that all modules share; it ends with pytest, or when a test wants another one."""
+    if not ray.is_initialized():
+        start_ray()
 
 
 def running(pid: int) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import stretched
+
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = ("engine", "recover", "utils")
 
@@ -23,7 +25,7 @@ def source_files(root: Path) -> set[str]:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=150)
+    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=stretched(150))
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -100,6 +102,7 @@ def test_wheel_holds_every_module_and_imports_outside_the_checkout(checkout: Pat
     assert files and all(Path(file).is_relative_to(tmp_path / "venv") for file in files)
 
 
+@pytest.mark.slow
 def test_editable_install_imports_the_sources_from_outside_the_checkout(checkout: Path, tmp_path: Path) -> None:
     python = fresh_python(tmp_path / "venv")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]

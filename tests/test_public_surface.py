@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.limits import stretched
+
 ROOT = Path(__file__).parents[1]
 LAYERS = ("utils", "engine", "recover")  # each may import itself and what stands before it
 MAY_IMPORT_RAY = {
@@ -74,7 +76,9 @@ def test_only_four_files_import_ray() -> None:
 
 def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) -> None:
     script = "import sys; sys.modules['ray'] = None\nfrom holdfast.engine import *\nfrom holdfast.recover import *"
-    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=stretched(100)
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -18,6 +18,8 @@ import pytest
 from benchmarks.harness import OURS, Figure, Options, read_figures
 from benchmarks.ranks import Session, on_ranks
 from benchmarks.run import BENCHMARKS
+from tests.limits import stretched
+from tests.once import make_once
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -56,11 +58,13 @@ PHASES = ("detect", "tear down", "start", "rendezvous", "build the model", "load
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--out", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder
+    def make(folder: Path) -> Path:
+        command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--out", str(folder)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=stretched(580))
+        assert run.returncode == 0, run.stdout + run.stderr
+        return folder
+
+    return make_once(tmp_path_factory, "bench", make)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def test_nothing_else_is_left(out: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "save", "--parameters", "1e13", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=stretched(100))
     assert run.returncode == 1 and "GB free" in run.stderr and "--parameters" in run.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +146,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(tmp_path: Path, 
     env = os.environ | {"HOLDFAST_BENCH_MARK": mark}
     run = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + stretched(120)
         while not list(tmp_path.glob("scratch-*/*/experiment")):  # a handler has been made: ranks are at work
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
@@ -150,7 +154,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(tmp_path: Path, 
             os.killpg(run.pid, stop)  # as a terminal does
         else:
             run.send_signal(stop)
-        assert run.wait(60) == (130 if stop == signal.SIGINT else 143)
+        assert run.wait(stretched(60)) == (130 if stop == signal.SIGINT else 143)
         assert list(tmp_path.iterdir()) == []
         while left := list(_marked(f"HOLDFAST_BENCH_MARK={mark}")):
             assert time.monotonic() < deadline + 30, left

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.engine.compat import Private, require, torch_private, transformers_private
 from holdfast.utils.errors import UnsupportedVersionError
+from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "ray", "huggingface_hub", "fsspec", "safetensors", "omegaconf")
@@ -80,7 +81,9 @@ def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Pa
     (module, name) = ("torch.nn.modules.dropout", "_DropoutNd")
     assert f"{module}:{name}" in {private.name for private in torch_private.NAMES}
     script = f"import {module} as module\ndel module.{name}\nfrom holdfast.engine import FSDPEngine"
-    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=stretched(120)
+    )
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode == 1
     assert "UnsupportedVersionError: torch " in last and f"{module}:{name} is not there" in last

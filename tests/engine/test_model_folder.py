@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.engine.hf_models import tiny_model
 from tests.engine.hub import Hub, serve_hub
 from tests.engine.test_initial_model import start
 from tests.helpers import free_port, run_ranks
+from tests.limits import stretched
+from tests.once import make_once
 
 RANK = """
 import json, sys
@@ -64,7 +66,7 @@ def reports(root: Path, wanted: Mapping[str, dict[str, Any]], **environment: str
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=stretched(120))[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -111,14 +113,17 @@ OFFLINE = {
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Hub, list[dict], list[dict]]]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub, list[dict], list[dict]]:
     """The runs' folder, the hub, and what two ranks reported with it and then, from the cache alone, without it."""
-    root = tmp_path_factory.mktemp("hub")
-    with serve_hub() as hub:
-        _serve(hub, root)
-        online = reports(root / "online", ONLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url)
-    offline = reports(root / "offline", OFFLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
-    yield root, hub, online, offline
+
+    def make(root: Path) -> tuple[Path, Hub, list[dict], list[dict]]:
+        with serve_hub() as hub:
+            _serve(hub, root)
+            online = reports(root / "online", ONLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url)
+        offline = reports(root / "offline", OFFLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+        return root, hub, online, offline
+
+    return make_once(tmp_path_factory, "hub", make)
 
 
 def _holds(folder: Path, seed: int) -> bool:

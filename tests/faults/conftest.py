@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,12 @@ import pytest
 import torch
 
 from tests.faults.generations import Victim, make_generations
-from tests.faults.tally import FULL, TALLY, Tally
+from tests.faults.power_traces import Recorded, record
+from tests.faults.share import SHARE
+from tests.faults.tally import TALLY, Tally
+from tests.faults.workshop import Workshop, workshop
 
 SAY_EVERY_S = 5.0
-
-
-@pytest.fixture(scope="session")
-def full() -> bool:
-    """Whether to inject everything (``make faults``) or a representative subset."""
-    return FULL
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +26,12 @@ def tally(pytestconfig: pytest.Config) -> Tally:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Show a line of progress at once, captured output or not; ``make faults`` shows them, ``make test`` with -s."""
+    """Show a line of progress at once, captured output or not, where all faults are injected; else with -s."""
     reporter: Any = request.config.pluginmanager.getplugin("terminalreporter")
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
 
     def line(text: str) -> None:
-        if FULL:
+        if SHARE == 1 and reporter is not None:  # (a process of pytest-xdist has none)
             with capture.global_and_fixture_disabled():
                 reporter.ensure_newline()
                 reporter.write_line(f"  {text}")
@@ -61,6 +59,19 @@ def progress(say: Callable[[str], None]) -> Callable[[str], None]:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``recover`` folder of a run of two ranks, with the generations of steps 0 and 1: to copy, not to change."""
     return make_generations(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture(scope="session")
+def shop() -> Iterator[Workshop]:
+    """Two warm ranks, and a folder for what they break."""
+    with workshop() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def recorded(shop: Workshop) -> Callable[[str], Recorded]:
+    """A scenario of power cuts, performed once."""
+    return cache(partial(record, shop))
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import PRELOAD
+from tests.limits import stretched
 
 Stage = Callable[[int], Any]
 """What every rank does, given its number. A top-level function or a `functools.partial` of one: it is pickled."""
 
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = stretched(20.0)
 """Longest that a rank waits for another; what is meant to be noticed is noticed by `Nursery.run` long before."""
 
 
@@ -85,7 +86,7 @@ class Nursery:
             for parent in self._parents:
                 parent.send_bytes(pickle.dumps((stages, scratch)))
             running = {os.pidfd_open(_answer(parent)): parent for parent in self._parents}
-            ends, in_time = _wait(running, started + timeout_s)
+            ends, in_time = _wait(running, started + stretched(timeout_s))
             reports = [_read(Path(scratch, f"rank_{rank}")) for rank in range(len(self._parents))]
         return Outcome(
             ends=[ends[parent] for parent in self._parents],
@@ -119,14 +120,14 @@ def nursery(
     finally:
         for ours, _ in pipes:
             ours.close()  # ends them
-        process.join(timeout=60)
+        process.join(timeout=stretched(60))
         if process.is_alive():
             process.kill()
             process.join()
 
 
 def _answer(parent: Connection) -> int:
-    assert parent.poll(60), "a parent of ranks does not answer; is there an error above?"
+    assert parent.poll(stretched(60)), "a parent of ranks does not answer; is there an error above?"
     return pickle.loads(parent.recv_bytes())
 
 

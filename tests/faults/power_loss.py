@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 
+from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
 
 Tree = dict[str, bytes | None]
@@ -196,14 +197,16 @@ class Effort:
         subsets_of: all subsets of up to so many uncertain changes.
         samples: random outcomes of more than that.
         all_points: cut the power before every call; else before every fsync of a folder, and at the end.
+        share: of those moments, besides the end.
     """
 
     subsets_of: int = 5
     samples: int = 6
     all_points: bool = False
+    share: float = 1.0
 
 
-QUICK, FULL = Effort(), Effort(subsets_of=7, samples=64, all_points=True)
+QUICK, FULL = Effort(), Effort(subsets_of=7, samples=64, all_points=True, share=SHARE)
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ class PowerLoss:
         """How many calls had returned when the power failed, ``since`` at least, the end first."""
         looked_at = range(since, len(self.calls))
         moments = [i for i in looked_at if effort.all_points or i in self._folder_fsyncs]
-        return [len(self.calls), *reversed(moments)]
+        return [len(self.calls), *reversed(pick(moments, effort.share))]
 
     def states(self, point: int, effort: Effort) -> Iterator[State]:
         """What can be left when the power fails after the first ``point`` calls; some states come more than once."""

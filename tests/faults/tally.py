@@ -1,10 +1,10 @@
 """The table of injected faults: counted by the tests of this folder, printed and judged at the end of the session.
 
 A test injects faults and reports them to the fixture ``tally``; the session fails unless every injected fault was
-survived with nothing lost, nothing undetected and nothing executed. ``make test`` and ``make test-slow`` inject a
-representative subset, ``make faults`` (``HOLDFAST_FAULTS=full``) everything; it also keeps the table, as text and as
-JSON, in the folder that ``HOLDFAST_FAULTS_OUT`` names. Where tests are spread over processes (pytest-xdist), each sends
-its counts to the first.
+survived with nothing lost, nothing undetected and nothing executed. What part of all faults is injected says
+``HOLDFAST_FAULTS`` (share.py): ``make faults`` injects all of them. The table is also kept, as text and as JSON, in the
+folder that ``HOLDFAST_FAULTS_OUT`` names. Where tests are spread over processes (pytest-xdist), each sends its counts
+to the first.
 """
 
 import io
@@ -22,7 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-FULL = os.environ.get("HOLDFAST_FAULTS") == "full"
+from tests.faults.share import SHARE
+
 _SENT = "holdfast_faults"
 
 PROMISED = {
@@ -43,7 +44,10 @@ PROMISED = {
     "SIGSTOP of a random worker": 20,
     "safeguard taken away": 100,
 }
-"""How many faults of the kinds that begin so ``make faults`` injects at least: none can be left out unnoticed."""
+"""How many faults of the kinds that begin so all tests of this folder inject at least, times `SHARE`.
+
+With ``HOLDFAST_FAULTS_WHOLE`` the session fails when it has injected less: nothing can be left out unnoticed.
+"""
 
 
 @dataclass
@@ -123,13 +127,14 @@ class Tally:
         """Whether every kind is."""
         return all(faults.fine for faults in self.kinds.values())
 
-    def missing(self) -> list[str]:
-        """What was promised and not injected."""
+    def missing(self, share: float) -> list[str]:
+        """What was promised of a share of all faults, and not injected."""
         counts = {
             name: sum(faults.injected for kind, faults in self.kinds.items() if kind.startswith(name))
             for name in PROMISED
         }
-        return [f"{name}: {counts[name]} of {least}" for name, least in PROMISED.items() if counts[name] < least]
+        floors = {name: max(1, int(least * share)) for name, least in PROMISED.items()}
+        return [f"{name}: {counts[name]} of {least}" for name, least in floors.items() if counts[name] < least]
 
     def table(self, title: str) -> Table:
         """The table that people are shown."""
@@ -171,20 +176,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         tally.end_test()
 
 
-def _whole(config: pytest.Config) -> bool:
-    """Whether this is ``make faults``, which injects everything."""
-    return FULL and bool(os.environ.get("HOLDFAST_FAULTS_WHOLE"))
+def _whole() -> bool:
+    """Whether all tests of this folder are to run, as in ``make faults``."""
+    return bool(os.environ.get("HOLDFAST_FAULTS_WHOLE"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A table with a flaw is a failure, whatever the tests said; for ``make faults`` so is one that lacks something."""
+    """A table with a flaw is a failure, whatever the tests said; so is one that lacks what was promised."""
     tally = session.config.stash[TALLY]
     output: Any = getattr(session.config, "workeroutput", None)
     if output is not None:  # the first process judges
         output[_SENT] = {kind: asdict(faults) for kind, faults in tally.kinds.items()}
         return
     reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
-    lacks = _whole(session.config) and bool(tally.missing() or (reporter and reporter.stats.get("skipped")))
+    lacks = _whole() and bool(tally.missing(SHARE) or (reporter and reporter.stats.get("skipped")))
     if session.exitstatus == pytest.ExitCode.OK and (lacks or not tally.fine):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -200,8 +205,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tally = config.stash[TALLY]
     if not tally.kinds:
         return
-    amount = "everything" if FULL else "quick subset"
-    title = f"faults ({amount}), Python {platform.python_version()}, torch {torch.__version__}"
+    title = f"faults ({100 * SHARE:g}% of all), Python {platform.python_version()}, torch {torch.__version__}"
     text = io.StringIO()
     width = terminalreporter._tw.fullwidth
     Console(file=text, width=max(100, width), force_terminal=bool(terminalreporter.isatty)).print(tally.table(title))
@@ -210,8 +214,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not tally.fine:
         terminalreporter.write_line("the table is not clean: something was not survived", red=True)
     outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    if _whole(config):
-        for lack in tally.missing():
+    if _whole():
+        for lack in tally.missing(SHARE):
             terminalreporter.write_line(f"promised and not injected: {lack}", red=True)
         if outcomes["skipped"]:
             terminalreporter.write_line(f"{outcomes['skipped']} tests were skipped on this machine", red=True)

@@ -10,32 +10,26 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 
 from holdfast.utils.distributed import gather_objects
 from tests.faults.nursery import GROUP_TIMEOUT_S
 from tests.faults.sessions import SESSIONS, agree
+from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call, Shim, not_durable
 from tests.faults.snapshots import Snapshot
 from tests.faults.tally import Tally
-from tests.faults.workshop import Workshop, workshop
+from tests.faults.workshop import Workshop
 from tests.recover.runs import hidden
 
 pytestmark = pytest.mark.timeout(3600)
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
-QUICK_STRIDE = 13
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
 
 
 @dataclass
@@ -80,16 +74,25 @@ class Report:
 
 
 def fail_at_every_call(
-    session_name: str, root: str, model: str, victims: tuple[int, ...], code: int, lasting: bool, stride: int, rank: int
+    session_name: str,
+    root: str,
+    model: str,
+    victims: tuple[int, ...],
+    code: int,
+    lasting: bool,
+    share: float,
+    rank: int,
 ) -> Report:
     """Stage: attempt after attempt, each with a fault at another call, each followed by one without."""
     session = SESSIONS[session_name](rank, root, model)
     for _ in range(3):
-        assert agree(session.attempt())
+        with Shim(root, rank=rank) as shim:
+            assert agree(session.attempt())
         session.survey(True)
+    n_calls = max(gather_objects(len(shim.calls))[victim] for victim in victims)
     tidy = not (lasting and 0 in victims)  # rank 0 clears up
-    moment, faults, reported, slowest_s = stride // 2, 0, 0, 0.0
-    while True:
+    faults, reported, slowest_s = 0, 0, 0.0
+    for moment in count() if share == 1 else pick(range(n_calls), share):
         hook = FailAt(moment, code, lasting) if rank in victims else None
         started = time.monotonic()
         try:
@@ -110,7 +113,7 @@ def fail_at_every_call(
         except BaseException as error:
             error.add_note(f"{errno.errorcode[code]} at call {moment} of ranks {victims}, here: {hook and hook.struck}")
             raise
-        faults, reported, moment = faults + 1, reported + (not done), moment + stride
+        faults, reported = faults + 1, reported + (not done)
     session.close()
     state = (session.step, session.digest) if session_name == "snapshot" else (0, "")
     return Report(faults, reported, slowest_s, state)
@@ -128,6 +131,8 @@ def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
 
 CASES = [((0,), False), ((1,), False), ((0,), True), ((1,), True), ((0, 1), True)]
 """Ranks whose calls fail, and whether all of them from the n-th on do."""
+FEW = 0.05
+"""Below this share each case has one error or two, at more calls, and all cases together have all errors."""
 
 
 @pytest.mark.parametrize(("victims", "lasting"), CASES)
@@ -137,15 +142,15 @@ def test_an_error_at_any_system_call_is_reported_and_survived(
     name: str,
     victims: tuple[int, ...],
     lasting: bool,
-    full: bool,
     tally: Tally,
     say: Callable[[str], None],
 ) -> None:
-    for code in CODES if full else (errno.ENOSPC, errno.EIO):
+    codes = CODES[CASES.index((victims, lasting)) :: len(CASES)] if SHARE < FEW else CODES
+    share = min(1.0, SHARE * len(CODES) / len(codes))
+    for code in codes:
         root = shop.new_path("root")
         root.mkdir()
-        stride = 1 if full else QUICK_STRIDE
-        stage = partial(fail_at_every_call, name, str(root), shop.model, victims, code, lasting, stride)
+        stage = partial(fail_at_every_call, name, str(root), shop.model, victims, code, lasting, share)
         outcome = shop.ranks.run(stage, timeout_s=1800)
         kind = f"{errno.errorcode[code]} from a system call"
         try:

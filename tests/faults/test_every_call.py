@@ -3,7 +3,7 @@
 For each rank and each n, the rank is killed with SIGKILL just before its n-th call below the folder, and, where that
 call writes, once more after half of the data was written. The other rank is killed as soon as the first is dead. Fresh
 processes then find exactly the old state or exactly the new one, to the bit, and do the same again, which must succeed.
-When a run comes to its end before its n-th call, all calls were tried.
+When a run comes to its end before its n-th call, all calls were tried. A share of all faults is that of the calls.
 """
 
 import os
@@ -20,17 +20,12 @@ import pytest
 
 from tests.faults.nursery import Outcome, Stage
 from tests.faults.scenarios import EVERY, make_scenario
+from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call, write_half
 from tests.faults.tally import Tally
-from tests.faults.workshop import Built, Workshop, perform, workshop
+from tests.faults.workshop import Built, Workshop, perform
 
 pytestmark = pytest.mark.timeout(3600)
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
 
 
 @dataclass
@@ -134,16 +129,9 @@ def _check_and(built: Built, left: Killed | None, *then: Stage) -> Outcome:
     return built.workshop.ranks.run(*checks, *then)
 
 
-def quick_moments(calls: list[Call]) -> list[int]:
-    """Some of a rank's calls: the first and the last, one in between, and those around the renames of folders."""
-    renames = [i for i, call in enumerate(calls) if call.name == "rename" and "." not in Path(call.target or ".").name]
-    some = {0, len(calls) // 3, len(calls) - 1, *renames, *(i + 1 for i in renames)}
-    return sorted(some & set(range(len(calls)))) or [0]
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_a_kill_at_any_system_call_leaves_the_old_state_or_the_new_one(
-    shop: Workshop, name: str, full: bool, tally: Tally, progress: Callable[[str], None], say: Callable[[str], None]
+    shop: Workshop, name: str, tally: Tally, progress: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
     built = shop.build(make_scenario(name, shop.model))
     recorded = built.record(built.copy())
@@ -151,7 +139,8 @@ def test_a_kill_at_any_system_call_leaves_the_old_state_or_the_new_one(
         calls = [call for call in recorded if call.rank == rank]
         kills, found, ended = 0, [], False
         try:
-            for killed, new in kill_at(built, rank, count() if full else quick_moments(calls)):
+            moments = count() if SHARE == 1 else pick(range(len(calls)), SHARE) or [0]
+            for killed, new in kill_at(built, rank, moments):
                 ended = killed.call is None
                 found.append(new)
                 if not ended:
@@ -162,5 +151,5 @@ def test_a_kill_at_any_system_call_leaves_the_old_state_or_the_new_one(
             tally.add("SIGKILL at a system call", injected=1, lost=1)
             raise
         assert found == sorted(found), "the new state was there, and after a later kill it was not"
-        assert ended or not full
+        assert ended or SHARE < 1
         say(f"{name}: rank {rank} makes {len(calls)} calls; it was killed {kills} times")

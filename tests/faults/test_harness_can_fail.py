@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +53,13 @@ from tests.faults.power_traces import (
 )
 from tests.faults.shim import Call
 from tests.faults.tally import Tally
-from tests.faults.workshop import Workshop, perform, workshop
+from tests.faults.workshop import Workshop, perform
+from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(600)
 
 KIND = "safeguard taken away"
 Notice = Callable[[object, str], None]
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def recorded(shop: Workshop) -> Callable[[str], Recorded]:
-    """A scenario, performed once."""
-    return cache(partial(record, shop))
 
 
 @pytest.fixture
@@ -260,7 +249,7 @@ def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
     try:
         _export_with_a_full_disk(scenario, root, rank)
     except (CheckpointWriteError, OSError):  # whose process lives on: its end would tell the other by another way
-        end = time.monotonic() + 20
+        end = time.monotonic() + stretched(20)
         while not (Path(root) / "hf" / "global_step_2").exists() and time.monotonic() < end:
             time.sleep(0.01)
         raise

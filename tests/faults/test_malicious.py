@@ -44,6 +44,7 @@ from tests.faults.generations import (
     time_limit,
 )
 from tests.faults.payloads import WRAPPINGS, Call, careless, payload_objects, payload_streams
+from tests.faults.share import SHARE, pick
 from tests.faults.tally import Tally
 from tests.helpers import run_ranks
 from tests.recover.runs import make_handler, make_loader
@@ -130,16 +131,13 @@ def test_no_pickle_runs_wherever_it_is_planted(
     victim: Victim,
     older: str,
     tmp_path: Path,
-    full: bool,
     tally: Tally,
     progress: Callable[[str], None],
 ) -> None:
-    attacks = list(pickle_attacks(tmp_path / "marker"))
-    if not full:
-        by_place: dict[str, list[Attack]] = {}
-        for attack in attacks:
-            by_place.setdefault(attack.name.rpartition(", ")[2], []).append(attack)
-        attacks = [attack for place in by_place.values() for attack in Random(0).sample(place, 3)]
+    by_place: dict[str, list[Attack]] = {}
+    for attack in pickle_attacks(tmp_path / "marker"):
+        by_place.setdefault(attack.name.rpartition(", ")[2], []).append(attack)
+    attacks = [attack for place in by_place.values() for attack in pick(place, SHARE)]
     _run("pickle that runs code", attacks, good, victim, older, tmp_path, tally, progress)
 
 
@@ -226,13 +224,13 @@ def _flip_sealed(name: str, at: int, folder: Path) -> None:
 
 
 def test_nonsense_with_right_digests_is_refused_with_an_error_of_ours_or_does_no_harm(
-    good: Path, victim: Victim, tmp_path: Path, full: bool, tally: Tally, progress: Callable[[str], None]
+    good: Path, victim: Victim, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
 ) -> None:
     """Any flipped bit of what is parsed, sealed again: digests say nothing, so parsers must."""
     dice, problems = Random(1), []
     for name in ("actor/.metadata", STATE, "data.pt", INFO_NAME):
         size = (good / NEWER / name).stat().st_size
-        places = dice.sample(range(size), min(size, 400 if full else 12))
+        places = pick(dice.sample(range(size), min(size, 400)), SHARE)
         for number, at in enumerate(places):
             folder = copy_generations(good, tmp_path / "run", NEWER) / NEWER
             _flip_sealed(name, at, folder)

@@ -5,17 +5,18 @@ The first tests are about the model itself; see power_loss.py for what it lets a
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from tests.faults.power_loss import FULL, QUICK, Effort, PowerLoss, Tree, write_tree
-from tests.faults.power_traces import MIRRORED, POWER_SCENARIOS, Recorded, record, record_second_life, survey
+from tests.faults.power_traces import MIRRORED, POWER_SCENARIOS, Recorded, record_second_life, survey
 from tests.faults.scenarios import Scenario
+from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
 from tests.faults.tally import Tally
-from tests.faults.workshop import Workshop, workshop
+from tests.faults.workshop import Workshop
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -91,18 +92,6 @@ def test_a_file_system_that_keeps_order_is_among_the_possible_ones() -> None:
         assert {call.path: b"" for call in calls[:length]} in states
 
 
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def recorded(shop: Workshop) -> Callable[[str], Recorded]:
-    """A scenario, performed once."""
-    return cache(partial(record, shop))
-
-
 def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort: Effort, since: int = 0) -> None:
     found = survey(recorded, effort, since=since)
     lost = len(found.losses)
@@ -113,42 +102,40 @@ def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort:
 
 @pytest.mark.parametrize("name", POWER_SCENARIOS)
 def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_and_what_was_promised(
-    name: str, recorded: Callable[[str], Recorded], full: bool, tally: Tally, say: Callable[[str], None]
+    name: str, recorded: Callable[[str], Recorded], tally: Tally, say: Callable[[str], None]
 ) -> None:
-    _judge(recorded(name), tally, say, FULL if full else QUICK)
+    _judge(recorded(name), tally, say, FULL)
 
 
-@pytest.mark.parametrize("name", [name for name in POWER_SCENARIOS if name != "export"])  # no job comes back to one
+BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job comes back to an export
+
+
+@pytest.mark.parametrize("name", [*BACK, pytest.param(MIRRORED, marks=pytest.mark.slow)])
 def test_a_job_that_was_killed_and_comes_back_trusts_nothing_that_is_not_on_the_disk_yet(
     name: str,
     shop: Workshop,
     recorded: Callable[[str], Recorded],
-    full: bool,
     tally: Tally,
     say: Callable[[str], None],
 ) -> None:
-    if name == MIRRORED and not full:
-        pytest.skip("in make faults: it takes minutes")
     first = recorded(name)
-    for n_calls in _kills(first.loss.calls, everywhere=full):
+    for n_calls in pick(_kills(first.loss.calls), SHARE):
         _judge(record_second_life(shop, first, n_calls), tally, say, BRIEF, since=n_calls)
 
 
-def _kills(calls: list[Call], everywhere: bool) -> list[int]:
-    """Moments after a name was made, and before an fsync made it certain; or the first of a visible folder."""
-    moments = [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
-    shown = [n for n in moments if "/." not in (calls[n - 1].target or calls[n - 1].path)]
-    return moments if everywhere else shown[:1]
+def _kills(calls: list[Call]) -> list[int]:
+    """Moments after a name was made, and before an fsync made it certain."""
+    return [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
 
 
 @pytest.mark.parametrize("name", POWER_SCENARIOS)
 def test_ranks_go_on_from_what_a_power_cut_left(
-    name: str, shop: Workshop, recorded: Callable[[str], Recorded], full: bool, tally: Tally
+    name: str, shop: Workshop, recorded: Callable[[str], Recorded], tally: Tally
 ) -> None:
     scenario, trace = recorded(name).scenario, recorded(name).loss
     states = [state for point in trace.points(QUICK) for state in trace.states(point, QUICK)]
     different = list({state.key(): state for state in states}.values())
-    for state in random.Random(name).sample(different, min(60, len(different)) if full else 1):
+    for state in pick(random.Random(name).sample(different, min(60, len(different))), SHARE):
         root = shop.new_path("left")
         write_tree(state.tree, root)
         outcome = shop.ranks.run(partial(_check, scenario, str(root)))

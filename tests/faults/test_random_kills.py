@@ -6,6 +6,7 @@ generation it can see. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m slow -s tes
 another storm of it.
 """
 
+import math
 import os
 import random
 import signal
@@ -25,12 +26,14 @@ from examples.chaos import GrpoRun, sha256
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
-from tests.faults.tally import FULL, Tally
+from tests.faults.share import SHARE
+from tests.faults.tally import Tally
+from tests.limits import stretched
 
 AMOUNTS = {
-    "SIGKILL": int(os.environ.get("HOLDFAST_KILLS", "300" if FULL else "10")),
-    "SIGSTOP": int(os.environ.get("HOLDFAST_STOPS", "20" if FULL else "1")),
-    "SIGTERM": int(os.environ.get("HOLDFAST_TERMS", "20" if FULL else "1")),
+    "SIGKILL": int(os.environ.get("HOLDFAST_KILLS", math.ceil(300 * SHARE))),
+    "SIGSTOP": int(os.environ.get("HOLDFAST_STOPS", math.ceil(20 * SHARE))),
+    "SIGTERM": int(os.environ.get("HOLDFAST_TERMS", math.ceil(20 * SHARE))),
 }
 KINDS = {
     "SIGKILL": "SIGKILL of a random process",
@@ -52,8 +55,8 @@ SETTINGS = (
     "recover.retries=1000",
 )
 LONGEST_WAIT_S = 5.0
-PATIENCE_S = 300.0
-GONE_S = 90.0  # agents of Ray outlive a raylet that was killed by half a minute
+PATIENCE_S = stretched(300.0)
+GONE_S = stretched(90.0)  # agents of Ray outlive a raylet that was killed by half a minute
 TIMES = {"seconds", "time"}
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -32,13 +31,12 @@ from tests.faults.generations import (
     slug,
     time_limit,
 )
+from tests.faults.share import SHARE, pick
 from tests.faults.tally import Tally
 from tests.helpers import run_ranks
 from tests.recover.runs import digest, make_handler, make_loader
 
 pytestmark = pytest.mark.timeout(900)
-
-QUICK_PER_FILE = 2
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +74,6 @@ def _judge(damage: Damage, good: Path, root: Path, victim: Victim, expected: Loa
     return None
 
 
-def _chosen(damages: list[Damage], full: bool) -> list[Damage]:
-    """All, or a few of every file that is to blame."""
-    if full:
-        return damages
-    dice, by_file = Random(0), dict[str, list[Damage]]()
-    for damage in damages:
-        by_file.setdefault(damage.blame[0], []).append(damage)
-    few = {id(d) for group in by_file.values() for d in dice.sample(group, min(QUICK_PER_FILE, len(group)))}
-    return [damage for damage in damages if id(damage) in few]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damage_is_found_and_set_aside_and_the_older_generation_takes_over(
     kind: str,
@@ -94,11 +81,10 @@ def test_every_damage_is_found_and_set_aside_and_the_older_generation_takes_over
     victim: Victim,
     expected: Loaded,
     tmp_path: Path,
-    full: bool,
     tally: Tally,
     progress: Callable[[str], None],
 ) -> None:
-    problems, damages = [], _chosen(list(KINDS[kind](good)), full)
+    problems, damages = [], pick(list(KINDS[kind](good)), SHARE)
     for number, damage in enumerate(damages):
         with quiet():
             problem = _judge(damage, good, tmp_path / str(number), victim, expected)
@@ -171,13 +157,13 @@ def test_two_ranks_agree_on_what_only_one_of_them_has_read(good: Path, tmp_path:
 
 
 def test_a_folder_without_a_manifest_that_is_cut_short_is_refused_too(
-    good: Path, victim: Victim, tmp_path: Path, full: bool, tally: Tally
+    good: Path, victim: Victim, tmp_path: Path, tally: Tally
 ) -> None:
     """As AReaL or stock torch write it: no digests, so only what is missing can be seen."""
     state, problems = victim.states["actor"], []
     source = good / NEWER / "actor"
     cuts = [(name, at) for name in files_of(source) for at in boundaries(source, name)[:-1]]
-    for number, (name, at) in enumerate(cuts if full else Random(0).sample(cuts, 20)):
+    for number, (name, at) in enumerate(pick(cuts, SHARE)):
         folder = tmp_path / str(number)
         link_tree(source, folder)
         size = (folder / name).stat().st_size

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from tests.faults.scenarios import EVERY, Scenario, make_scenario
 from tests.faults.shim import Call, Shim, not_durable, read_calls, record, replay, write_half
-from tests.faults.workshop import Workshop, workshop
+from tests.faults.workshop import Workshop
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,12 +30,6 @@ KINDS = {
     "io_submit": "write",
 }  # fmt: skip
 """System call -> what the shim calls it."""
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
 
 
 def contents(root: Path) -> dict[str, bytes | None]:

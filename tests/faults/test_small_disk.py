@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from holdfast.utils.distributed import rank_zero_decides
 from tests.faults.sessions import SESSIONS, Session, agree
+from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call, Shim
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, workshop
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.timeout(1800)
 DISK_BYTES = 2 << 20
 DISK_INODES = 400
 PAGE_BYTES = 4096
+STRIDE_BYTES = 500
+"""Between limits on the size of files."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
@@ -82,12 +85,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
         yield SmallDisk(opened, path)
 
 
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Workshop]:
-    with workshop() as opened:
-        yield opened
-
-
 @dataclass
 class Ballast:
     """What fills a disk.
@@ -126,7 +123,7 @@ class Ballast:
 
 
 def fill_the_disk(
-    session_name: str, disk: str, model: str, inodes: bool, late: bool, stride: int, rank: int
+    session_name: str, disk: str, model: str, inodes: bool, late: bool, share: float, rank: int
 ) -> tuple[int, int]:
     """Stage: attempts with more and more room, until there is enough; how many there were, and how many failed."""
     root = Path(disk, f"{session_name}-{inodes}-{late}")
@@ -138,7 +135,8 @@ def fill_the_disk(
         assert agree(session.attempt())
         session.survey(True)
     faults = 0
-    for room in count(0, stride):
+    enough = _taken(Path(session.newest), inodes)
+    for room in count() if share == 1 else pick(range(enough), share):
         ballast = Ballast(Path(disk, "ballast"), inodes, room)
         if not late:
             rank_zero_decides(ballast.load)
@@ -158,14 +156,19 @@ def fill_the_disk(
     return faults, room
 
 
+def _taken(folder: Path, inodes: bool) -> int:
+    """How many pages, or inodes, the files of a folder take: an attempt that has not even these fails."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return len(files) if inodes else sum(-(-file.stat().st_size // PAGE_BYTES) for file in files)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "amidst"])
 @pytest.mark.parametrize("inodes", [False, True], ids=["bytes", "inodes"])
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_disk_that_is_full_to_the_last_page_or_inode_costs_only_the_attempt(
-    disk: SmallDisk, name: str, inodes: bool, late: bool, full: bool, tally: Tally, say: Callable[[str], None]
+    disk: SmallDisk, name: str, inodes: bool, late: bool, tally: Tally, say: Callable[[str], None]
 ) -> None:
-    stride = 1 if full else 2 if inodes else 5
-    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, inodes, late, stride)
+    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, inodes, late, SHARE)
     outcome = disk.shop.ranks.run(stage, timeout_s=900)
     _count(outcome.errors, "full disk", tally)
     faults, room = outcome.require_success()[0][0]
@@ -175,7 +178,7 @@ def test_a_disk_that_is_full_to_the_last_page_or_inode_costs_only_the_attempt(
 
 
 def _limit_files(
-    session_name: str, root: str, model: str, victims: tuple[int, ...], stride_bytes: int, rank: int
+    session_name: str, root: str, model: str, victims: tuple[int, ...], share: float, rank: int
 ) -> tuple[int, int]:
     """Stage: attempts with files that may grow larger and larger, until that is large enough."""
     session: Session = SESSIONS[session_name](rank, root, model)
@@ -184,7 +187,9 @@ def _limit_files(
         session.survey(True)
     faults = 0
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    for limit in count(0, stride_bytes):
+    largest = max(file.stat().st_size for file in Path(session.newest).rglob("*") if file.is_file())
+    some = [0, *pick(range(STRIDE_BYTES, largest, STRIDE_BYTES), share)]
+    for limit in count(0, STRIDE_BYTES) if share == 1 else some:
         if rank in victims:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
@@ -204,11 +209,11 @@ def _limit_files(
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_limit_on_the_size_of_files_costs_only_the_attempt(
-    shop: Workshop, name: str, victims: tuple[int, ...], full: bool, tally: Tally, say: Callable[[str], None]
+    shop: Workshop, name: str, victims: tuple[int, ...], tally: Tally, say: Callable[[str], None]
 ) -> None:
     root = shop.new_path("root")
     root.mkdir()
-    stage = partial(_limit_files, name, str(root), shop.model, victims, 500 if full else 9000)
+    stage = partial(_limit_files, name, str(root), shop.model, victims, SHARE)
     outcome = shop.ranks.run(stage, timeout_s=900)
     _count(outcome.errors, "RLIMIT_FSIZE", tally)
     faults, limit = outcome.require_success()[0][0]

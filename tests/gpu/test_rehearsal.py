@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.figures import BEGIN, END, JSON, PAGE
+from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
 FORMATS = "tests/gpu/test_checkpoints.py::test_every_format_brings_back_what_it_was_given"
@@ -16,9 +17,12 @@ FORMATS = "tests/gpu/test_checkpoints.py::test_every_format_brings_back_what_it_
 
 def run_list(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=stretched(120)
+    )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_test_of_the_list_is_skipped_and_says_why() -> None:
     done = run_list("-m", "gpu", "tests/gpu", CUDA_VISIBLE_DEVICES="", HOLDFAST_GPU_TESTS_DEVICE="cuda")
     assert done.returncode == 0, done.stdout
@@ -27,6 +31,7 @@ def test_without_a_gpu_every_test_of_the_list_is_skipped_and_says_why() -> None:
     assert skipped and all("needs CUDA: torch" in line for line in skipped), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_on_the_cpu_the_list_runs_and_its_figures_are_kept(tmp_path: Path) -> None:
     done = run_list(FORMATS, HOLDFAST_GPU_TESTS_DEVICE="cpu", HOLDFAST_GPU_TESTS_OUT=str(tmp_path))

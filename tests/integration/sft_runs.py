@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.utils.metrics import read_stats
+from tests.limits import stretched
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
 
@@ -37,7 +38,7 @@ def start(
 def finish(job: subprocess.Popen[str], timeout_s: float = 80) -> str:
     """The output of a job that ends well."""
     try:
-        output, _ = job.communicate(timeout=timeout_s)
+        output, _ = job.communicate(timeout=stretched(timeout_s))
     except subprocess.TimeoutExpired:
         kill_tree(job)
         raise
@@ -51,8 +52,8 @@ def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
     tree = [*launcher.children(recursive=True), launcher]
     for process in [launcher] if launcher_only else tree:
         process.kill()
-    job.wait(timeout=20)
-    _, alive = psutil.wait_procs(tree, timeout=5)
+    job.wait(timeout=stretched(20))
+    _, alive = psutil.wait_procs(tree, timeout=stretched(5))
     assert not alive
 
 
@@ -65,7 +66,7 @@ def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: floa
 
 def wait_for_step(job: subprocess.Popen[str], stats: Path, step: int, timeout_s: float = 60) -> None:
     """Until the job has logged ``step``."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + stretched(timeout_s)
     while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < deadline, f"the job did not reach step {step}"

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from holdfast.engine.workers.ray_adapter import WorkerResources, draining_nodes
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.recover.triggers.signals import StopNotice
-from tests.ray_helpers import ROOT, SMALLEST_STORE_BYTES, Server
+from tests.ray_helpers import SMALLEST_STORE_BYTES, Server, worker_environment
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,6 +25,7 @@ DEADLINE_S = 300.0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Nodes ``driver``, ``a`` and ``b``, each with a resource of its name."""
+    ray.shutdown()  # the one that the modules share
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster()
     for name in ("driver", "a", "b"):
@@ -33,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
         address=cluster.address,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+        runtime_env=worker_environment(),
     )
     # A node that is drained is gone once it is idle, and this process with it if that is the driver's: strangers keep
     # these two busy until the end.
@@ -78,6 +79,7 @@ def test_the_notice_of_a_node_that_runs_a_worker_or_the_driver_is_told_and_no_ot
     Supervisor().run(job)
 
 
+@pytest.mark.slow
 def test_a_ray_that_cannot_tell_has_no_notices(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     assert cluster.head_node is not None
     control = cluster.head_node.all_processes["gcs_server"][0].process

@@ -75,7 +75,10 @@ def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engine
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("kind", "engines"), [("own", ("default",)), ("torchdata", ("actor", "critic"))])
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [pytest.param("own", ("default",), marks=pytest.mark.slow), ("torchdata", ("actor", "critic"))],
+)
 def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
     kind: str, engines: tuple[str, ...], model: str, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun
     back.die()
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(
     model: str, placement: PlacementGroup, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from holdfast.utils.manifest import read_manifest
 from holdfast.utils.rng import capture_rng
 from holdfast.utils.safe_torch import pack_plain
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(90)
@@ -169,12 +170,13 @@ def _wait_for_the_lock(rank: int, world_size: int, root: str) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_slow_decision_for_longer_than_their_group_would(tmp_path: Path) -> None:
     lock = tmp_path / "e" / "t" / "recover.lock"
     holder = subprocess.Popen([sys.executable, "-c", _HOLD_THE_LOCK, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     assert min(run_ranks(_wait_for_the_lock, 2, str(tmp_path))) > 0
-    holder.wait(timeout=20)
+    holder.wait(timeout=stretched(20))
     with open(lock) as file:
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and nobody holds it now
 
@@ -216,5 +218,5 @@ from holdfast.recover.coordinator import LocalRanks, RankTarget
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 LocalRanks(RankTarget({"it": object()})).decide_slowly(lambda: time.sleep(60))
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(30))
     assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from holdfast.recover.triggers.signals import StopNotice
 from holdfast.utils.errors import FolderInUseError, Preempted
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, run_until, step_info
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -56,18 +58,18 @@ class Job:
             self.wait_for("step_*")
 
     def wait_for(self, pattern: str) -> None:
-        end = time.monotonic() + 40
+        end = time.monotonic() + stretched(40)
         while not list(self.root.glob(pattern)):
             assert self.process.poll() is None and time.monotonic() < end, self.process.communicate(timeout=5)
             time.sleep(0.01)
 
     def finish(self) -> tuple[int, str]:
         """Exit code, and what was written to standard error."""
-        _, err = self.process.communicate(timeout=40)
+        _, err = self.process.communicate(timeout=stretched(40))
         return self.process.returncode, err
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", slow_but(["SIGTERM"], ["SIGTERM", "SIGUSR1", "SIGINT"]))
 def test_a_signal_leads_to_a_snapshot_at_the_next_step_and_exit_code_75(tmp_path: Path, name: str) -> None:
     job = Job(tmp_path)
     assert names(tmp_path) == []

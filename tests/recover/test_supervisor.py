@@ -19,6 +19,7 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, FolderInUseError, Preempted, RetriesExhausted, WorkerLost
+from tests.limits import stretched
 from tests.ray_helpers import (
     ROOT,
     MortalServer,
@@ -30,6 +31,7 @@ from tests.ray_helpers import (
     local_ray,
     running,
 )
+from tests.tiers import slow_but
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -107,6 +109,7 @@ def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
     assert not any(running(int(pid)) for pid in lives.read_text().split())
 
 
+@pytest.mark.slow
 def test_a_group_that_hangs_is_gone_before_it_is_started_again(tmp_path: Path) -> None:
     def job(attempt: Attempt) -> int:
         rollout = attempt.worker_group(Server, name="rollout", process_group=False)
@@ -154,6 +157,7 @@ def test_a_restart_that_is_hit_again_can_be_tried_again_and_a_trainers_loss_ends
     assert not any(running(int(pid)) for pid in [*pids, *lives.read_text().split()])
 
 
+@pytest.mark.slow
 def test_restarts_are_retries() -> None:
     def job(attempt: Attempt) -> None:
         attempt.worker_group(Server, name="rollout", process_group=False)
@@ -205,7 +209,7 @@ def test_while_a_job_runs_also_between_its_attempts_no_other_gets_its_folder(tmp
     def job(attempt: Attempt) -> str:
         if attempt.number == 0:
             raise WorkerLost("trainer", [0], "says who")
-        _, refusal = second_job(config).communicate(timeout=60)
+        _, refusal = second_job(config).communicate(timeout=stretched(60))
         return refusal
 
     assert f"pid {os.getpid()}" in Supervisor(config).run(job)
@@ -214,10 +218,10 @@ def test_while_a_job_runs_also_between_its_attempts_no_other_gets_its_folder(tmp
     assert holder.stdout is not None and holder.stdout.readline() == "mine\n"
     with pytest.raises(FolderInUseError, match=f"pid {holder.pid}"):
         Supervisor(config).run(job)
-    holder.communicate(timeout=60)
+    holder.communicate(timeout=stretched(60))
 
 
-@pytest.mark.parametrize("error", [UserBugError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", slow_but([UserBugError], [UserBugError, KeyboardInterrupt]))
 def test_a_bug_or_ctrl_c_is_raised_at_once_and_leaves_nothing_behind(error: type[BaseException]) -> None:
     pids: list[int] = []
 
@@ -261,6 +265,7 @@ def test_too_many_losses_in_the_window_end_the_job_and_later_ones_count_anew() -
         RecoverConfig(retries=-1)
 
 
+@pytest.mark.slow
 def test_groups_lost_while_they_start_or_end_are_losses_too() -> None:
     def job(attempt: Attempt) -> int:
         group = attempt.worker_group(Server, name="rollout", process_group=False)
@@ -274,6 +279,7 @@ def test_groups_lost_while_they_start_or_end_are_losses_too() -> None:
     assert [event.attempt for event in supervisor.events] == [0]
 
 
+@pytest.mark.slow
 def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     late: list[Future[WorkerGroup]] = []
@@ -295,7 +301,7 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
     supervisor = Supervisor()
     assert supervisor.run(job) == 3
     with pytest.raises(WorkerLost, match="killed on request"):
-        late[0].result(timeout=5)
+        late[0].result(timeout=stretched(5))
     assert [event.group for event in supervisor.events] == ["rollout"]
     assert live_placements() == 0
     with pytest.raises(WorkerLost, match="the job has ended"):
@@ -326,6 +332,7 @@ def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_tim
     assert "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_start_that_timed_out_is_tried_again_after_a_pause_that_grows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

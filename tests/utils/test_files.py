@@ -5,10 +5,11 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -28,7 +29,8 @@ from holdfast.utils.files import (
     write_durably,
 )
 from holdfast.utils.mapped import map_window
-from tests.helpers import run_ranks
+from tests.helpers import PRELOAD, run_ranks
+from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -162,19 +164,25 @@ def test_replace_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["folder", "tracker"]
 
 
+def _write_for_ever(path: Path, started: Any) -> None:
+    for i in count():
+        replace_atomically(path, bytes([i % 251]) * 300_000)
+        if i == 0:
+            started.set()
+
+
 def test_a_killed_writer_leaves_the_whole_old_or_the_whole_new_contents(tmp_path: Path) -> None:
-    script = (
-        "import sys\nfrom holdfast.utils.files import replace_atomically\n"
-        "for i in range(10**9):\n"
-        "    replace_atomically(sys.argv[1], bytes([i % 251]) * 300_000)\n"
-        "    if i == 0: print('started', flush=True)"
-    )
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
     path, rng = tmp_path / "tracker", random.Random(0)
     for _ in range(5):
-        with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None and writer.stdout.readline() == b"started\n"
-            time.sleep(rng.uniform(0, 0.05))
-            writer.send_signal(signal.SIGKILL)
+        started = context.Event()
+        writer = context.Process(target=_write_for_ever, args=(path, started))
+        writer.start()
+        assert started.wait(stretched(30))
+        time.sleep(rng.uniform(0, 0.05))
+        writer.kill()
+        writer.join()
         contents = path.read_bytes()
         assert contents == contents[:1] * 300_000
 

@@ -16,6 +16,7 @@ from holdfast.utils.distributed import get_rank
 from holdfast.utils.errors import PeerError
 from holdfast.utils.metrics import STATS_NAME, StatsLogger, read_stats, reduce_stats
 from tests.helpers import run_ranks
+from tests.limits import stretched
 
 
 def log_steps(stats: StatsLogger, steps: range, life: int) -> None:
@@ -92,7 +93,7 @@ def test_no_line_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
         "for step in range(5): stats.log(step, {'x': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    result = subprocess.run([sys.executable, "-c", script], timeout=60, cwd=tmp_path, capture_output=True)
+    result = subprocess.run([sys.executable, "-c", script], timeout=stretched(60), cwd=tmp_path, capture_output=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert [line["step"] for line in read_stats(tmp_path / STATS_NAME)] == list(range(5))
     assert read_tensorboard(tmp_path, "x") == [(step, float(step)) for step in range(5)]

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, rng_digest, seed_rng
+from tests.limits import stretched
 
 # Draws from every generator and prints them exactly; an odd number of normals leaves a cached half of a pair.
 DRAW = """
@@ -90,7 +91,7 @@ def test_state_is_plain_cpu_tensors_that_load_weights_only_in_another_process(tm
         f"restore_rng(torch.load({str(tmp_path / 'rng.pt')!r}, weights_only=True))\nprint(draw() + draw(), end='')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=stretched(60), check=True
     )
     assert result.stdout == expected
 

@@ -31,6 +31,8 @@ from holdfast.utils.errors import (
 )
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks
+from tests.once import make_once
+from tests.tiers import slow_but
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.1)
 
@@ -135,11 +137,10 @@ def _load_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("dcp")
-    return folder, run_ranks(_save_and_train_on, 2, str(folder))
+    return make_once(tmp_path_factory, "dcp", lambda folder: (folder, run_ranks(_save_and_train_on, 2, str(folder))))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_but([2, 3], [1, 2, 3]))
 def test_every_parameter_and_moment_is_bit_identical_at_another_world_size_and_back(
     saved: tuple[Path, list[dict[str, Any]]], world_size: int
 ) -> None:

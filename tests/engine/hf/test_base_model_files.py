@@ -23,6 +23,7 @@ from tests.engine.hf.test_export import _tokenizer
 from tests.engine.models import tiny_qwen3
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
+from tests.once import make_once
 from tests.recover.runs import SPEC, make_engine, step_info
 
 GENERATION = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "pad_token_id": 0}
@@ -113,11 +114,13 @@ def _folder_of(root: Path, name: str, way: str, dtype: str = "default") -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bases")
-    for name in BASES:
-        write_base(folder / "base" / name, name)
-    run_ranks(_export_every_way, 2, folder)
-    return folder
+    def make(folder: Path) -> Path:
+        for name in BASES:
+            write_base(folder / "base" / name, name)
+        run_ranks(_export_every_way, 2, folder)
+        return folder
+
+    return make_once(tmp_path_factory, "bases", make)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from holdfast.engine.hf.write import write_hf
 from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -165,7 +166,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=slow_but([2], [1, 2, 3]))
 def exported(request: pytest.FixtureRequest, root: Path) -> Path:
     run_ranks(_round_trips, request.param, root)
     return root / f"ours{request.param}"

@@ -24,6 +24,7 @@ from holdfast.engine.hf.load_plan import LoadPlan
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -273,7 +274,7 @@ def test_folder_that_only_one_rank_lacks_is_refused_on_every_rank(refusals: list
     assert refusals[1]["one_rank"].startswith("CheckpointNotFoundError")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3]))
 def test_other_names_dtypes_heads_and_conversions_load_as_meant(root: Path, tmp_path: Path, world_size: int) -> None:
     shutil.copytree(root, tmp_path / "root")
     run_ranks(_forgiven, world_size, tmp_path / "root")
@@ -294,7 +295,7 @@ def test_file_that_breaks_while_it_is_read_is_an_error_on_every_rank_that_says_w
                 assert ("became shorter" if case == "shorter" else "Input/output error") in message
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3]))
 def test_copies_of_a_tied_weight_that_differ_anywhere_are_refused_on_every_rank(root: Path, world_size: int) -> None:
     *others, last = run_ranks(_copies_of_a_tied_weight, world_size, root)
     assert last.startswith("CheckpointMismatchError") and "the model ties model.embed_tokens.weight, but" in last

@@ -28,6 +28,7 @@ from holdfast.engine.hf.load import load_hf
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import sharded, tiny_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 TEXT: dict[str, Any] = {
     "vocab_size": 31,
@@ -107,7 +108,7 @@ def _loads_as_from_pretrained(rank: int, world_size: int, root: Path) -> None:
             assert ours.read_bytes() == theirs.read_bytes(), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_multimodal_folder_loads_as_a_causal_language_model_and_is_exported_as_that_would_be(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -217,7 +218,7 @@ def _fused_loads(rank: int, world_size: int, root: Path, kind: str) -> None:
     assert (root / "ours" / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("kind", FUSED)
 def test_weights_that_a_folder_has_in_pieces_load_and_are_exported_in_pieces(
     kind: str, world_size: int, tmp_path: Path

@@ -22,6 +22,7 @@ from holdfast.engine.hf.load import load_hf
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 WEIGHTS = "model.safetensors"
 
@@ -109,7 +110,7 @@ def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[
     return written
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_but([1, 2], [1, 2, 3]))
 def test_every_byte_is_written_once_and_no_rank_writes_much_more_than_its_share(
     tmp_path: Path, world_size: int
 ) -> None:

@@ -41,6 +41,7 @@ from tests.engine.models import tiny_qwen3
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 from tests.recover.mirrors import BUCKET, S3Server, listing, storage
+from tests.tiers import slow_but
 
 SPLIT: dict[str, Any] = {"max_shard_size_bytes": 8000}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "split": SPLIT, "bf16": {"dtype": torch.bfloat16}}
@@ -142,7 +143,7 @@ def _from_staged_values(root: Path, url: str) -> None:
         save_hf(staged, f"{url}/staged", group=own, gather_group=own, **SPLIT)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", slow_but([2], [2, 3]))
 def test_shards_of_every_kind_and_what_must_be_gathered_come_out_the_same(tmp_path: Path, world_size: int) -> None:
     run_ranks(_of_every_kind, world_size, tmp_path)
     cases = [f"{case}/{variant}" for case in KINDS for variant in ("plain", "split")]

@@ -17,6 +17,7 @@ from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig, PPOCritic, 
 from holdfast.utils.errors import BatchError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
+from tests.once import make_once
 
 LENGTHS = [7, 3, 9, 1, 5, 6]
 SHARES = {1: [range(6)], 2: [range(4), range(4, 6)]}
@@ -237,8 +238,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path: str) -> list[dict[str, Any]]:
-    return run_ranks(_all_checks, 2, model_path, timeout_s=150)
+def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return make_once(tmp_path_factory, "actor", lambda _: run_ranks(_all_checks, 2, model_path, timeout_s=150))
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from tests.engine.hf.test_shard_ranges import SHARDINGS
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks, shared_memory
+from tests.limits import stretched
 from tests.recover.runs import SPEC, make_batch, make_engine, square_loss, token_count
 
 pytestmark = pytest.mark.timeout(100)
@@ -80,7 +81,7 @@ def _metas(root: Path, kind: str) -> list[SaveLoadMeta]:
 
 def _settled_fds(expected: int) -> int:
     """Open files of this process; gloo closes a connection when it hears that the other end did."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + stretched(20)
     while (found := psutil.Process().num_fds()) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
@@ -246,7 +247,7 @@ def test_a_process_that_ends_without_a_word_has_its_last_save_and_says_if_it_fai
     )
     out, nowhere = tmp_path / "out", tmp_path / "model/config.json/out"
     command = [sys.executable, "-c", script, str(tmp_path / "model"), str(out), str(nowhere)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=stretched(90))
     assert done.returncode == 0, done.stderr
     assert _contents(out)["model.safetensors"]
     assert f"a save in the background failed: cannot write {nowhere}" in done.stderr

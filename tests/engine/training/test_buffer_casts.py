@@ -14,6 +14,7 @@ from holdfast.engine import FSDPEngine, SaveLoadMeta
 from holdfast.engine.training.buffer_casts import casting_class
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.test_initial_model import IDS, start
+from tests.tiers import slow_but
 
 CAST = {
     "apertus": "act_fn.beta",
@@ -55,7 +56,7 @@ def _get_buffer(owner: nn.Module, key: str, by: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("write", [_add, _copy, _assign, _get_buffer])
+@pytest.mark.parametrize("write", slow_but([_copy], [_add, _copy, _assign, _get_buffer]))
 def test_what_is_written_to_a_buffer_that_is_cast_is_computed_with_saved_and_loaded(
     write: Callable[[nn.Module, str, torch.Tensor], None], tmp_path: Path
 ) -> None:

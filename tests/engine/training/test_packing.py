@@ -29,6 +29,7 @@ from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 9, 3)
@@ -114,7 +115,7 @@ def _zero(model: PreTrainedModel) -> None:
 WEIGHTS = {"fresh": _untouched, "moved": _moved, "zero": _zero}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("what", LEAKY)
 def test_a_model_whose_packed_sequences_see_each_other_is_refused_whatever_its_weights(
@@ -138,7 +139,7 @@ def test_a_model_that_fails_at_a_packed_row_is_refused_with_the_reason() -> None
         check_packing(model, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_weights_and_no_precision_are_a_reason_to_refuse(name: str, weights: str, dtype: torch.dtype) -> None:
@@ -207,7 +208,7 @@ def _sharded_check(rank: int, world_size: int) -> list[str]:
     return verdicts
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", slow_but([2], [2, 3]))
 def test_all_ranks_come_to_one_verdict_about_a_model_that_is_sharded_and_has_no_memory_yet(world_size: int) -> None:
     for sound, leaky in run_ranks(_sharded_check, world_size):
         assert sound == "packed"

@@ -137,12 +137,14 @@ def test_a_rank_killed_in_a_collective_is_lost(pair: WorkerGroup) -> None:
     assert_lost(pair, [1], lambda: pair.call_all("reduce_forever"), moment, "died during reduce_forever")
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_idle_is_lost_at_the_next_call(pair: WorkerGroup) -> None:
     os.kill(pair.pids()[0], signal.SIGKILL)
     moment = [time.monotonic()]
     assert_lost(pair, [0], lambda: pair.call_all("reduce"), moment, "died during reduce")
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: PlacementGroup) -> None:
     group = WorkerGroup(Worker, world_size=3, name="ring", placement_group=placement)
     moment = kill_after(0.5, group.pids()[2])
@@ -181,6 +183,7 @@ def test_a_stopped_rank_is_lost_though_no_deadline_was_set_and_a_slow_one_is_not
     assert not any(running(pid) for pid in group.pids())
 
 
+@pytest.mark.slow
 def test_the_error_of_a_rank_that_waited_for_a_stopped_one_is_a_loss(placement: PlacementGroup) -> None:
     group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
@@ -190,6 +193,7 @@ def test_the_error_of_a_rank_that_waited_for_a_stopped_one_is_a_loss(placement: 
     assert not any(running(pid) for pid in group.pids())
 
 
+@pytest.mark.slow
 def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with pytest.raises(WorkerLost, match=r"no answer to the constructor within 0.5 s"):
@@ -199,6 +203,7 @@ def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Pa
     assert not running(int(pid_file.read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the two GPUs of this test are made up")
 def test_the_local_rank_is_the_own_gpu_when_ray_shows_all_of_them() -> None:
     env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -312,6 +317,7 @@ group.call(0, "update_weights_from_disk", "hang", 0)
 """
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_driver_that_is_killed() -> None:
     driver = subprocess.Popen([sys.executable, "-c", _DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None

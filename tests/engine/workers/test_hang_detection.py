@@ -70,10 +70,12 @@ def test_a_stopped_rank_is_lost_and_its_peer_in_a_collective_with_it(start: Star
     assert_lost(group, [1], r"no answer to a ping within 1 s during reduce\(\)", "reduce")
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_lost_when_the_others_have_answered(start: StartGroup) -> None:
     assert_lost(start(), [1], r"no progress for 1.5 s during spin\(\)", "spin", 1)
 
 
+@pytest.mark.slow
 def test_an_endless_loop_while_the_others_wait_in_a_collective_ends_the_group(start: StartGroup) -> None:
     assert_lost(start(), [0, 1], r"no progress for 1.5 s during spin\(\)", "spin", 1, True)
 

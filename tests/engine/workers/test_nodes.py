@@ -19,7 +19,7 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.termination import end_on_nodes
 from holdfast.utils.errors import HoldfastError, WorkerLost
 from holdfast.utils.processes import ProcessId
-from tests.ray_helpers import ROOT, SMALLEST_STORE_BYTES, Worker, running
+from tests.ray_helpers import SMALLEST_STORE_BYTES, Worker, running, worker_environment
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes on this machine, each with room for one rank; the driver is on the first."""
+    ray.shutdown()  # the one that the modules share
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": SMALLEST_STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
@@ -35,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
         address=cluster.address,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+        runtime_env=worker_environment(),
     )
     cluster.wait_for_nodes()
     yield cluster

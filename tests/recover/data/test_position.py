@@ -27,6 +27,7 @@ from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from holdfast.utils.rng import RngState, capture_rng, restore_rng
 from holdfast.utils.safe_torch import pack_plain, unpack_plain
 from tests.recover.runs import SPEC, Meter, Prompts, Tiny, make_handler, step_info
+from tests.tiers import slow_but
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
@@ -191,9 +192,12 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "persistent workers": (plain, {"num_workers": 2, "persistent_workers": True}, True),
     "rare snapshots of the workers": (plain, {"num_workers": 2, "snapshot_every_n_steps": 4}, True),
 }
+QUICK = [name for name, (_, options, _) in VARIANTS.items() if not options]
+QUICK += ["draws, workers", "a stream, a worker", "persistent workers"]
+"""Those without processes of their own, and some with."""
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
 def test_a_restored_loader_goes_on_as_if_it_had_never_stopped(variant: str) -> None:
     make, options, tell = VARIANTS[variant]
     torch.manual_seed(1)

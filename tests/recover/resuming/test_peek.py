@@ -20,6 +20,7 @@ from holdfast.utils.errors import (
 )
 from holdfast.utils.rng import seed_rng
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.runs import SPEC, Tiny, draw, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
@@ -249,5 +250,7 @@ config = RecoverConfig(experiment_name="e", trial_name="t", fileroot={str(tmp_pa
 print(RecoverHandler(config, FinetuneSpec({SPEC.total_train_epochs}, 24, 4)).peek())
 assert not torch.distributed.is_initialized()
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(50), check=True
+    )
     assert "global_step=0" in found.stdout

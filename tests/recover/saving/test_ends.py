@@ -63,7 +63,13 @@ def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[i
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("handler.close(); dist.destroy_process_group()", 0)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit(3)", 3),
+        pytest.param("handler.close(); dist.destroy_process_group()", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_the_snapshot_of_ranks_that_end_is_finished_and_their_exit_is_their_own(
     tmp_path: Path, how: str, code: int
 ) -> None:
@@ -90,7 +96,9 @@ def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_p
     assert "step 0: the process ends without its snapshot (CheckpointWriteError: cannot write" in said
 
 
-@pytest.mark.parametrize(("how", "code", "found"), [("pass", 0, ["global_step_0"]), (IN_THE_WAY, 1, [])])
+@pytest.mark.parametrize(
+    ("how", "code", "found"), [pytest.param("pass", 0, ["global_step_0"], marks=pytest.mark.slow), (IN_THE_WAY, 1, [])]
+)
 def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int, found: list[str]
 ) -> None:

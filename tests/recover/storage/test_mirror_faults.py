@@ -17,6 +17,7 @@ from holdfast.recover import GenerationStore
 from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.errors import CheckpointWriteError, MirrorError
 from holdfast.utils.files import remove_folder
+from tests.limits import stretched
 from tests.recover.mirrors import BUCKET, S3Server, block, commit, contents, listing, start, start_copy
 
 pytestmark = pytest.mark.timeout(180)
@@ -58,7 +59,7 @@ def back(tmp_path: Path) -> GenerationStore:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + stretched(timeout_s)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -249,7 +250,7 @@ def test_a_process_ends_in_time_although_its_mirror_hangs(
     assert process.stdout is not None
     line = process.stdout.readline()
     closed = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=stretched(60))
     assert line.startswith("closed after 2."), (line, errors)
     assert process.returncode == 0 and time.monotonic() - closed < 8.0
     assert "gave up after 2.0 s on copying step(s) [0]" in errors and "Traceback" not in errors

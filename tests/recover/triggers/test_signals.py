@@ -29,6 +29,7 @@ from holdfast.recover.triggers.signals import (
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.processes import process_started_at
 from tests.helpers import PRELOAD
+from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +59,7 @@ class Job:
         theirs.close()
 
     def receive(self, timeout_s: float = 20) -> Any:
-        assert self.pipe.poll(timeout_s), "the job says nothing"
+        assert self.pipe.poll(stretched(timeout_s)), "the job says nothing"
         return self.pipe.recv()
 
     def send_signal(self, number: int) -> None:
@@ -292,7 +293,7 @@ def test_notices_are_asked_at_most_once_a_second() -> None:
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float = 5) -> None:
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + stretched(timeout_s)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

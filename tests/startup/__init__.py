@@ -1,0 +1,1 @@
+"""`sitecustomize.py` for the processes that tests start."""

@@ -1,0 +1,18 @@
+"""Which cases of a test are in the fast tier, where they represent the others."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases for ``parametrize``: those that are not in ``fast``, which represents them, marked as slow.
+
+    A case of several arguments is a tuple.
+    """
+    cases, fast = list(cases), list(fast)
+    assert all(case in cases for case in fast), f"{fast} are not all among {cases}"
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [() if case in fast else (pytest.mark.slow,) for case in cases]
+    return [pytest.param(*one, marks=mark) for one, mark in zip(values, marks, strict=True)]
