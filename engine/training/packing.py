@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...utils.distributed import gather_objects, get_rank
+from ...utils.distributed import all_agree, get_rank
 from ...utils.errors import ConfigError
 from ..collective_errors import collective_broke
 from ..compat.transformers_private import attention_of, build_from_config
@@ -125,7 +125,7 @@ def _comes_out_alike(
             _free(twin)
     behind = behind[_BEFORE:]
     difference = float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt())
-    return all(seen <= _LIMITS[dtype] for seen in gather_objects(difference, group))
+    return all_agree(difference <= _LIMITS[dtype], group)
 
 
 def _twin(
