@@ -82,7 +82,7 @@ def _is_sampled(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
-    shape, offsets, counts = _part(tensor)
+    shape, offsets, counts = _local_box(tensor)
     wanted = np.arange(SAMPLES) * (tensor.numel() - 1) // (SAMPLES - 1)
     positions = np.unique(wanted) if counts else np.empty(0, np.int64)
     if not tensor.dim():
@@ -93,7 +93,7 @@ def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
     return _Pick(positions[inside], torch.from_numpy(local).to(device))
 
 
-def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+def _local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """Shape of this rank's part of a tensor, where it begins, and whether this rank counts among its replicas."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim(), get_rank() == 0
