@@ -94,7 +94,7 @@ def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
 
 
 def _local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Shape of this rank's part of a tensor, where it begins, and whether this rank counts among its replicas."""
+    """Sizes and offsets of this rank's shard, and whether it is the replica of it that is sampled."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim(), get_rank() == 0
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()

@@ -75,7 +75,7 @@ def write_dcp(
 
 
 class DCPSaver:
-    """Writes states of one structure after the other; of another one, too, but then all ranks plan anew.
+    """Writes DCP folders; the plan of a save is kept for the next ones, until the structure of the state changes.
 
     Any thread may call it, one at a time; it uses collectives of the given group only.
     """

@@ -65,12 +65,12 @@ OWN = "\0rank\0"
 
 @dataclass(frozen=True)
 class Structure:
-    """What is saved on a rank, and by whom.
+    """Structure of a rank's state, and the ranks that save together.
 
     Attributes:
         ranks: of the group that saves, in the default group.
         rank: this one's, in the group that saves.
-        tensors: in the order in which they are written.
+        tensors: of this rank's state, in its order, which is that of the files.
     """
 
     ranks: tuple[int, ...]
