@@ -1,4 +1,4 @@
-"""Buffers that a checkpoint cannot be copied into, and gets new ones for.
+"""Persistent buffers that a load has to replace, because a checkpoint cannot be copied into them.
 
 A buffer may have grown since the model was built, or been made only then; an expanded one has several elements in one
 place, which torch refuses to write to. Parameters are never replaced: optimizers and FSDP2 hold them.
@@ -42,7 +42,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def propose_buffers(model: nn.Module, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Memory for buffers that cannot take what a checkpoint holds.
+    """Allocate buffers in the place of those that a checkpoint cannot be copied into.
 
     Args:
         model: stays as it is.
@@ -66,7 +66,7 @@ def propose_buffers(model: nn.Module, names: Mapping[str, tuple[torch.Size, torc
 
 
 def adopt_buffers(model: nn.Module, proposed: Mapping[str, torch.Tensor]) -> None:
-    """Put what `propose_buffers` made in the places of the old buffers, wherever the model has these."""
+    """Install the buffers that `propose_buffers` allocated, under every name that the old ones have."""
     slots = [(PREFIX + clean_name(slot.name), slot) for slot in persistent_buffers(model)] if proposed else []
     new = {id(slot.buffer): proposed[name] for name, slot in slots if name in proposed and slot.buffer is not None}
     for module in model.modules() if new else ():

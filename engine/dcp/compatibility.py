@@ -23,7 +23,7 @@ class Destinations:
     """What a rank reads of a folder, and where it goes. Names are those in the folder, with `ROOT`.
 
     Attributes:
-        proposed: dotted name -> memory for what the state cannot take as it is: see `DCPState.propose_state`.
+        proposed: dotted name -> new tensor for what the state has no fitting one for: see `DCPState.propose_state`.
         live: name -> this rank's part of a model or optimizer tensor, read when the load is applied.
         small: name -> fresh memory for schedule, counters, generators and state of modules, read before.
         ties: name under which the folder holds a tied tensor once more -> the name it has in ``live``.

@@ -70,7 +70,7 @@ class Destination:
 
 
 class TensorReader:
-    """The values of a folder that are to be read into tensors; none of them changes before `read` is called.
+    """Reads stored tensors into given ones; none of them changes before `read` is called.
 
     Args:
         folder: DCP folder.
@@ -324,7 +324,7 @@ def _read_block(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor
 
 
 def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
-    """Fill ``buffers`` one after the other with the bytes from ``begin`` on."""
+    """Fill ``buffers`` in order with the bytes from ``begin`` on; the kernel may give fewer at a time."""
     while buffers:
         count = os.preadv(file.fileno(), buffers, begin)
         if not count:
@@ -338,5 +338,5 @@ def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """What is another when a file was replaced or written to."""
+    """Device, inode, size and time of change: they differ once a file was replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

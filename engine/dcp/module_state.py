@@ -40,7 +40,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
                 f"state of modules: {name} holds a DTensor, which can only be saved as a parameter or a buffer; make it"
                 " a buffer, or keep its local tensor"
             )
-        _, modules, rest = _place(model, name)
+        _, modules, rest = _locate(model, name)
         if not _takes(modules, rest):
             raise ConfigError(
                 f"state of modules: {name} would be saved, but nothing would take it back; give "
@@ -76,7 +76,7 @@ def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"state of modules is a {type(state).__name__}; expected a dict")
     for name in state:
-        _, modules, rest = _place(model, name)
+        _, modules, rest = _locate(model, name)
         if not _takes(modules, rest):
             raise CheckpointMismatchError(
                 f"the checkpoint has state of modules that nothing here would take: {name}, by a "
@@ -96,7 +96,7 @@ def restore_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     if not saved:
         return
     state = model.state_dict(keep_vars=True)  # parameters and buffers are copied to themselves: torch skips that
-    keys = {_place(model, name)[0]: value for name, value in saved.items()}
+    keys = {_locate(model, name)[0]: value for name, value in saved.items()}
     left = model.load_state_dict({**state, **keys}, strict=False).unexpected_keys
     if lost := sorted(keys.keys() & set(left)):
         raise CheckpointMismatchError(f"{type(model).__name__}.load_state_dict did not take {lost[0]}")
@@ -143,7 +143,7 @@ def _is_users(hook: Callable[..., Any]) -> bool:
     return not getattr(hook, "__module__", "").startswith("torch.distributed.")
 
 
-def _place(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
+def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
     """Of an entry by its clean name: its key in the state dict, the modules on the way to it, its name in the last."""
     modules, key, rest = [model], list[str](), name.split(".")
     while True:

@@ -120,7 +120,7 @@ def adopt_state(
     proposed: Mapping[str, torch.Tensor],
     local: Mapping[str, Collection[str]],
 ) -> None:
-    """Give the optimizer what `propose_state` made; ``local`` is what `local_entries` said of the saved optimizer."""
+    """Install what `propose_state` allocated; ``local`` is what `local_entries` said of the saved optimizer."""
     of_rank_0 = []
     for name, tensor in proposed.items():
         fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...utils.atomic_folder import as_write_error, staged_folder
-from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, get_world_size, is_write_failure
+from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry, write_manifest, write_sealed
@@ -29,7 +29,7 @@ from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
 from .save_plan import RankSavePlan, plan_alone, plan_together
 from .state import ROOT, DCPState, StagedState
-from .structure import Structure, agree_on, describe_state
+from .structure import Structure, agree_on, describe_state, vote_on
 from .tensor_framing import archive_of
 
 BLOCK_BYTES = 8 << 20
@@ -75,7 +75,7 @@ def write_dcp(
 
 
 class DCPSaver:
-    """Writes states of one structure after the other; of another one, too, but then all ranks plan anew.
+    """Writes DCP folders; the plan of a save is kept for the next ones, until the structure of the state changes.
 
     Any thread may call it, one at a time; it uses collectives of the given group only.
     """
@@ -107,8 +107,11 @@ class DCPSaver:
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
             structure = describe_state(tensors, group)
-        agreed = get_world_size(group) > 1 and agree_on(structure, tensors, group)
-        unchanged = self._plan is not None and structure == self._structure and agreed == self._agreed
+            if self._structure is not None and structure == self._structure:
+                structure = self._structure  # which has its digest
+            vote = vote_on(structure, tensors)
+        agreed = agree_on(vote, group)
+        unchanged = self._plan is not None and structure is self._structure and agreed == self._agreed
         if not agreed and not all(gather_objects(unchanged, group)):
             self._plan = None
             self._plan = plan_together({ROOT: dict(values)}, group)

@@ -117,7 +117,7 @@ class DCPState(TorchStateful):
 
     @normal_tensors()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state back: copies tensors into the live ones, then schedule, counters and generators.
+        """Restore a state: copies tensors into the live ones, then schedule, counters and generators.
 
         Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before. One that is the
         live tensor itself, as torch's ``dcp.load`` has read into it, has its values already.
@@ -138,7 +138,7 @@ class DCPState(TorchStateful):
         self.restore(values, given)
 
     def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
-        """Put back everything but the live tensors.
+        """Restore all but the live tensors: state of modules, groups, schedule, counters, generators.
 
         Args:
             values: what `check_values` returned.
@@ -235,7 +235,7 @@ class DCPState(TorchStateful):
         return {name: canonical for name, canonical in every.items() if name != canonical}
 
     def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """Memory for what a checkpoint holds and this state cannot take as it is.
+        """Allocate tensors for what a checkpoint holds and this state has no tensor of that shape or dtype for.
 
         Args:
             names: dotted name -> shape and dtype, of a whole checkpoint.
@@ -250,7 +250,7 @@ class DCPState(TorchStateful):
         return proposed
 
     def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-        """Put what `propose_state` made in its places.
+        """Install the tensors that `propose_state` allocated, in the module and in the optimizer.
 
         Args:
             proposed: what it returned.

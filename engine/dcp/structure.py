@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ...utils.distributed import control_group, get_group_ranks, get_rank
+from ...utils.distributed import control_group, get_group_ranks, get_rank, get_world_size
 from ..tensors import Box, local_box, local_tensor
 from .state import RANK_KEYED, ROOT, rank_key
 
@@ -64,12 +64,12 @@ OWN = "\0rank\0"
 
 @dataclass(frozen=True)
 class Structure:
-    """What is saved on a rank, and by whom.
+    """Structure of a rank's state, and the ranks that save together.
 
     Attributes:
         ranks: of the group that saves, in the default group.
         rank: this one's, in the group that saves.
-        tensors: in the order in which they are written.
+        tensors: of this rank's state, in its order, which is that of the files.
     """
 
     ranks: tuple[int, ...]
@@ -123,12 +123,18 @@ def _nested(values: Any) -> Any:
     return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
-def agree_on(structure: Structure, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same structure, and know each other's shards; one collective of five numbers."""
+def vote_on(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What this rank brings to `agree_on`: ``[5]`` int64."""
     one, other = np.frombuffer(structure.digest, np.int64).tolist()
-    largest = torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=control_group(group))
-    one, not_one, other, not_other, unknown = largest.tolist()
+    return torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64)
+
+
+def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether all of several ranks have the same structure, and know each other's shards; one small all-reduce."""
+    if get_world_size(group) == 1:
+        return False
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=control_group(group))
+    one, not_one, other, not_other, unknown = vote.tolist()
     return one == ~not_one and other == ~not_other and not unknown  # the largest is the smallest, too
 
 

@@ -8,6 +8,7 @@ import torch
 
 from holdfast.engine import host_blocks
 from holdfast.engine.dcp import direct_reader, save
+from holdfast.engine.dcp.layout import Box
 from holdfast.engine.host_blocks import HostBlocks
 
 DEVICE = torch.device("meta")  # one that takes two blocks, which are not pinned
@@ -95,8 +96,8 @@ def test_rows_of_a_stored_tensor_come_to_a_part_of_another(
     stored, whole = torch.randn(9, 7), torch.zeros(5, 11)
     (tmp_path / "a").write_bytes(b"before" + stored.numpy().tobytes())
     target, blocks = whole[:, 2:5], HostBlocks(60, DEVICE)
-    piece = direct_reader._Piece("a", 6, stored.shape, ((3, 5), (1, 3)), target)
+    read = direct_reader._Read("a", 6, (9, 7), Box((3, 1), (5, 3)), target)
     with open(tmp_path / "a", "rb", buffering=0) as file:
-        piece.copy(file, blocks)
+        read.copy_rows(file, blocks)
     blocks.settle()
     assert torch.equal(target, stored[3:8, 1:4]) and whole.count_nonzero() == 15

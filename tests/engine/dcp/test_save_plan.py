@@ -28,7 +28,7 @@ from holdfast.engine.dcp import save
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.dcp.structure import agree_on, describe_state, find_shards
+from holdfast.engine.dcp.structure import agree_on, describe_state, find_shards, vote_on
 from holdfast.engine.tensors import flatten, local_tensor
 from tests.helpers import run_ranks
 
@@ -175,7 +175,7 @@ def _agreements(rank: int, world_size: int) -> list[bool]:
     found = []
     for case in cases:
         tensors = dict(flatten({"dcp": {"model": case}}))
-        found.append(agree_on(describe_state(tensors, None), tensors, None))
+        found.append(agree_on(vote_on(describe_state(tensors, None), tensors), None))
     return found
 
 
