@@ -94,7 +94,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_with_a_manifest_a_file_is_compared_before_the_first_byte_of_it_is_used(tmp_path: Path) -> None:
+def test_with_a_manifest_a_file_is_compared_before_any_byte_is_used(tmp_path: Path) -> None:
     damage(save(tmp_path / "a", step=7) / "__0_0.distcp")
     into = state(0.0, step=0)
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp has digest"):
@@ -225,7 +225,7 @@ def test_chunks_that_tile_a_tensor_cover_it(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_chunks_that_leave_a_gap_are_found_even_when_their_sizes_add_up(case: str) -> None:
+def test_chunks_that_leave_a_gap_are_found_though_their_sizes_add_up(case: str) -> None:
     entry, words = BROKEN[case]
     with pytest.raises(CheckpointCorruptError, match=words):
         check_coverage("w", entry)

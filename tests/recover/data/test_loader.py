@@ -56,7 +56,7 @@ def assert_each_sample_once_an_epoch(seen: list[tuple[int, list[int]]], samples:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("samples", "batch_size"), [(23, 5), (20, 5), (11, 7), (7, 7)])
-def test_samples_are_seen_once_an_epoch_across_a_restart_at_every_step_with_another_world_size(
+def test_samples_are_seen_once_an_epoch_across_restarts_with_other_ranks(
     shuffle: bool, drop_last: bool, samples: int, batch_size: int
 ) -> None:
     options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
@@ -97,7 +97,7 @@ def test_resuming_in_epoch_1_goes_on_in_the_order_of_epoch_1() -> None:
     assert walk(after, 2) == reference[4:]
 
 
-def test_state_taken_after_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch() -> None:
+def test_state_after_the_last_batch_of_an_epoch_starts_the_next() -> None:
     (before,), (after,) = make_group(10, 1), make_group(10, 1)
     assert len(list(before)) == len(before) == 2
     assert (before.epoch, before.state_dict()["cursor"]) == (0, 8)
@@ -114,7 +114,7 @@ def test_a_loop_left_early_goes_on_with_the_next_batch() -> None:
     assert head + list(loader) == list(other)
 
 
-def test_batch_size_may_change_on_resume_and_no_sample_is_lost_or_repeated() -> None:
+def test_batch_size_may_change_on_resume_without_losing_or_repeating_samples() -> None:
     (before,), (after,) = make_group(24, 1, batch_size=5), make_group(24, 1, batch_size=7, drop_last=True)
     seen = walk([before], 2)
     after.load_state_dict(before.state_dict())
@@ -123,7 +123,7 @@ def test_batch_size_may_change_on_resume_and_no_sample_is_lost_or_repeated() -> 
     assert walk([after], 1)[0][0] == 1
 
 
-def test_an_epoch_that_was_over_is_not_continued_with_a_smaller_batch_made_of_what_it_dropped() -> None:
+def test_an_ended_epoch_is_not_continued_with_what_it_dropped() -> None:
     (before,), (after,) = make_group(11, 1, batch_size=4), make_group(11, 1, batch_size=3)
     assert sum(map(len, before)) == 8
     after.load_state_dict(before.state_dict())
@@ -174,7 +174,7 @@ def test_state_is_plain_and_survives_a_weights_only_file(tmp_path: Path) -> None
     assert list(other) == list(loader)
 
 
-def test_another_dataset_is_refused_with_both_fingerprints_and_the_loader_stays_where_it_was() -> None:
+def test_another_dataset_is_refused_with_both_fingerprints_and_moves_no_loader() -> None:
     (saved,) = make_group(12, 1)
     next(iter(saved))
     state = saved.state_dict()
@@ -222,7 +222,7 @@ def test_unusable_settings_are_refused_at_the_start(samples: int, options: dict[
         ResumableDataLoader(list(range(samples)), **{"batch_size": 4, "seed": 3, **options})
 
 
-def test_a_last_batch_too_small_for_the_new_world_size_is_refused_on_resume() -> None:
+def test_a_last_batch_too_small_for_the_world_size_is_refused() -> None:
     saved = ResumableDataLoader(list(range(12)), 5, seed=0, drop_last=False)
     next(iter(saved))
     loader = ResumableDataLoader(list(range(12)), 6, seed=0, drop_last=False, world_size=2)
