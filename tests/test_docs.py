@@ -152,7 +152,7 @@ def generation(trial: Path) -> Path:
     return trial / "recover" / "global_step_1"
 
 
-def test_every_file_of_a_trial_is_in_a_table_and_every_file_in_a_table_exists(trial: Path) -> None:
+def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     driver = trial.parents[1] / "ray" / "e" / "t"
     tracker = f"recover/.{TRACKER_NAME}.<hex>"  # there for the time of a rename only
     here = [name for name in files_below(trial) if name.startswith("recover")]

@@ -79,7 +79,7 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_every_page_is_linked_from_the_readme_and_from_the_start_of_the_site() -> None:
+def test_every_page_is_linked_from_the_readme_and_the_sites_start() -> None:
     pages = {page.name for page in PAGES if page.parent == DOCS} - {"index.md"}
     assert set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README)) == pages
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text())) == pages

@@ -84,7 +84,7 @@ def test_every_figure_is_measured_beside_its_rivals(figures: dict[str, Figure]) 
         assert any(way.startswith(OURS) for way in figures[name].samples), name
 
 
-def test_every_ratio_is_a_number_and_every_way_has_as_many_of_them(figures: dict[str, Figure]) -> None:
+def test_every_ratio_is_a_number_and_every_way_has_as_many(figures: dict[str, Figure]) -> None:
     for figure in figures.values():
         assert len({len(values) for values in figure.samples.values()}) == 1, figure.name
         values = [value for values in (*figure.samples.values(), *figure.seconds.values()) for value in values]

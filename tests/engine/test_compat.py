@@ -89,7 +89,7 @@ def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Pa
     assert "UnsupportedVersionError: torch " in last and f"{module}:{name} is not there" in last
 
 
-def test_what_is_installed_has_an_upper_bound_for_libraries_whose_private_names_are_used() -> None:
+def test_libraries_whose_private_names_are_used_have_an_upper_bound() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
     bounds = {entry.split(">=")[0]: entry for entry in required}

@@ -36,14 +36,14 @@ CPU, CUDA = torch.device("cpu"), partial(torch.device, "cuda")
         ("cuda", 1, 0, CUDA(0)),
     ],
 )
-def test_a_rank_takes_the_device_of_its_place_or_the_only_one_it_sees(
+def test_a_rank_takes_its_places_device_or_the_only_one_it_sees(
     wanted: str, visible: int, local_rank: int, device: torch.device
 ) -> None:
     assert choose_device(wanted, visible=visible, local_rank=local_rank) == device
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_a_rank_without_a_device_among_those_it_sees_is_refused_and_not_put_on_the_cpu(wanted: str) -> None:
+def test_a_rank_without_a_visible_device_is_refused_not_computed_on_cpu(wanted: str) -> None:
     with pytest.raises(ConfigError, match="LOCAL_RANK is 3 and torch sees 2 CUDA devices: show each rank one device"):
         choose_device(wanted, visible=2, local_rank=3)
 
@@ -98,7 +98,7 @@ def _disagree(rank: int, world_size: int, ports: list[int]) -> list[str]:
     return said
 
 
-def test_a_rank_that_has_no_device_is_an_error_on_all_before_there_is_a_group_and_in_one() -> None:
+def test_a_rank_without_a_device_is_an_error_on_all_ranks() -> None:
     if torch.cuda.is_available():
         pytest.skip("rank 1 has a device here")
     first, second = run_ranks(_disagree, 2, [free_port(), free_port()], timeout_s=50)

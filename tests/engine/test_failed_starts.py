@@ -29,7 +29,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_a_config_that_describes_no_model_is_an_error_that_names_the_file(what: str, tmp_path: Path) -> None:
+def test_a_config_of_no_model_is_an_error_that_names_the_file(what: str, tmp_path: Path) -> None:
     changes, reason = NONSENSE[what]
     tiny_model("llama").save_pretrained(tmp_path)
     _change_config(tmp_path, changes)
@@ -38,7 +38,7 @@ def test_a_config_that_describes_no_model_is_an_error_that_names_the_file(what: 
     assert "\n" not in str(refusal.value)
 
 
-def test_an_error_about_the_weights_that_a_critic_is_to_start_from_names_their_folder(tmp_path: Path) -> None:
+def test_an_error_about_a_critics_initial_weights_names_their_folder(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     _change_config(tmp_path, {"vocab_size": 40})
     for changes in ({}, {"is_critic": True}):
@@ -127,7 +127,7 @@ def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_with_a_start_on_one_rank_is_an_error_on_all_at_once_and_a_second_try_may_succeed(
+def test_a_failed_start_on_one_rank_fails_all_and_can_be_repeated(
     tmp_path: Path,
 ) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "good")

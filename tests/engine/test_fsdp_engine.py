@@ -234,7 +234,7 @@ def _skipped_steps(rank: int, world_size: int, folder: str) -> None:
     assert not same(whole(engine), before)
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_counted_and_does_not_advance_the_schedule(
+def test_a_non_finite_gradient_is_a_skipped_step_that_advances_no_schedule(
     qwen3: Path,
 ) -> None:
     run_ranks(_skipped_steps, 2, str(qwen3))
@@ -450,7 +450,7 @@ engine.destroy()
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_a_thread_of_gloo_that_is_late_does_not_abort_a_process_that_ends_after_destroy(tmp_path: Path) -> None:
+def test_a_late_gloo_thread_does_not_abort_a_process_after_destroy(tmp_path: Path) -> None:
     script = tmp_path / "late_threads.py"
     script.write_text(LATE_THREADS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]

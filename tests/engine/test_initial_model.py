@@ -143,7 +143,7 @@ def test_buffers_are_exported_as_before_whatever_is_computed_with_them(tmp_path:
     engine.destroy()
 
 
-def test_a_model_trains_a_step_with_buffers_that_are_cast_and_blocks_that_are_recomputed(tmp_path: Path) -> None:
+def test_a_model_trains_with_cast_buffers_and_recomputed_blocks(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["decays that are buffers"])
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS)}
     losses = []
@@ -163,7 +163,7 @@ def test_a_model_trains_a_step_with_buffers_that_are_cast_and_blocks_that_are_re
     assert losses[0][1] < losses[0][0]
 
 
-def test_the_old_model_is_gone_when_a_second_initialize_gives_the_new_one_memory(
+def test_the_old_model_is_gone_before_a_second_initialize_takes_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_brought(tmp_path / "base", BROUGHT["rotary angles in float32"])
@@ -186,7 +186,7 @@ def test_the_old_model_is_gone_when_a_second_initialize_gives_the_new_one_memory
     engine.destroy()
 
 
-def test_weights_that_nothing_draws_are_asked_for_when_a_model_is_to_start_from_scratch(tmp_path: Path) -> None:
+def test_weights_that_nothing_draws_are_asked_for_when_starting_from_scratch(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["parameters and buffers that only the constructor computes"])
     with pytest.raises(ConfigError, match=r"does not initialise 'model\S*act_fn\.\w+'.*: it can only be loaded"):
         start(tmp_path, init_from_scratch=True)
@@ -223,7 +223,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_critic_starts_from_a_causal_language_model_whatever_its_head_is_called(name: str, tmp_path: Path) -> None:
+def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, tmp_path: Path) -> None:
     config, head = HEADS[name]
     base = tmp_path / "base"
     (write_multimodal if name in MULTIMODAL else write_brought)(base, config)
@@ -250,9 +250,7 @@ HEADLESS = ["olmo2", "lfm2", "mamba", "llama4_text", "opt", *RENAMED, *TIED_INSI
     "model_type",
     slow_but(["opt", "hy_v4", "prophetnet"], HEADLESS),
 )
-def test_where_transformers_has_no_classifier_a_critic_is_a_layer_on_the_body_of_the_causal_model(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_without_a_classifier_a_critic_is_a_layer_on_the_causal_body(model_type: str, tmp_path: Path) -> None:
     config = architectures.tiny_config(model_type)
     assert type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     write_brought(tmp_path / "base", config)
@@ -272,7 +270,7 @@ def test_where_transformers_has_no_classifier_a_critic_is_a_layer_on_the_body_of
     again.destroy()
 
 
-def test_an_architecture_without_the_wanted_head_is_told_so_in_one_line_that_names_the_key(tmp_path: Path) -> None:
+def test_an_architecture_without_the_wanted_head_is_refused_naming_the_key(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path / "vit")
     for folder, changes, message in (
         (
@@ -291,7 +289,7 @@ def test_an_architecture_without_the_wanted_head_is_told_so_in_one_line_that_nam
         assert "\n" not in str(refusal.value)
 
 
-def test_the_attention_that_transformers_takes_by_itself_is_the_default_and_another_may_be_asked_for(
+def test_attention_is_what_transformers_chooses_unless_another_is_asked_for(
     tmp_path: Path,
 ) -> None:
     write_brought(tmp_path / "gpt_oss", BROUGHT["no sdpa attention"])

@@ -153,7 +153,7 @@ def test_one_rank_of_a_node_downloads_what_is_needed_and_nothing_else(hub: Any) 
     assert {path.name for path in Path(online[0]["model"]).iterdir()} == {*wanted, "model.safetensors"}
 
 
-def test_exports_and_published_versions_take_the_files_of_the_model_on_the_hub(hub: Any) -> None:
+def test_exports_and_published_versions_take_the_files_from_the_hub(hub: Any) -> None:
     root, *_ = hub
     for folder in ("online/model", "online/model published/v00000001", "offline/model"):
         assert (root / folder / "tokenizer.json").read_text() == "{}", folder
@@ -217,7 +217,7 @@ def _find(rank: int, world_size: int, root: Path, each: bool) -> str:
     return "found"
 
 
-def test_a_folder_that_one_rank_lacks_is_an_error_on_all_of_them(tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
     assert run_ranks(_find, 2, tmp_path / "both", True) == ["found"] * 2
     first, second = run_ranks(_find, 2, tmp_path / "one", False)
     assert first.startswith("PeerError: finding the model") and "rank 1: ConfigError: config key 'path' is" in first
@@ -231,6 +231,6 @@ def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b", "a" * 300, "a\0b"])
-def test_what_is_neither_a_folder_nor_the_name_of_a_model_is_refused_without_asking_the_hub(path: str) -> None:
+def test_neither_folder_nor_model_name_is_refused_without_asking_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=r"config key 'path' is .*; expected a folder with the config\.json"):
         find_model_folder(TrainEngineConfig(path=path))

@@ -130,7 +130,7 @@ def _check_and(built: Built, left: Killed | None, *then: Stage) -> Outcome:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_kill_at_any_system_call_leaves_the_old_state_or_the_new_one(
+def test_a_kill_at_any_system_call_leaves_the_old_or_new_state(
     shop: Workshop, name: str, tally: Tally, progress: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
     built = shop.build(make_scenario(name, shop.model))

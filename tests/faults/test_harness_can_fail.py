@@ -132,7 +132,7 @@ def test_a_power_cut_loses_something_without_the_fsync_of(
     ("name", "killed_after"),
     [("first snapshot", r"e"), (REPLACING, r".*/global_step_1"), (REPLACING, r".*/\.retired-.*")],
 )
-def test_a_power_cut_after_a_kill_loses_something_without_the_fsync_of_names_that_were_there(
+def test_after_a_kill_power_cuts_lose_something_without_fsync_of_earlier_names(
     name: str, killed_after: str, shop: Workshop, recorded: Callable[[str], Recorded], notice: Notice
 ) -> None:
     first = recorded(name)
@@ -341,7 +341,7 @@ def test_without_the_seal_of_the_manifest_another_weight_version_is_believed(
     notice(_loads(victim, good, tmp_path / "root", forge), "the manifest's own digest is not compared")
 
 
-def test_without_the_look_at_sizes_a_short_file_that_nobody_reported_becomes_visible(
+def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     generations = GenerationStore(tmp_path / "recover")

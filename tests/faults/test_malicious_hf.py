@@ -138,7 +138,7 @@ def test_a_pickle_beside_the_weights_is_not_read(sound: Path, tmp_path: Path, ta
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "evil"])
-def test_code_in_a_model_folder_is_not_imported_even_when_somebody_says_yes(
+def test_code_in_a_model_folder_is_not_imported_though_somebody_agrees(
     model_type: str, sound: Path, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers asks on the terminal whether to trust the folder, when nobody has told it not to."""

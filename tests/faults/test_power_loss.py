@@ -47,12 +47,12 @@ def test_what_was_fsynced_is_there_and_nothing_else_is_possible() -> None:
     assert _left({}, *calls) == [{"a": b"data"}]
 
 
-def test_a_write_that_was_not_fsynced_is_there_or_lost_or_torn_or_zeros() -> None:
+def test_a_write_not_fsynced_is_there_or_lost_torn_or_zeros() -> None:
     left = _left({"a": b"old"}, _write("a", b"more", 3))
     assert sorted(tree["a"] or b"" for tree in left) == [b"old", b"old\0\0\0\0", b"oldmo", b"oldmore"]
 
 
-def test_a_file_that_was_fsynced_can_lose_its_name_and_a_folder_that_was_can_hold_an_empty_file() -> None:
+def test_fsynced_files_can_lose_their_names_fsynced_folders_hold_empty_files() -> None:
     made = _create("a"), _write("a", b"data")
     assert {} in _left({}, *made, Call("fsync", "a"))
     assert {"a": b""} in _left({}, *made, Call("fsync", "."))
@@ -67,7 +67,7 @@ def test_a_rename_is_seen_whole_or_not_at_all() -> None:
     assert _left({"a": b"1", "b": b"2"}, Call("rename", "a", target="b")) == [{"b": b"1"}, {"a": b"1", "b": b"2"}]
 
 
-def test_a_rename_can_be_there_without_the_data_that_was_written_before_it() -> None:
+def test_a_rename_can_be_there_without_the_data_written_before_it() -> None:
     calls = _create("a.tmp"), _write("a.tmp", b"new"), Call("rename", "a.tmp", target="a"), Call("fsync", ".")
     assert {"a": b""} in _left({"a": b"old"}, *calls)
 
@@ -101,7 +101,7 @@ def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort:
 
 
 @pytest.mark.parametrize("name", POWER_SCENARIOS)
-def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_and_what_was_promised(
+def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     name: str, recorded: Callable[[str], Recorded], tally: Tally, say: Callable[[str], None]
 ) -> None:
     _judge(recorded(name), tally, say, FULL)
@@ -111,7 +111,7 @@ BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  #
 
 
 @pytest.mark.parametrize("name", [*BACK, pytest.param(MIRRORED, marks=pytest.mark.slow)])
-def test_a_job_that_was_killed_and_comes_back_trusts_nothing_that_is_not_on_the_disk_yet(
+def test_a_job_that_comes_back_trusts_nothing_not_yet_on_disk(
     name: str,
     shop: Workshop,
     recorded: Callable[[str], Recorded],

@@ -256,7 +256,7 @@ def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 60 * sum(AMOUNTS.values()))
-def test_whatever_is_killed_stopped_or_terminated_the_run_ends_with_the_same_bytes(
+def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
     tmp_path: Path, tally: Tally, say: Callable[[str], None]
 ) -> None:
     reference = GrpoRun(tmp_path / "reference", *SETTINGS, "recover.mode=off")

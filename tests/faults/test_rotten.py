@@ -75,7 +75,7 @@ def _judge(damage: Damage, good: Path, root: Path, victim: Victim, expected: Loa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damage_is_found_and_set_aside_and_the_older_generation_takes_over(
+def test_every_damage_is_found_set_aside_and_the_older_generation_used(
     kind: str,
     good: Path,
     victim: Victim,

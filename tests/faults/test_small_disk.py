@@ -165,7 +165,7 @@ def _taken(folder: Path, inodes: bool) -> int:
 @pytest.mark.parametrize("late", [False, True], ids=["before", "amidst"])
 @pytest.mark.parametrize("inodes", [False, True], ids=["bytes", "inodes"])
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_disk_that_is_full_to_the_last_page_or_inode_costs_only_the_attempt(
+def test_a_disk_full_to_its_last_page_or_inode_costs_one_attempt(
     disk: SmallDisk, name: str, inodes: bool, late: bool, tally: Tally, say: Callable[[str], None]
 ) -> None:
     stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, inodes, late, SHARE)

@@ -52,9 +52,7 @@ def test_every_format_brings_back_what_it_was_given(machine: Machine, figures: F
         assert transfer.came_back, name
 
 
-def test_a_write_to_parameters_between_a_snapshot_and_the_next_step_fails_that_snapshot_alone(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_a_write_between_a_snapshot_and_the_next_step_fails_that_snapshot(machine: Machine, tmp_path: Path) -> None:
     options = machine.options(tmp_path)
     torn = on_ranks(torn_snapshot, replace(options, parameters=max(options.parameters, LARGE)))
     assert {error for error, _ in torn.errors} <= {"TornSnapshotError", "PeerError"}, torn.errors

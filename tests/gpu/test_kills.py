@@ -52,7 +52,7 @@ def expected(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> str:
     return final_digest(run)
 
 
-def test_a_job_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_is_not(
+def test_a_killed_job_resumes_and_ends_with_the_weights_of_one_unharmed(
     machine: Machine, expected: str, tmp_path: Path
 ) -> None:
     kill_after(launch(tmp_path, machine), tmp_path / "stats.jsonl", 40, 0.05)
@@ -81,7 +81,7 @@ def without_a_launcher(run: Path, machine: Machine) -> Iterator[list[subprocess.
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_whose_peer_is_killed_ends_with_an_error_in_time_and_the_run_resumes(
+def test_a_rank_whose_peer_is_killed_ends_in_time_and_resumes(
     two_gpus: Machine, figures: Figures, expected: str, killed: int, tmp_path: Path
 ) -> None:
     with without_a_launcher(tmp_path, two_gpus) as jobs:

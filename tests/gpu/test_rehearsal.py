@@ -23,7 +23,7 @@ def run_list(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_every_test_of_the_list_is_skipped_and_says_why() -> None:
+def test_without_a_gpu_every_test_listed_is_skipped_and_says_why() -> None:
     done = run_list("-m", "gpu", "tests/gpu", CUDA_VISIBLE_DEVICES="", HOLDFAST_GPU_TESTS_DEVICE="cuda")
     assert done.returncode == 0, done.stdout
     assert " passed" not in done.stdout

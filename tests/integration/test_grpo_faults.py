@@ -62,7 +62,7 @@ def assert_ends_as(run: GrpoRun, expected: str) -> None:
     assert [entry["step"] for entry in read_stats(run.trial_root / "stats" / "stats.jsonl")] == list(range(STEPS))
 
 
-def test_a_run_whose_trainer_was_killed_ends_with_the_bytes_of_one_left_alone(tmp_path: Path) -> None:
+def test_a_run_whose_trainer_was_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
     settings = (*SETTINGS, "total_steps=6")
     reference, run = (
         GrpoRun(tmp_path / "reference", *settings, "recover.mode=off"),
@@ -117,7 +117,7 @@ def test_a_trainer_that_hangs_is_a_loss_like_its_death(run: GrpoRun, expected: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
-def test_asked_to_stop_it_snapshots_exits_with_75_and_the_same_command_goes_on(
+def test_asked_to_stop_it_snapshots_exits_with_75_and_can_go_on(
     run: GrpoRun, expected: str, signum: signal.Signals
 ) -> None:
     run.start()

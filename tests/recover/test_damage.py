@@ -29,7 +29,7 @@ def _rewrite_manifest(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))
 
 
-def test_a_damaged_generation_is_set_aside_with_the_reason_and_its_step_is_made_again(
+def test_a_damaged_generation_is_set_aside_and_its_step_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     digests = run_until(tmp_path, 3)
@@ -64,7 +64,7 @@ def test_a_run_with_nothing_usable_left_never_starts_over(tmp_path: Path, mode: 
     assert len(hidden(tmp_path)) == 2
 
 
-def test_a_generation_of_a_newer_format_is_left_alone_and_stops_the_run(tmp_path: Path) -> None:
+def test_a_generation_of_a_newer_format_stays_and_stops_the_run(tmp_path: Path) -> None:
     run_until(tmp_path, 2)
     _rewrite_manifest(newest(tmp_path), format_version=99, files="in another way")
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_a_renamed_generation_and_a_stray_file_are_not_resumed_from(tmp_path: Pa
         make_handler(tmp_path).load(Tiny().state)
 
 
-def test_a_generation_whose_tensors_are_not_whole_is_set_aside_although_its_digests_are_right(tmp_path: Path) -> None:
+def test_a_generation_lacking_tensors_is_set_aside_although_its_digests_fit(tmp_path: Path) -> None:
     """As a fault of a writer would leave it."""
     digests = run_until(tmp_path, 2)
     folder = newest(tmp_path)

@@ -54,7 +54,7 @@ def drain(node_id: str, deadline_s: float | None) -> float:
 
 
 @pytest.mark.slow
-def test_the_notice_of_a_node_that_runs_a_worker_or_the_driver_is_told_and_no_others(cluster: Cluster) -> None:
+def test_notices_are_told_only_of_nodes_with_a_worker_or_driver(cluster: Cluster) -> None:
     (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
 
     def job(attempt: Attempt) -> None:

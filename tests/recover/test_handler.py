@@ -36,7 +36,7 @@ def test_a_plain_trainer_without_process_groups_resumes_exactly(tmp_path: Path) 
     assert run_until(again, 6, first=3) == digests[3:]
 
 
-def test_a_generation_is_laid_out_as_documented_and_its_manifest_lists_every_file(tmp_path: Path) -> None:
+def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     loader = ResumableDataLoader(list(range(24)), 4, seed=0)
     handler.register("meter", Meter())
@@ -77,7 +77,7 @@ def test_the_newest_generations_are_kept_also_over_a_restart(tmp_path: Path, kee
     assert hidden(tmp_path) == []
 
 
-def test_a_dump_is_made_when_due_or_forced_and_never_twice_for_one_step(tmp_path: Path) -> None:
+def test_a_dump_is_made_when_due_or_forced_once_a_step(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=4, freq_epochs=1, max_ckpt_to_keep=None), Tiny()
     handler.load(tiny.state)
     dumped = [step for step in range(12) if handler.dump(tiny.state, step_info(step))]
@@ -91,7 +91,7 @@ def test_a_dump_is_made_when_due_or_forced_and_never_twice_for_one_step(tmp_path
     assert resumed.dump(tiny.state, step_info(13))
 
 
-def test_modes_say_what_happens_when_there_is_nothing_and_when_there_is_something(tmp_path: Path) -> None:
+def test_modes_say_what_happens_with_and_without_something_to_resume(tmp_path: Path) -> None:
     tiny = Tiny()
     off = make_handler(tmp_path, mode="off", freq_steps=1)
     assert off.load(tiny.state) is None and not off.dump(tiny.state, step_info(0), force=True)
@@ -106,7 +106,7 @@ def test_modes_say_what_happens_when_there_is_nothing_and_when_there_is_somethin
         assert (info.last_step_info.global_step if info else None) == step
 
 
-def test_dump_insists_on_load_first_and_on_going_forward_and_on_an_open_handler(tmp_path: Path) -> None:
+def test_dump_insists_on_load_first_going_forward_and_an_open_handler(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     with pytest.raises(ConfigError, match="dump was called before load"):
         handler.dump(tiny.state, step_info(0))
@@ -121,7 +121,7 @@ def test_dump_insists_on_load_first_and_on_going_forward_and_on_an_open_handler(
             call(tiny.state)
 
 
-def test_a_step_of_a_run_that_is_cut_differently_is_not_dumped_since_it_could_not_be_loaded(tmp_path: Path) -> None:
+def test_a_step_that_could_not_be_loaded_is_not_dumped(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     handler.load(tiny.state)
     with pytest.raises(ConfigError, match="counts 7 steps an epoch, the handler's ft_spec 6"):
@@ -294,7 +294,7 @@ class Stubborn(Meter):
     [(threading.Lock(), ConfigError), (Path("x"), ConfigError), (lambda: 1, ConfigError), (KeyError("mine"), KeyError),
      (KeyboardInterrupt(), KeyboardInterrupt)],
 )  # fmt: skip
-def test_a_user_object_that_cannot_be_saved_fails_the_dump_and_leaves_nothing(
+def test_an_unsavable_user_object_fails_the_dump_and_leaves_nothing(
     tmp_path: Path, value: Any, error: type[BaseException]
 ) -> None:
     run_until(tmp_path, 1)

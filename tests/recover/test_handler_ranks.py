@@ -154,7 +154,7 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
     assert make_handler(root).load(job.engine, loader) and job.snapshot()["digest"] == saved["digest"]
 
 
-def test_what_fails_on_one_rank_fails_the_dump_on_all_and_a_later_dump_succeeds(model: str, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_fails_that_dump_on_all_ranks(model: str, tmp_path: Path) -> None:
     run_ranks(_fail, 2, model, str(tmp_path))
 
 

@@ -113,7 +113,7 @@ def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, fir
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_after_its_group_was_killed_and_under_torchrun_and_back(
+def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
     model: str, placement: PlacementGroup, tmp_path: Path
 ) -> None:
     driver = Driver(model, placement, tmp_path, seed=7)

@@ -18,7 +18,7 @@ from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchErro
 INFO = RecoverInfo(StepInfo(1, 2, 8, 6), "ab12", 4, {"actor": 9}, "/x/global_step_3")
 
 
-def test_an_info_comes_back_from_json_and_goes_on_with_the_next_step(tmp_path: Path) -> None:
+def test_an_info_comes_back_from_json_with_the_next_step(tmp_path: Path) -> None:
     (tmp_path / INFO_NAME).write_bytes(INFO.to_json())
     assert RecoverInfo.read(tmp_path) == INFO
     assert INFO.last_step_info.next() == StepInfo(1, 3, 9, 6)
@@ -98,7 +98,7 @@ def test_whole_steps_are_ints_whatever_they_were_computed_with(tmp_path: Path) -
     assert RecoverInfo.read(tmp_path).last_step_info == steps, "as an older version wrote it"
 
 
-def test_what_a_newer_version_has_added_is_left_out_and_numbers_may_be_whole(tmp_path: Path) -> None:
+def test_what_newer_versions_have_added_is_ignored_numbers_may_be_whole(tmp_path: Path) -> None:
     facts = {"optimizer_steps": None, "lr": 1, "schedule_step": 2, "fingerprints": {}, "moved": False, "more": [1]}
     content = json.loads(INFO.to_json()) | {"engines": {"actor": facts}, "save_s": 2, "later": {"x": 1}}
     content["last_step_info"]["later"] = 1

@@ -32,7 +32,7 @@ from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_un
 pytestmark = pytest.mark.timeout(90)
 
 
-def test_a_rank_that_does_not_see_a_file_stops_the_run_and_sets_nothing_aside(tmp_path: Path) -> None:
+def test_a_rank_that_misses_a_file_stops_without_setting_anything_aside(tmp_path: Path) -> None:
     run_until(tmp_path, 1)
     files = read_manifest(newest(tmp_path))["files"]
     target = RankTarget({"default": Tiny().state})
@@ -58,7 +58,7 @@ def test_a_relative_fileroot_is_that_of_the_leader(tmp_path: Path) -> None:
     assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
 
 
-def test_a_run_that_went_back_and_whose_folder_moved_does_not_go_back_again(tmp_path: Path) -> None:
+def test_a_run_that_went_back_and_moved_does_not_go_back_again(tmp_path: Path) -> None:
     run_until(tmp_path / "old", 4, max_ckpt_to_keep=None)
     wanted = str(tmp_path / "old" / "e" / "t" / "recover" / "global_step_1")
     run_until(tmp_path / "old", 4, first=2, resume_path=wanted, max_ckpt_to_keep=None)
@@ -78,7 +78,7 @@ def test_a_folder_whose_generations_were_removed_does_not_start_over_by_itself(t
     assert make_handler(tmp_path).load(Tiny().state) is None
 
 
-def test_a_run_that_would_repeat_a_step_it_has_not_resumed_is_stopped(tmp_path: Path) -> None:
+def test_a_run_that_would_repeat_a_step_not_resumed_is_stopped(tmp_path: Path) -> None:
     first, second, tiny = make_handler(tmp_path, freq_steps=1), make_handler(tmp_path, freq_steps=1), Tiny()
     first.load(tiny.state)
     second.load(tiny.state)
@@ -108,7 +108,7 @@ def _buffers_that_differ(rank: int, world_size: int, root: str) -> list[float]:
     return model.running_mean.tolist()  # type: ignore[union-attr]
 
 
-def test_of_a_buffer_that_differs_between_ranks_the_first_ranks_is_saved_and_sampled(tmp_path: Path) -> None:
+def test_of_a_buffer_that_differs_the_first_ranks_is_saved(tmp_path: Path) -> None:
     assert run_ranks(_buffers_that_differ, 2, str(tmp_path)) == [[1.0] * 4] * 2
 
 

@@ -76,7 +76,7 @@ def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None
     assert random.random() and np.random.rand()
 
 
-def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driver(
+def test_a_new_process_takes_objects_from_rank_zero_then_the_driver(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def meter(number: int) -> Meter:
@@ -101,7 +101,7 @@ def test_a_process_that_was_not_there_takes_objects_from_rank_zero_then_the_driv
     assert {name: thing.seen for name, thing in things.items()} == {"both": [2], "rank": [1], "driver": [3], "new": [9]}
 
 
-def test_a_file_that_is_plain_but_not_of_a_process_is_corrupt_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_plain_file_not_of_a_process_is_corrupt_changing_nothing(tmp_path: Path) -> None:
     write_process(tmp_path, rank_state_name(0), capture_process({})[0])
     (tmp_path / DRIVER_STATE).write_bytes(pack_plain("it", [1, 2]))
     before = torch.get_rng_state()

@@ -70,7 +70,7 @@ class Job:
 
 
 @pytest.mark.parametrize("name", slow_but(["SIGTERM"], ["SIGTERM", "SIGUSR1", "SIGINT"]))
-def test_a_signal_leads_to_a_snapshot_at_the_next_step_and_exit_code_75(tmp_path: Path, name: str) -> None:
+def test_a_signal_leads_to_a_snapshot_next_step_and_exit_75(tmp_path: Path, name: str) -> None:
     job = Job(tmp_path)
     assert names(tmp_path) == []
     job.process.send_signal(getattr(signal, name))
@@ -210,7 +210,7 @@ time.sleep(60)
 """
 
 
-def test_a_run_that_has_lost_its_folder_to_another_job_commits_nothing_more(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_folder_to_another_commits_nothing_more(tmp_path: Path) -> None:
     outcomes = run_ranks(_robbed_between_steps, 2, str(tmp_path))
     assert [kind for kind, _ in outcomes] == ["FolderInUseError"] * 2
     assert "is in use by pid" in outcomes[0][1] and outcomes[0] == outcomes[1]
@@ -272,7 +272,7 @@ def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_deadline_that_passes_during_a_recovery_stops_the_run_at_its_next_step(tmp_path: Path) -> None:
+def test_a_deadline_that_passes_during_recovery_stops_at_the_next_step(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=100, must_save_by="0.001"), Tiny()
     handler.load(tiny.state)
     with pytest.raises(Preempted, match="must_save_by"):

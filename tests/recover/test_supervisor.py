@@ -125,7 +125,7 @@ def test_a_group_that_hangs_is_gone_before_it_is_started_again(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_restart_that_is_hit_again_can_be_tried_again_and_a_trainers_loss_ends_the_attempt(tmp_path: Path) -> None:
+def test_a_restart_can_be_retried_and_a_trainers_loss_ends_the_attempt(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     pids: list[int] = []
 
@@ -203,7 +203,7 @@ def second_job(config: RecoverConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_while_a_job_runs_also_between_its_attempts_no_other_gets_its_folder(tmp_path: Path) -> None:
+def test_while_a_job_runs_or_restarts_no_other_gets_its_folder(tmp_path: Path) -> None:
     config = RecoverConfig(fileroot=str(tmp_path), lock_timeout_s=0.2)
 
     def job(attempt: Attempt) -> str:
@@ -222,7 +222,7 @@ def test_while_a_job_runs_also_between_its_attempts_no_other_gets_its_folder(tmp
 
 
 @pytest.mark.parametrize("error", slow_but([UserBugError], [UserBugError, KeyboardInterrupt]))
-def test_a_bug_or_ctrl_c_is_raised_at_once_and_leaves_nothing_behind(error: type[BaseException]) -> None:
+def test_a_bug_or_ctrl_c_is_raised_and_leaves_nothing_behind(error: type[BaseException]) -> None:
     pids: list[int] = []
 
     def job(attempt: Attempt) -> None:
@@ -238,7 +238,7 @@ def test_a_bug_or_ctrl_c_is_raised_at_once_and_leaves_nothing_behind(error: type
     assert live_placements() == 0
 
 
-def test_too_many_losses_in_the_window_end_the_job_and_later_ones_count_anew() -> None:
+def test_losses_end_the_job_when_too_many_fall_in_one_window() -> None:
     attempts = []
 
     def job(attempt: Attempt) -> str:
@@ -309,7 +309,7 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
 
 
 @pytest.mark.slow
-def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_time(
+def test_a_group_lost_for_want_of_progress_may_take_longer_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its calls may just take long: it would be ended again and again."""
@@ -333,7 +333,7 @@ def test_a_group_that_was_lost_for_want_of_progress_may_take_longer_the_next_tim
 
 
 @pytest.mark.slow
-def test_a_start_that_timed_out_is_tried_again_after_a_pause_that_grows(
+def test_a_start_that_timed_out_is_repeated_after_a_growing_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(holdfast.recover.supervisor, "BACK_OFF_S", 0.5)

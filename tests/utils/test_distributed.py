@@ -144,7 +144,7 @@ def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
     return "in step"
 
 
-def test_what_cannot_be_pickled_is_an_error_on_all_ranks_and_leaves_none_waiting() -> None:
+def test_what_cannot_be_pickled_is_an_error_on_all_waiting_ranks() -> None:
     assert run_ranks(share_what_cannot_be_sent, 2, timeout_s=30) == ["in step"] * 2
 
 
@@ -236,7 +236,7 @@ def _decide_slowly(rank: int, world_size: int) -> float:
     return seconds_since_beat()
 
 
-def test_ranks_that_wait_for_a_slow_decision_make_progress_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_a_slow_decision_make_progress_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "WORD_EVERY_S", 0.1)
     assert max(_decide_slowly(0, 1), *run_ranks(_decide_slowly, 2)) < 0.6
     before = seconds_since_beat()

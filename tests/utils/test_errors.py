@@ -31,7 +31,7 @@ def test_every_error_survives_pickling_with_its_message_and_attributes() -> None
         assert type(copy) is cls and str(copy) == str(error) and vars(copy) == vars(error)
 
 
-def test_a_run_that_was_asked_to_stop_is_no_error_and_leaves_with_its_own_code() -> None:
+def test_a_run_asked_to_stop_is_no_error_and_has_its_code() -> None:
     stop = Preempted("SIGTERM")
     assert not isinstance(stop, Exception) and isinstance(stop, SystemExit) and stop.code == 75
     assert str(stop) == "stopped after a snapshot: SIGTERM"

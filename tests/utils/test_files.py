@@ -55,9 +55,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_durable_file_is_digested_while_it_is_written_and_fsynced_once_when_all_of_it_is_there(
-    tmp_path: Path, synced: list[int]
-) -> None:
+def test_a_durable_file_is_digested_while_written_and_fsynced_once_complete(tmp_path: Path, synced: list[int]) -> None:
     pieces = [b"", b"x", memoryview(os.urandom(3_000_001)), bytearray(b"yz" * 50), memoryview(b"abcdefgh").cast("I")]
     with DurableFile(tmp_path / "a") as file:
         total = 0
@@ -83,7 +81,7 @@ def test_a_durable_file_whose_block_fails_is_closed_and_not_vouched_for(tmp_path
 
 
 @pytest.mark.parametrize("most", [None, 3000], ids=["whole writes", "short writes"])
-def test_views_of_any_size_are_appended_in_order_in_writes_that_end_at_even_places(
+def test_views_of_any_size_are_appended_in_order_in_even_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
 ) -> None:
     monkeypatch.setattr("holdfast.utils.files._BLOCK_BYTES", 10_000)
@@ -130,7 +128,7 @@ def _write_beyond_a_limit(rank: int, world_size: int, folder: str) -> None:
         assert (Path(folder) / f"{name} after").stat().st_size == 0
 
 
-def test_a_write_that_is_refused_is_reported_once_and_the_file_is_closed(tmp_path: Path) -> None:
+def test_a_refused_write_is_reported_once_and_the_file_is_closed(tmp_path: Path) -> None:
     run_ranks(_write_beyond_a_limit, 1, str(tmp_path))
 
 
@@ -142,7 +140,7 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) ->
     require_free_space("/proc", 1 << 60)  # which does not count blocks
 
 
-def test_a_file_system_that_cannot_be_asked_for_its_free_space_is_a_failure_to_write(
+def test_a_file_system_without_free_space_figures_is_a_write_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(path: object) -> os.statvfs_result:

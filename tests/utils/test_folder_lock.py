@@ -77,7 +77,7 @@ def test_a_stopped_holder_keeps_the_folder(start_job: Callable[[], Job]) -> None
     assert second.do(acquire, 0) == ("ok", None)
 
 
-def test_a_forked_child_neither_holds_nor_keeps_nor_drops_the_lock_of_its_parent(
+def test_a_forked_child_neither_holds_keeps_nor_drops_its_parents_lock(
     start_job: Callable[[], Job],
 ) -> None:
     holder, second = start_job(), start_job()
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(start_job: Callable[[], Job
     assert kind == "CheckpointWriteError" and f"cannot lock {path}: Permission denied" in message
 
 
-def test_something_else_in_the_place_of_the_file_or_the_folder_is_an_error(tmp_path: Path) -> None:
+def test_something_else_in_place_of_the_file_or_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder" / ".lock").mkdir(parents=True)
     for path in (tmp_path / "file" / ".lock", tmp_path / "folder" / ".lock"):

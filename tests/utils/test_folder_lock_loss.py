@@ -109,7 +109,7 @@ def test_the_lock_excludes_versions_with_record_locks_and_is_excluded_by_them(
     assert holder.do(acquire, 0) == ("ok", None)
 
 
-def test_a_child_that_shares_the_open_file_does_not_keep_a_lock_that_was_released(
+def test_a_child_sharing_the_open_file_does_not_keep_a_released_lock(
     start_job: Callable[[], Job],
 ) -> None:
     holder, second = start_job(), start_job()
@@ -154,7 +154,7 @@ def test_a_lock_whose_file_was_taken_away_is_taken_again(start_job: Callable[[],
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["uses it", "has used it"])
-def test_a_job_whose_file_was_taken_away_is_refused_when_another_uses_the_folder(
+def test_a_job_whose_file_was_removed_is_refused_when_another_runs(
     start_job: Callable[[], Job], path: Path, ended: bool
 ) -> None:
     holder, second = start_job(), start_job()
@@ -218,9 +218,7 @@ def test_text_that_is_no_holder_is_no_reason_to_end_a_run(path: Path) -> None:
     lock.release()
 
 
-def test_locks_of_one_process_on_both_sides_of_a_replaced_file_come_together(
-    start_job: Callable[[], Job], path: Path
-) -> None:
+def test_locks_of_one_process_around_a_replaced_file_come_together(start_job: Callable[[], Job], path: Path) -> None:
     held_by_other_tests = dict(lock_module._files)
     first, second = FolderLock(path), FolderLock(path)
     first.acquire(0)

@@ -81,13 +81,13 @@ def _reseal(folder: Path, **changes: object) -> None:
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))
 
 
-def test_a_manifest_of_a_newer_format_is_no_damage_whatever_else_it_says(sealed: Path) -> None:
+def test_a_manifest_of_a_newer_format_is_no_damage_whatever_it_says(sealed: Path) -> None:
     _reseal(sealed, format_version=3, files="elsewhere")
     with pytest.raises(CheckpointMismatchError, match=r"has format version 3; this Holdfast reads version 2\. Upgrade"):
         read_manifest(sealed)
 
 
-def test_a_manifest_without_a_digest_is_refused_because_it_may_be_a_damaged_one(sealed: Path) -> None:
+def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(sealed: Path) -> None:
     document = json.loads((sealed / MANIFEST_NAME).read_text())
     del document["digest"]
     for version in (1, 2, 3):
@@ -96,7 +96,7 @@ def test_a_manifest_without_a_digest_is_refused_because_it_may_be_a_damaged_one(
             read_manifest(sealed)
 
 
-def test_a_sealed_file_is_described_as_it_lies_on_disk_and_never_written_over(tmp_path: Path) -> None:
+def test_a_sealed_file_is_described_as_it_lies_and_never_overwritten(tmp_path: Path) -> None:
     entry = write_sealed(tmp_path, "info.json", b"{}")
     assert [entry] == seal_files(tmp_path, ["info.json"])
     with pytest.raises(FileExistsError):

@@ -43,7 +43,7 @@ def test_stats_are_read_back_exactly_one_line_a_step(tmp_path: Path) -> None:
     stats.close()
 
 
-def test_steps_after_the_resumed_one_are_dropped_from_both_files_and_logged_once(tmp_path: Path) -> None:
+def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path) -> None:
     first = StatsLogger(tmp_path, tensorboard=True)
     first.resume_after(None)
     log_steps(first, range(0, 7), life=1)
@@ -70,7 +70,7 @@ def test_a_fresh_start_drops_what_a_life_without_a_snapshot_logged(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cut", range(1, 30, 4))
-def test_a_line_torn_by_a_crash_is_left_out_and_spoils_no_other(cut: int, tmp_path: Path) -> None:
+def test_a_line_torn_by_a_crash_is_skipped_and_spoils_no_other(cut: int, tmp_path: Path) -> None:
     path = tmp_path / STATS_NAME
     log_steps(StatsLogger(tmp_path), range(3), life=1)
     path.write_bytes(path.read_bytes()[:-cut])
@@ -123,7 +123,7 @@ def reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
     return sums
 
 
-def test_reduce_sums_by_name_in_float64_and_refuses_other_names_on_every_rank() -> None:
+def test_reduce_sums_by_name_in_float64_and_refuses_other_names_everywhere() -> None:
     results = run_ranks(reduce_on_ranks, 2)
     assert results == [{"loss": 0.1, "tokens": 2.0**41 + 1}] * 2
 

@@ -157,7 +157,7 @@ def test_derive_leaves_the_generators_and_its_argument_alone() -> None:
     assert all(torch.equal(after[name], before[name]) and torch.equal(state[name], before[name]) for name in before)
 
 
-def test_a_state_that_is_a_view_into_a_larger_tensor_is_restored_as_it_is() -> None:
+def test_a_state_that_is_a_view_of_a_tensor_is_restored() -> None:
     """torch takes the memory from the start of the storage, wherever a tensor begins in it."""
     seed_all(8)
     other = capture_rng()

@@ -141,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 
 @pytest.mark.parametrize("world_size", slow_but([2, 3], [1, 2, 3]))
-def test_every_parameter_and_moment_is_bit_identical_at_another_world_size_and_back(
+def test_parameters_and_moments_are_bit_identical_at_another_world_size_and_back(
     saved: tuple[Path, list[dict[str, Any]]], world_size: int
 ) -> None:
     folder, before = saved
@@ -232,7 +232,7 @@ def _areal_round_trip(rank: int, world_size: int, folder: str) -> None:
     assert same(whole(again), whole(stock))
 
 
-def test_a_folder_as_areal_writes_it_loads_and_the_stateful_works_with_stock_save_and_load(tmp_path: Path) -> None:
+def test_a_folder_of_areal_loads_and_the_stateful_works_with_stock_dcp(tmp_path: Path) -> None:
     run_ranks(_areal_round_trip, 2, str(tmp_path))
 
 
@@ -380,7 +380,7 @@ def _disk_full_on_one_rank(rank: int, world_size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing_behind(tmp_path: Path) -> None:
     messages = run_ranks(_disk_full_on_one_rank, 2, str(tmp_path))
     assert all("rank 1" in message for message in messages)
     assert os.listdir(tmp_path) == []

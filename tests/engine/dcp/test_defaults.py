@@ -91,7 +91,7 @@ def test_a_file_that_is_not_as_long_as_planned_is_never_committed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
 
 
-def test_an_error_while_values_are_placed_says_that_the_state_is_half_loaded(
+def test_an_error_while_values_are_placed_says_the_state_is_half_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_dcp(tmp_path / "c", DCPState(Odd(7.0)))

@@ -54,9 +54,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changed_since_it_was_checked_is_refused_before_anything_changes(
-    tmp_path: Path, change: str
-) -> None:
+def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(tmp_path: Path, change: str) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
     before, load = copies(target), read_dcp(tmp_path / "a", target)
@@ -96,7 +94,7 @@ def test_a_disk_that_fails_while_values_are_copied_is_an_os_error(
 
 
 @pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
-def test_a_load_takes_a_few_megabytes_of_memory_whatever_the_size_of_the_shard(tmp_path: Path) -> None:
+def test_a_load_takes_a_few_megabytes_whatever_the_size_of_the_shard(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
     state = DCPState(model, torch.optim.AdamW(model.parameters()))
     save_dcp(tmp_path / "a", state)
@@ -161,7 +159,7 @@ def _load_shapes(rank: int, world_size: int, folder: str) -> None:
         assert _bytes_of(state) == _bytes_of(_model_of_shapes(world_size, 1)), name
 
 
-def test_every_shape_sharding_and_dtype_comes_back_from_our_folders_and_those_of_torch(tmp_path: Path) -> None:
+def test_every_shape_sharding_and_dtype_comes_back_from_ours_and_torchs_folders(tmp_path: Path) -> None:
     run_ranks(_save_shapes, 2, str(tmp_path))
     for world_size in (1, 2, 3):
         run_ranks(_load_shapes, world_size, str(tmp_path))

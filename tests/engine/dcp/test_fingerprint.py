@@ -58,7 +58,7 @@ def _load(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return fingerprint(state)
 
 
-def test_a_fingerprint_is_the_same_at_every_world_size_and_changes_with_every_step(tmp_path: Any) -> None:
+def test_a_fingerprint_is_alike_at_every_world_size_and_changes_every_step(tmp_path: Any) -> None:
     path = str(tmp_path / "saved")
     fresh, again, *trained = run_ranks(_train_and_save, 2, path)[0]
     assert fresh == again and fresh["moved"] is False
@@ -92,7 +92,7 @@ def _shard(rank: int, world_size: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_neither_the_dimension_that_is_cut_nor_copies_on_several_ranks_change_it() -> None:
+def test_neither_the_sharded_dimension_nor_copies_on_several_ranks_change_it() -> None:
     whole = [combine_samples([sample_state(tensors(d))]) for d in (torch.float32, torch.bfloat16, torch.int64)]
     for found in run_ranks(_shard, 3):
         assert found == [expected for expected in whole for _ in range(3)]

@@ -152,7 +152,7 @@ def _load(rank: int, world_size: int, folder: str) -> str:
     return described(state.model)
 
 
-def test_each_rank_gets_its_own_and_a_new_rank_what_rank_0_had(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_and_a_new_one_rank_0s(tmp_path: Path) -> None:
     saved = run_ranks(_save, 2, str(tmp_path))
     assert saved[0] != saved[1]
     assert run_ranks(_load, 2, str(tmp_path)) == saved

@@ -107,7 +107,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def test_a_plain_tensor_of_each_ranks_shard_comes_back_as_that_at_any_world_size(tmp_path: Path) -> None:
+def test_a_plain_tensor_of_ranks_shards_comes_back_at_any_world_size(tmp_path: Path) -> None:
     saved = run_ranks(_save, 2, str(tmp_path))[0]
     assert all(average.abs().sum() > 0 for average in saved["averages"])
     for world_size in (1, 2, 3):
@@ -124,7 +124,7 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
     return str(refused.value)
 
 
-def test_what_each_rank_could_hold_differently_is_refused_at_save_with_its_name_and_shapes(tmp_path: Path) -> None:
+def test_what_ranks_could_hold_differently_is_refused_with_name_and_shapes(tmp_path: Path) -> None:
     for message in run_ranks(_refused, 2, str(tmp_path)):
         assert re.search(r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message), message
         assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), message
@@ -153,6 +153,6 @@ def _older(rank: int, world_size: int, folder: str) -> list[str]:
     return lines
 
 
-def test_a_folder_that_holds_rank_0s_part_for_all_loads_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_with_rank_0s_part_for_all_loads_and_says_so(tmp_path: Path) -> None:
     for lines in run_ranks(_older, 2, str(tmp_path)):
         assert any("average" in line and "rank 0" in line for line in lines), lines

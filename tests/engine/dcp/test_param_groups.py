@@ -122,7 +122,7 @@ def refusal(folder: Path, target: DCPState) -> str:
     return str(refused.value)
 
 
-def test_groups_that_are_cut_in_another_way_are_refused_and_the_message_says_which_parameter_is_where(
+def test_groups_cut_in_another_way_are_refused_saying_which_parameter_is_where(
     tmp_path: Path,
 ) -> None:
     state = make_state(SAVED)
@@ -155,7 +155,7 @@ class OwnSchedule:
         """Nothing to do."""
 
 
-def test_a_list_that_may_be_one_of_the_groups_is_never_guessed_at(tmp_path: Path) -> None:
+def test_a_list_that_may_be_one_of_groups_is_never_guessed_at(tmp_path: Path) -> None:
     for values, at in (([1.0, 2.0, 3.0], "phases"), ([1.0, 2.0], None)):
         state = make_state(SAVED, lambda o, values=values: OwnSchedule(values))
         train(state, 0, 1)
@@ -182,7 +182,7 @@ class Unnamed(DCPState):
 
 
 @pytest.mark.parametrize("n_groups", [1, 3])
-def test_groups_without_names_go_by_position_with_a_warning_when_there_are_several(
+def test_groups_without_names_go_by_position_with_a_warning_when_several(
     n_groups: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cut = SAVED if n_groups == 3 else [(*DECAYED, *PLAIN, *HEAD)]
@@ -197,7 +197,7 @@ def test_groups_without_names_go_by_position_with_a_warning_when_there_are_sever
     assert caplog.text.count("matched by position") == (n_groups == 3)
 
 
-def test_a_frozen_parameter_that_one_run_gave_to_its_optimizer_and_the_other_did_not_is_no_difference(
+def test_a_frozen_parameter_in_only_one_runs_optimizer_is_no_difference(
     tmp_path: Path,
 ) -> None:
     def frozen(cut: list[tuple[str, ...]]) -> DCPState:
@@ -211,7 +211,7 @@ def test_a_frozen_parameter_that_one_run_gave_to_its_optimizer_and_the_other_did
     load_dcp(tmp_path / "c", frozen([PLAIN, DECAYED]))
 
 
-def test_a_run_whose_groups_are_built_in_another_order_is_resumed_by_the_handler(tmp_path: Path) -> None:
+def test_the_handler_resumes_a_run_whose_groups_are_built_in_another_order(tmp_path: Path) -> None:
     config = RecoverConfig("e", "t", fileroot=str(tmp_path), freq_steps=1)
     rates: list[dict[str, float]] = []
     for at, cut in enumerate((SAVED, OTHER, SAVED)):

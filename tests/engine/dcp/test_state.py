@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_bit_for_bit_as_if_it_had_not_been_interrupted(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_bit_for_bit_as_if_never_interrupted(name: str, tmp_path: Path) -> None:
     state = make_state(OPTIMIZERS[name])
     train(state, 0, 3)
     save_dcp(tmp_path / "saved", state)
@@ -250,7 +250,7 @@ def test_values_that_do_not_fit_are_refused_before_anything_changes(how: str, tm
     assert all(torch.equal(tensor, generators[name]) for name, tensor in capture_rng().items())
 
 
-def test_an_optimizer_without_state_is_left_so_when_the_folder_does_not_fit(tmp_path: Path) -> None:
+def test_an_optimizer_without_state_stays_so_when_the_folder_does_not_fit(tmp_path: Path) -> None:
     source = make_state(OPTIMIZERS["RMSprop"])
     train(source, 0, 1)
     save_dcp(tmp_path / "saved", source)

@@ -235,7 +235,7 @@ def test_chunks_that_tile_a_tensor_cover_it(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_chunks_that_leave_a_gap_are_found_even_when_their_sizes_add_up(case: str) -> None:
+def test_chunks_that_leave_a_gap_are_found_though_their_sizes_add_up(case: str) -> None:
     entry, words = BROKEN[case]
     with pytest.raises(CheckpointCorruptError, match=words):
         check_coverage("w", entry)

@@ -126,7 +126,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BASES)
-def test_an_export_has_the_bytes_that_save_pretrained_gives_of_the_base_as_from_pretrained_loads_it(
+def test_an_export_has_the_bytes_of_from_pretrained_then_save_pretrained(
     root: Path, tmp_path: Path, name: str, way: str
 ) -> None:
     _, dtype, asked = BASES[name]
@@ -182,7 +182,7 @@ def _export_generation_configs(rank: int, world_size: int, root: Path) -> None:
         engine.destroy()
 
 
-def test_generation_config_is_the_bases_or_what_transformers_makes_up_and_never_fails_an_export(tmp_path: Path) -> None:
+def test_generation_config_is_the_bases_or_transformers_own_and_never_fails_exports(tmp_path: Path) -> None:
     for name, odd in ODD_GENERATIONS.items():
         base = tmp_path / name / "base"
         write_base(base, "bfloat16")
@@ -200,7 +200,7 @@ def test_generation_config_is_the_bases_or_what_transformers_makes_up_and_never_
         assert changed["max_length"] == 7, "what is set on the model goes before what was read"
 
 
-def test_a_generation_config_that_was_changed_into_an_invalid_one_does_not_fail_an_export(tmp_path: Path) -> None:
+def test_a_generation_config_that_became_invalid_does_not_fail_an_export(tmp_path: Path) -> None:
     write_base(tmp_path / "base", "bfloat16")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(UNUSED))
     engine = make_engine(str(tmp_path / "base"))
@@ -220,7 +220,7 @@ def _read_generation_configs(rank: int, world_size: int, root: Path) -> None:
         adopt_base(model, root / f"rank{rank}")
 
 
-def test_a_generation_config_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_generation_config_unreadable_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for rank in range(2):
         write_base(tmp_path / f"rank{rank}", "bfloat16")
     (tmp_path / "rank1" / "generation_config.json").unlink()
@@ -235,7 +235,7 @@ def test_an_export_of_a_bare_model_keeps_every_dtype_as_it_is(tmp_path: Path) ->
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_a_model_is_asked_for_its_own_dtypes_once_by_the_caller_and_nothing_random_is_drawn(
+def test_a_model_is_asked_for_dtypes_once_and_nothing_random_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("glm4_moe"), dtype=torch.float32)

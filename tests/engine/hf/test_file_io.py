@@ -102,7 +102,7 @@ def test_what_is_read_is_what_torch_casts_to_in_any_stride(
         assert one == 2.5
 
 
-def test_a_header_of_odd_length_leaves_values_askew_and_they_are_read_all_the_same(tmp_path: Path, maps: str) -> None:
+def test_values_that_a_header_of_odd_length_leaves_askew_are_read(tmp_path: Path, maps: str) -> None:
     values = _values(torch.float32)
     header = json.dumps({"w": {"dtype": "F32", "shape": [36], "data_offsets": [0, 144]}}).encode()
     header += b" " * (5003 - 8 - len(header))
@@ -127,7 +127,7 @@ def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monke
     assert torch.equal(target, values[1:-1].double())
 
 
-def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp_path: Path, chunks: None) -> None:
+def test_two_tensors_are_the_same_when_the_model_would_keep_them_alike(tmp_path: Path, chunks: None) -> None:
     values = _values(torch.float32)
     changed = values.clone()
     changed[30] += 1
@@ -141,7 +141,7 @@ def test_two_tensors_are_the_same_when_they_are_as_the_model_would_keep_them(tmp
         assert reader.same(slots["a"], slots["d"], 5, 5, torch.float32)
 
 
-def test_a_view_of_one_element_has_any_stride_and_is_written_and_read_as_others(tmp_path: Path) -> None:
+def test_a_view_of_one_element_with_any_stride_is_written_and_read(tmp_path: Path) -> None:
     _write(tmp_path, {"w": torch.arange(10.0).as_strided((1, 1), (7, 5), 3)}, torch.float32)
     target = torch.zeros(10)
     with WeightReader(tmp_path) as reader:
@@ -174,7 +174,9 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
             reader.read(slot, 0, torch.zeros(10_000, dtype=wanted))
 
 
-def test_a_file_that_is_gone_is_read_and_nothing_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_after_its_opening_is_read_and_nothing_stays_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, values, seen = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
 
     def mapping(fd: int, begin: int, length: int) -> memoryview | None:
@@ -202,9 +204,7 @@ def _target(link: Path) -> str:
         return ""
 
 
-def test_a_write_that_is_cut_short_goes_on_and_one_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_write_goes_on_and_a_failed_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, values = os.pwrite, torch.randn(100)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
     _write(tmp_path, {"w": values}, torch.float32)

@@ -280,9 +280,7 @@ def test_other_names_dtypes_heads_and_conversions_load_as_meant(root: Path, tmp_
     run_ranks(_forgiven, world_size, tmp_path / "root")
 
 
-def test_file_that_breaks_while_it_is_read_is_an_error_on_every_rank_that_says_what_became_of_the_model(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_breaks_while_read_is_an_error_on_every_rank(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "root")
     first, second = run_ranks(_breaks_while_it_is_read, 2, tmp_path / "root")
     for case, kind in (("shorter", "CheckpointCorruptError"), ("EIO", "OSError")):
@@ -296,7 +294,7 @@ def test_file_that_breaks_while_it_is_read_is_an_error_on_every_rank_that_says_w
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3]))
-def test_copies_of_a_tied_weight_that_differ_anywhere_are_refused_on_every_rank(root: Path, world_size: int) -> None:
+def test_differing_copies_of_a_tied_weight_are_refused_on_every_rank(root: Path, world_size: int) -> None:
     *others, last = run_ranks(_copies_of_a_tied_weight, world_size, root)
     assert last.startswith("CheckpointMismatchError") and "the model ties model.embed_tokens.weight, but" in last
     for other in others:
@@ -310,7 +308,7 @@ def test_weights_of_which_the_files_do_not_hold_every_element_are_refused(tmp_pa
             assert "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs [16, 16]" in outcome
 
 
-def test_a_file_that_is_replaced_after_its_header_was_read_is_not_the_one_whose_values_are_read(
+def test_no_values_are_read_from_a_file_replaced_after_its_header(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, folder = load.plan_loading, tmp_path / "folder"

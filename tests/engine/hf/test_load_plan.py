@@ -109,9 +109,7 @@ def _loads_as_from_pretrained(rank: int, world_size: int, root: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
-def test_a_multimodal_folder_loads_as_a_causal_language_model_and_is_exported_as_that_would_be(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_a_multimodal_folder_loads_and_is_exported_as_a_causal_model(world_size: int, tmp_path: Path) -> None:
     for name, config in MULTIMODAL.items():
         write_multimodal(tmp_path / name, config)
     run_ranks(_loads_as_from_pretrained, world_size, tmp_path)
@@ -123,9 +121,7 @@ def test_a_multimodal_folder_loads_as_a_causal_language_model_and_is_exported_as
 @pytest.mark.parametrize(
     "stranger", ["language_model.model.layers.2.input_layernorm.weight", "language_model.lm_head.bias"]
 )
-def test_a_tensor_that_a_language_model_lacks_is_refused_in_a_multimodal_folder_too(
-    stranger: str, tmp_path: Path
-) -> None:
+def test_a_tensor_the_language_model_lacks_is_refused_in_multimodal_folders_too(stranger: str, tmp_path: Path) -> None:
     write_multimodal(tmp_path, MULTIMODAL["Llama4"])
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {stranger: torch.zeros(16)}, tmp_path / "model.safetensors")
@@ -133,7 +129,7 @@ def test_a_tensor_that_a_language_model_lacks_is_refused_in_a_multimodal_folder_
         load_hf(_empty(tmp_path), tmp_path)
 
 
-def test_parts_that_stand_beside_the_model_are_refused_in_a_folder_that_is_not_multimodal(tmp_path: Path) -> None:
+def test_parts_beside_the_model_are_refused_in_a_folder_not_multimodal(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"vision_model.weight": torch.zeros(16)}, tmp_path / "model.safetensors")
@@ -220,9 +216,7 @@ def _fused_loads(rank: int, world_size: int, root: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("kind", FUSED)
-def test_weights_that_a_folder_has_in_pieces_load_and_are_exported_in_pieces(
-    kind: str, world_size: int, tmp_path: Path
-) -> None:
+def test_weights_stored_in_pieces_load_and_are_exported_in_pieces(kind: str, world_size: int, tmp_path: Path) -> None:
     _write_fused(tmp_path, kind)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -160,6 +160,6 @@ def _classes_and_exports(rank: int, world_size: int, root: Path) -> None:
         assert (root / name / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes(), name
 
 
-def test_a_module_that_is_sharded_or_replicated_or_both_is_known_by_its_own_class(tmp_path: Path) -> None:
+def test_a_module_sharded_or_replicated_or_both_keeps_its_own_class(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     run_ranks(_classes_and_exports, 2, tmp_path)

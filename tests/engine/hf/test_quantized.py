@@ -35,7 +35,7 @@ def _initialize(folder: Path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("method", DECLARED)
-def test_a_folder_whose_config_declares_quantization_is_refused_with_the_lines_that_undo_it(
+def test_a_folder_that_declares_quantization_is_refused_with_lines_undoing_it(
     method: str, nested: bool, tmp_path: Path
 ) -> None:
     quantization, message = DECLARED[method]
@@ -58,9 +58,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_tensors_with_the_names_of_a_quantization_are_refused_where_the_config_is_silent(
-    method: str, tmp_path: Path
-) -> None:
+def test_tensors_named_as_quantized_are_refused_where_the_config_is_silent(method: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {NAMES[method]: torch.zeros(2, dtype=torch.uint8)}, tmp_path / "model.safetensors")

@@ -35,7 +35,7 @@ def _layout(folder: Path) -> dict[str, TensorSlot]:
         return read_layout(folder, lambda name: files.enter_context(open(folder / name, "rb")))
 
 
-def test_header_equals_that_of_the_safetensors_library_for_every_dtype_and_odd_names() -> None:
+def test_header_equals_the_safetensors_librarys_for_every_dtype_and_odd_names() -> None:
     tensors = {f"z.{code}": torch.zeros(2, 3).to(dtype) for dtype, code in DTYPE_CODES.items()}
     tensors |= {"b": torch.zeros(0, 3), "é": torch.zeros(5), 'q"\\uote': torch.tensor(1.0), "a\t": torch.zeros(1)}
     layout = plan_layout([_spec(key, tensor) for key, tensor in tensors.items()], 10**9, 0)

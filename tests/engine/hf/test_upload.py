@@ -144,14 +144,14 @@ def _from_staged_values(root: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [2, 3]))
-def test_shards_of_every_kind_and_what_must_be_gathered_come_out_the_same(tmp_path: Path, world_size: int) -> None:
+def test_shards_of_every_kind_and_gathered_tensors_come_out_the_same(tmp_path: Path, world_size: int) -> None:
     run_ranks(_of_every_kind, world_size, tmp_path)
     cases = [f"{case}/{variant}" for case in KINDS for variant in ("plain", "split")]
     for case in [*cases, "one_row", "staged"]:
         assert contents(tmp_path / "shelf" / case) == contents(tmp_path / "local" / case), case
 
 
-def test_an_export_needs_no_torch_distributed_and_a_file_url_is_a_folder(tmp_path: Path) -> None:
+def test_an_export_needs_no_torch_distributed_and_file_urls_are_folders(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     save_hf(model, tmp_path / "out", **SPLIT)
     save_hf(model, f"memory://{tmp_path.name}/out", **SPLIT)
@@ -212,9 +212,7 @@ def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path)
     assert set(found) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def test_of_two_exports_to_one_url_the_first_gives_up_and_the_other_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_exports_to_one_url_the_later_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, commit = f"memory://{tmp_path.name}/out", upload._Upload.commit
     save_hf(tiny_model("llama", seed=1), tmp_path / "second")
 
@@ -245,7 +243,7 @@ def _killed(rank: int, world_size: int, victim: int, url: str, staging: Path, en
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_export_does_not_count_and_the_next_removes_what_it_left(
+def test_a_killed_export_does_not_count_and_the_next_removes_it(
     server: S3Server, s3_url: str, tmp_path: Path, victim: int
 ) -> None:
     with pytest.raises(AssertionError, match="the process died without a word"):
@@ -278,7 +276,7 @@ def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str]
     return messages
 
 
-def test_a_store_that_refuses_fails_the_export_on_every_rank_and_nothing_is_left(
+def test_a_store_that_refuses_fails_every_rank_and_nothing_is_left(
     server: S3Server, s3_url: str, tmp_path: Path
 ) -> None:
     server.refuse("model-00002-of")
@@ -387,7 +385,7 @@ def test_an_error_of_the_store_that_passes_is_tried_again(
     assert stored(s3_url) == contents(tmp_path / "out")
 
 
-def test_a_url_where_only_a_folder_will_do_is_refused_with_what_to_do() -> None:
+def test_a_url_where_a_folder_is_needed_is_refused_with_advice() -> None:
     model = tiny_model("llama")
     state = DCPState(model)
     actions: list[Callable[[], object]] = [
@@ -401,16 +399,14 @@ def test_a_url_where_only_a_folder_will_do_is_refused_with_what_to_do() -> None:
         save_dcp("s3://bucket/out", state)
 
 
-def test_a_url_that_went_through_a_path_makes_no_folder_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_url_that_became_a_path_makes_no_folder_so_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"path is s3:/bucket/out: a URL that has lost a slash"):
         save_hf(tiny_model("llama"), Path("s3://me:secret@bucket/out"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_password_that_the_backend_would_take_for_a_part_of_the_path_is_refused_and_not_shown(
+def test_a_password_the_backend_takes_for_path_is_refused_unshown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = r"path \('s3://bucket/out'\) cannot be used: its backend takes no password"

@@ -50,7 +50,7 @@ def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c
     assert not any(values.requires_grad for values in stats.values())
 
 
-def test_ppo_actor_gradient_is_advantage_times_ratio_where_not_clipped_and_zero_where_clipped() -> None:
+def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() -> None:
     logp = torch.tensor([0.0, 0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
     loss, _ = ppo_actor_loss(logp, torch.zeros(5), advantages, torch.ones(5), 0.2, 0.3)

@@ -26,7 +26,7 @@ def test_split_minibatches_fills_up_with_tokens_that_do_not_count() -> None:
     assert all(minibatch.keys() == batch.keys() for minibatch in minibatches)
 
 
-def test_loss_mask_of_leaves_out_padding_and_first_tokens_and_does_not_write_to_the_batch() -> None:
+def test_loss_mask_of_leaves_out_padding_and_first_tokens_without_changing_batches() -> None:
     batch = make_batch([3, 1], pad=1)
     batch["loss_mask"] = torch.ones(2, 4, dtype=torch.bool)
     assert loss_mask_of(batch).tolist() == [[False, True, True, False], [False] * 4]

@@ -122,7 +122,7 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
         assert _settled_fds(expected) == expected
 
 
-def test_what_is_written_is_what_was_staged_however_training_goes_on_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+def test_what_is_written_is_what_was_staged_however_training_goes_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     shm = shared_memory()
     run_ranks(_saves_while_training, 2, str(tmp_path / "model"), tmp_path)
@@ -168,7 +168,7 @@ def _every_sharding(rank: int, world_size: int, root: Path) -> str:
     return str(refused.value)
 
 
-def test_weights_that_have_to_be_gathered_are_exported_in_the_background_too_but_not_from_two_mesh_dimensions(
+def test_gathered_weights_are_exported_in_the_background_from_one_mesh_dimension(
     tmp_path: Path,
 ) -> None:
     for message in run_ranks(_every_sharding, 2, tmp_path):
@@ -225,7 +225,7 @@ def _no_room(*_: object, **__: object) -> None:
     raise CheckpointWriteError("no room")
 
 
-def test_a_save_that_fails_in_the_background_is_told_on_every_rank_with_its_cause_and_leaves_nothing(
+def test_a_failed_background_save_is_raised_on_every_rank_with_its_cause(
     tmp_path: Path,
 ) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
@@ -238,7 +238,7 @@ def test_a_save_that_fails_in_the_background_is_told_on_every_rank_with_its_caus
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "model"]
 
 
-def test_a_process_that_ends_without_a_word_has_its_last_save_and_says_if_it_failed(tmp_path: Path) -> None:
+def test_a_process_that_just_ends_has_its_last_save_or_says_otherwise(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     script = (
         "import sys; from tests.recover.runs import make_engine; from holdfast.engine.api import SaveLoadMeta\n"
@@ -289,7 +289,7 @@ def _initialize_again(rank: int, world_size: int, models: tuple[str, str], root:
     engine.destroy()
 
 
-def test_an_engine_that_is_initialized_again_saves_its_new_model_and_nothing_of_the_old_one_is_left(
+def test_an_engine_initialized_again_saves_its_new_model_and_frees_the_old(
     tmp_path: Path,
 ) -> None:
     write_model_folder(tmp_path / "a", tiny_qwen3())

@@ -36,7 +36,7 @@ def is_mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
-def test_copies_have_the_shapes_and_dtypes_and_lie_side_by_side_without_touching() -> None:
+def test_copies_have_their_shapes_and_dtypes_and_lie_apart() -> None:
     tensors = {f"{shape}{dtype}": torch.ones(shape).to(dtype) for shape in SHAPES for dtype in DTYPES}
     tensors["across"] = torch.ones(4, 3).t()
     copies = host_copies_of(tensors)
@@ -129,7 +129,7 @@ def on_gpu(tensor: torch.Tensor) -> Any:
     return SimpleNamespace(device=torch.device("cuda", 0), nbytes=tensor.nbytes, dtype=tensor.dtype, shape=tensor.shape)
 
 
-def test_it_is_pinned_once_as_a_whole_and_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
+def test_it_is_pinned_once_and_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
     tensors = {"a": torch.ones(3 << 20), "b": torch.ones(5), "c": torch.ones(0, 2)}
     copies = host_copies_of({name: on_gpu(tensor) for name, tensor in tensors.items()} | {"host": torch.ones(2)})
     ((_, address, n_bytes),) = cudart.calls
@@ -149,7 +149,7 @@ def test_it_is_pinned_once_as_a_whole_and_unpinned_before_it_is_unmapped(cudart:
     assert cudart.calls[1:] == [("unregister", address, True)]
 
 
-def test_what_cuda_cannot_pin_is_told_with_what_to_do_and_does_not_fail_the_next_kernel(
+def test_what_cuda_cannot_pin_is_told_and_fails_no_later_kernel(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart.error, wanted = 2, on_gpu(torch.ones(2))
@@ -170,7 +170,7 @@ def test_what_cuda_cannot_pin_is_told_with_what_to_do_and_does_not_fail_the_next
         ({"freq_steps": 2, "hf_freq_steps": 2, "async_save": False}, ()),
     ],
 )
-def test_a_handler_takes_the_memory_when_it_loads_and_no_other_when_it_dumps(
+def test_a_handler_takes_memory_when_it_loads_and_none_at_dumps(
     options: dict[str, Any], expected: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")

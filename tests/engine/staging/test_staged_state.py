@@ -66,7 +66,7 @@ class Gate:
         threading.Timer(seconds, self._open.set).start()
 
 
-def test_a_step_waits_for_the_copy_of_what_it_changes_and_the_forward_and_backward_before_it_do_not(
+def test_a_step_waits_for_the_copy_and_its_forward_and_backward_dont(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state, gate = trained(), Gate(monkeypatch)
@@ -115,7 +115,7 @@ def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
     assert state.optimizer is not None and not state.optimizer._optimizer_step_pre_hooks
 
 
-def test_a_copy_that_fails_is_told_to_who_reads_it_and_not_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_told_its_reader_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
@@ -169,7 +169,7 @@ def test_a_staged_shard_is_a_shard_in_memory_of_its_own() -> None:
     run_ranks(_stage_shards, 2)
 
 
-def test_a_thread_waits_for_the_copy_of_a_device_with_that_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_waits_for_a_devices_copy_with_that_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current, seen = [0], []  # a new thread's is 0, which CUDA would make a context on
 
     @contextmanager

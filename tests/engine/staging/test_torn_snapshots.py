@@ -110,7 +110,7 @@ def check_way(way: str, sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_change_while_the_copy_runs_fails_that_snapshot_and_not_the_next(way: str) -> None:
+def test_a_change_during_the_copy_fails_that_snapshot_and_no_other(way: str) -> None:
     check_way(way, sharded=False)
 
 
@@ -119,7 +119,7 @@ def _every_way(rank: int, world_size: int) -> None:
         check_way(way, sharded=True)
 
 
-def test_a_change_of_shards_while_the_copy_runs_fails_that_snapshot_and_not_the_next() -> None:
+def test_a_change_of_shards_during_the_copy_fails_only_that_snapshot() -> None:
     run_ranks(_every_way, 1)
 
 
@@ -147,7 +147,7 @@ def test_the_guard_waits_for_the_copy(way: str) -> None:
     assert differing(values_of(staged), before) == []
 
 
-def test_the_guard_knows_a_model_by_its_parts_and_a_part_by_its_model() -> None:
+def test_the_guard_knows_models_by_parts_and_parts_by_models() -> None:
     state = make_state()
     outer, part = nn.ModuleList([state.model]), next(state.model.children())
     for module, waits in ((outer, True), (part, True), (nn.Linear(2, 2), False)):
@@ -226,7 +226,7 @@ def _torn_on_rank_1(rank: int, world_size: int, root: str) -> list[Any]:
     return [*told, type(error.value).__name__]
 
 
-def test_the_handler_passes_over_a_torn_snapshot_on_all_ranks_and_trains_on(tmp_path: Path) -> None:
+def test_the_handler_skips_a_torn_snapshot_on_all_ranks_and_trains_on(tmp_path: Path) -> None:
     results = run_ranks(_torn_on_rank_1, 2, str(tmp_path))
     counts = [(0, 0), (1, 0), (1, 1), (2, 1)]
     assert results == [[*counts, "PeerError"], [*counts, "TornSnapshotError"]]

@@ -57,7 +57,7 @@ def _get_buffer(owner: nn.Module, key: str, by: torch.Tensor) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", slow_but([_copy], [_add, _copy, _assign, _get_buffer]))
-def test_what_is_written_to_a_buffer_that_is_cast_is_computed_with_saved_and_loaded(
+def test_writes_to_a_cast_buffer_are_computed_with_saved_and_loaded(
     write: Callable[[nn.Module, str, torch.Tensor], None], tmp_path: Path
 ) -> None:
     write_folder(tmp_path / "base", "minimax_m2")
@@ -143,7 +143,7 @@ def test_a_forward_that_fails_leaves_the_stored_buffer(error: type[BaseException
     assert torch.equal(module.bias, stored) and module.absent is None
 
 
-def test_what_a_forward_writes_to_its_own_buffer_is_kept_in_the_stored_dtype() -> None:
+def test_what_a_forward_writes_to_its_buffer_keeps_the_stored_dtype() -> None:
     module = router()
     stored = module.bias
     module(lambda module: module.bias.mul_(2))

@@ -68,7 +68,7 @@ def test_micro_batch_takes_the_attention_mask_when_there_is_no_loss_mask() -> No
     assert mb.data["loss_mask"].tolist() == [0, 1, 1, 0, 1]
 
 
-def test_padded_form_holds_the_same_tokens_and_its_mask_leads_back_to_the_packed_order() -> None:
+def test_padded_form_has_the_same_tokens_its_mask_restores_packed_order() -> None:
     (mb,) = split_batch(make_batch([3, 1, 2], pad=4), MicroBatchSpec())
     padded = mb.padded()
     assert padded["input_ids"].tolist() == [[1, 2, 3], [8, 0, 0], [15, 16, 0]]
@@ -145,7 +145,7 @@ class _Copies(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", torch.device("cpu"), torch.device("cuda", 1)])
-def test_a_copy_to_the_host_is_waited_for_and_one_to_a_gpu_is_not(device: torch.device | str) -> None:
+def test_copies_to_the_host_are_waited_for_copies_to_gpus_not(device: torch.device | str) -> None:
     (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec())
     with _Copies() as copies:
         mb.to(device)
@@ -218,7 +218,7 @@ def _split_on_ranks(rank: int, world_size: int) -> dict[str, object]:
 
 
 @pytest.mark.timeout(90)
-def test_every_rank_gets_the_same_number_of_micro_batches_and_hears_of_a_bad_batch() -> None:
+def test_every_rank_gets_equally_many_micro_batches_and_hears_of_bad_ones() -> None:
     first, second = run_ranks(_split_on_ranks, 2)
     assert first["n"] == second["n"] == 5
     assert (first["dummies"], second["dummies"]) == (0, 2)

@@ -102,7 +102,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_made_without_a_step_is_what_the_first_step_would_start_from(name: str) -> None:
+def test_state_made_without_a_step_is_what_a_step_starts_from(name: str) -> None:
     fresh, made = make_params(), make_params()
     reference, optimizer = OPTIMIZERS[name](fresh), OPTIMIZERS[name](made)
     fired: list[str] = []

@@ -118,7 +118,7 @@ WEIGHTS = {"fresh": _untouched, "moved": _moved, "zero": _zero}
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("what", LEAKY)
-def test_a_model_whose_packed_sequences_see_each_other_is_refused_whatever_its_weights(
+def test_a_model_whose_packed_sequences_see_each_other_is_always_refused(
     what: str, weights: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_a_model_whose_packed_sequences_see_each_other_is_refused_whatever_its_w
         check_packing(model, CPU)
 
 
-def test_a_model_that_fails_at_a_packed_row_is_refused_with_the_reason() -> None:
+def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
     """Reformer takes rows of whole chunks only."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architectures.tiny_config("reformer"), dtype=torch.float32)
@@ -172,7 +172,7 @@ class RowChunks(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, **kwargs)
 
 
-def test_a_model_that_cuts_windows_from_the_row_may_be_packed_into_rows_that_are_no_longer_than_these() -> None:
+def test_a_model_that_cuts_windows_packs_rows_no_longer_than_these() -> None:
     config = LlamaConfig(**MORE, num_hidden_layers=2)
     config.attention_chunk_size, config.sliding_window = 64, 16
     model = RowChunks(config)
@@ -184,7 +184,7 @@ def test_a_model_that_cuts_windows_from_the_row_may_be_packed_into_rows_that_are
     check_packing(model, CPU, max_row_tokens=64)
 
 
-def test_sliding_windows_and_chunks_that_begin_anew_with_each_sequence_are_packed_whatever_their_size() -> None:
+def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None:
     sliding = Qwen3Config(**MORE, num_hidden_layers=2, head_dim=8, use_sliding_window=True, sliding_window=4096)
     sliding.layer_types = ["sliding_attention", "full_attention"]
     for config in (sliding, tiny_config("qwen3_tied")):
@@ -209,7 +209,7 @@ def _sharded_check(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [2, 3]))
-def test_all_ranks_come_to_one_verdict_about_a_model_that_is_sharded_and_has_no_memory_yet(world_size: int) -> None:
+def test_all_ranks_agree_about_a_sharded_model_without_memory(world_size: int) -> None:
     for sound, leaky in run_ranks(_sharded_check, world_size):
         assert sound == "packed"
         assert leaky.startswith("Lfm2ForCausalLM lets packed sequences see each other")

@@ -54,7 +54,7 @@ class NumbersRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_the_numbers_that_a_step_waits_for_do_not_grow_with_its_micro_batches(engine: FSDPEngine, packed: bool) -> None:
+def test_a_step_waits_for_no_more_numbers_with_more_micro_batches(engine: FSDPEngine, packed: bool) -> None:
     counts, engine.config.pack_sequences = {}, packed
     for n_mbs in (2, 6):
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
@@ -65,7 +65,7 @@ def test_the_numbers_that_a_step_waits_for_do_not_grow_with_its_micro_batches(en
     assert counts["train_batch", 6] == counts["train_batch", 2] and counts["eval_batch", 6] == counts["eval_batch", 2]
 
 
-def test_a_weight_that_is_a_plain_number_counts_as_one_in_a_tensor(engine: FSDPEngine) -> None:
+def test_a_plain_number_as_weight_counts_as_one_in_a_tensor(engine: FSDPEngine) -> None:
     plain: Any = lambda mb: int(mb["loss_mask"].sum())  # noqa: E731
     losses = [
         float(engine.eval_batch(make_batch(), nll, weigh))
@@ -74,9 +74,7 @@ def test_a_weight_that_is_a_plain_number_counts_as_one_in_a_tensor(engine: FSDPE
     assert len(set(losses)) == 1 and math.isfinite(losses[0])
 
 
-def test_rows_that_do_not_count_leave_loss_and_gradient_as_they_are_without_them(
-    folder: Path, engine: FSDPEngine
-) -> None:
+def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(folder: Path, engine: FSDPEngine) -> None:
     """They give what is not finite: a token whose embedding overflowed, a part of the vocabulary that is masked out."""
     batch, twin = make_batch((5, 5, 5), masked_rows=(2,)), make_engine(folder)
     batch["input_ids"][batch["input_ids"] == 7] = 6
@@ -201,7 +199,7 @@ def test_by_default_no_row_of_several_sequences_is_longer_than_8192_tokens(caplo
     assert not caplog.records
 
 
-def test_a_long_row_that_nothing_limits_is_warned_about_once_for_each_doubling(
+def test_a_long_unlimited_row_is_warned_about_once_for_each_doubling(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     unlimited = MicroBatchSpec(max_tokens_per_mb=None)

@@ -72,9 +72,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
     assert time.monotonic() - start < 0.1
 
 
-def test_work_aside_goes_on_beside_other_calls_and_a_loss_meanwhile_is_one_for_both(
-    pair: WorkerGroup, tmp_path: Path
-) -> None:
+def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         aside = thread.submit(pair.run_aside, wait_for, str(tmp_path / "go"), 5)
         assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
@@ -171,7 +169,7 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_lost_though_no_deadline_was_set_and_a_slow_one_is_not(placement: PlacementGroup) -> None:
+def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: PlacementGroup) -> None:
     group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
     group.call_all("nap", 3.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
@@ -184,7 +182,7 @@ def test_a_stopped_rank_is_lost_though_no_deadline_was_set_and_a_slow_one_is_not
 
 
 @pytest.mark.slow
-def test_the_error_of_a_rank_that_waited_for_a_stopped_one_is_a_loss(placement: PlacementGroup) -> None:
+def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: PlacementGroup) -> None:
     group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
     with pytest.raises(WorkerLost, match="no answer to a ping") as caught:
@@ -205,7 +203,7 @@ def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the two GPUs of this test are made up")
-def test_the_local_rank_is_the_own_gpu_when_ray_shows_all_of_them() -> None:
+def test_the_local_rank_is_the_own_gpu_when_ray_shows_all() -> None:
     env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     resources = WorkerResources(cpus=0.5, gpus=1)
     group = WorkerGroup(Worker, world_size=2, resources=resources, process_group=False, env=env)
@@ -280,7 +278,7 @@ def test_arguments_of_a_worker_among_those_of_the_group_are_told_where_to_go() -
         WorkerGroup(Worker, 10, world_size=2, colour="red")
 
 
-def test_a_remote_server_answers_or_raises_and_its_death_is_a_loss_of_its_own_group(pair: WorkerGroup) -> None:
+def test_a_remote_server_answers_raises_or_dies_as_its_groups_loss(pair: WorkerGroup) -> None:
     rollout = WorkerGroup(Server, name="rollout", process_group=False)
     server = rollout.server()
     assert pair.call_all("publish", server, "weights/v7", 7) == [7, None]

@@ -64,7 +64,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], symptom: str, method: str,
         group.call_all("add")
 
 
-def test_a_stopped_rank_is_lost_and_its_peer_in_a_collective_with_it(start: StartGroup) -> None:
+def test_a_stopped_rank_is_lost_with_its_peer_in_a_collective(start: StartGroup) -> None:
     group = start(hang_timeout_s=1.0)
     os.kill(group.pids()[1], signal.SIGSTOP)
     assert_lost(group, [1], r"no answer to a ping within 1 s during reduce\(\)", "reduce")
@@ -76,7 +76,7 @@ def test_an_endless_loop_is_lost_when_the_others_have_answered(start: StartGroup
 
 
 @pytest.mark.slow
-def test_an_endless_loop_while_the_others_wait_in_a_collective_ends_the_group(start: StartGroup) -> None:
+def test_an_endless_loop_while_others_wait_in_collectives_ends_the_group(start: StartGroup) -> None:
     assert_lost(start(), [0, 1], r"no progress for 1.5 s during spin\(\)", "spin", 1, True)
 
 
@@ -87,7 +87,7 @@ def test_an_endless_loop_is_named_alone_when_the_collective_times_out_first(star
 
 
 @pytest.mark.slow
-def test_a_collective_that_one_rank_never_joins_is_the_loss_of_that_rank(start: StartGroup) -> None:
+def test_a_collective_that_one_rank_never_joins_is_that_ranks_loss(start: StartGroup) -> None:
     group = start(world_size=3, stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [2], "others gave up waiting for them in a collective", "reduce_except", 2)
 
@@ -106,7 +106,7 @@ def test_a_bug_is_raised_though_others_time_out_waiting_for_it(start: StartGroup
 
 
 @pytest.mark.slow
-def test_a_hung_server_is_lost_to_those_who_publish_to_it_and_they_live_on(start: StartGroup) -> None:
+def test_a_hung_server_is_lost_and_its_publishers_live_on(start: StartGroup) -> None:
     trainer = start(stall_timeout_s=60)
     rollout = WorkerGroup(Server, name="rollout", process_group=False, hang_timeout_s=1.0)
     server = rollout.server()
@@ -121,14 +121,14 @@ def test_a_hung_server_is_lost_to_those_who_publish_to_it_and_they_live_on(start
 
 
 @pytest.mark.slow
-def test_a_slow_rank_that_beats_lives_on_and_so_do_those_that_wait_for_it(start: StartGroup) -> None:
+def test_a_slow_rank_that_beats_lives_on_as_do_its_peers(start: StartGroup) -> None:
     group = start()
     assert group.call_all("nap_and_reduce", 1, 4.0, True) == [2.0, 2.0]
     assert group.call_all("add") == [10, 10]
 
 
 @pytest.mark.slow
-def test_a_slow_rank_without_beats_lives_on_within_the_timeout_and_an_idle_one_for_ever(start: StartGroup) -> None:
+def test_a_rank_without_beats_lives_within_the_timeout_an_idle_one_forever(start: StartGroup) -> None:
     group = start(stall_timeout_s=4.0)
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
     time.sleep(2.0)  # idle: 4.5 s after the last beat at the first look, of which only 2.5 are the call's
@@ -136,14 +136,14 @@ def test_a_slow_rank_without_beats_lives_on_within_the_timeout_and_an_idle_one_f
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_for_long_in_one_call_lives_on_where_no_peer_waits_for_it(start: StartGroup) -> None:
+def test_a_long_computation_lives_on_where_no_peer_waits_for_it(start: StartGroup) -> None:
     group = start(process_group=False)
     assert group.call(0, "compute", 5.0) > 0
     assert group.call_all("add") == [10, 10]
 
 
 @pytest.mark.slow
-def test_a_rank_that_neither_computes_nor_beats_is_lost_also_where_no_peer_waits_for_it(start: StartGroup) -> None:
+def test_a_rank_that_neither_computes_nor_beats_is_lost_unawaited_too(start: StartGroup) -> None:
     assert_lost(start(process_group=False), [0, 1], r"no progress for 1.5 s during idle\(\)", "idle")
 
 

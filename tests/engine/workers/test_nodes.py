@@ -52,7 +52,7 @@ def pid_elsewhere(group: WorkerGroup) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_group_is_gone_on_other_nodes_too_when_the_kill_returns(cluster: Cluster) -> None:
+def test_a_killed_group_is_gone_on_all_nodes_when_kill_returns(cluster: Cluster) -> None:
     group = WorkerGroup(Worker, world_size=2, process_group=False)
     assert len(group.node_ids()) == 2
     elsewhere = pid_elsewhere(group)
@@ -93,7 +93,7 @@ def stuck() -> Iterator[tuple[subprocess.Popen[bytes], Deathless]]:
     process.wait()
 
 
-def test_a_process_that_takes_long_to_die_is_waited_for_and_told_of(
+def test_a_process_that_takes_long_to_die_is_awaited_and_reported(
     stuck: tuple[subprocess.Popen[bytes], Deathless], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     process, found = stuck
@@ -108,7 +108,7 @@ def test_a_process_that_takes_long_to_die_is_waited_for_and_told_of(
     )
 
 
-def test_a_process_that_outlives_the_timeout_is_an_error_that_says_what_to_do(
+def test_a_process_that_outlives_the_timeout_is_an_error_with_advice(
     stuck: tuple[subprocess.Popen[bytes], Deathless],
 ) -> None:
     process, found = stuck

@@ -94,7 +94,7 @@ def _cut_after(last: int, root: str, rank: int) -> Path:
     ("workers", "shuffle"),
     [(0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, True), (0, False), (2, False)))],
 )
-def test_a_resumed_epoch_has_the_batches_and_the_weights_of_one_that_was_never_killed(
+def test_a_resumed_epoch_has_the_batches_and_weights_of_one_unkilled(
     tmp_path: Path, workers: int, shuffle: bool
 ) -> None:
     run_ranks(_killed_after_every_step, 2, str(tmp_path), workers, shuffle)
@@ -127,7 +127,7 @@ def _until(rank: int, world_size: int, root: str, killed_after: int) -> tuple[li
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_its_second_and_third_epoch_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_killed_in_two_epochs_ends_as_one_that_was_not(tmp_path: Path) -> None:
     untouched = run_ranks(_until, 2, str(tmp_path / "untouched"), -1)
     for killed_after in (8, 14):
         with pytest.raises(AssertionError, match="died without a word"):

@@ -61,7 +61,7 @@ def test_fingerprint_reads_the_first_and_the_last_sample_and_few_between() -> No
     assert len(dataset.read) == 64 and {0, 99_999} < set(dataset.read)
 
 
-def test_a_dataset_may_bring_its_own_fingerprint_and_must_when_samples_have_no_canonical_bytes() -> None:
+def test_a_dataset_brings_its_fingerprint_when_samples_have_no_canonical_bytes() -> None:
     with pytest.raises(ConfigError, match=r"holds a builtins.object.*`fingerprint` attribute"):
         dataset_fingerprint([{"image": object()}])
 

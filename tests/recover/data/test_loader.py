@@ -56,7 +56,7 @@ def assert_each_sample_once_an_epoch(seen: list[tuple[int, list[int]]], samples:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("samples", "batch_size"), [(23, 5), (20, 5), (11, 7), (7, 7)])
-def test_samples_are_seen_once_an_epoch_across_a_restart_at_every_step_with_another_world_size(
+def test_samples_are_seen_once_an_epoch_across_restarts_with_other_ranks(
     shuffle: bool, drop_last: bool, samples: int, batch_size: int
 ) -> None:
     options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
@@ -97,7 +97,7 @@ def test_resuming_in_epoch_1_goes_on_in_the_order_of_epoch_1() -> None:
     assert walk(after, 2) == reference[4:]
 
 
-def test_state_taken_after_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch() -> None:
+def test_state_after_the_last_batch_of_an_epoch_starts_the_next() -> None:
     (before,), (after,) = make_group(10, 1), make_group(10, 1)
     assert len(list(before)) == len(before) == 2
     assert (before.epoch, before.state_dict()["cursor"]) == (0, 8)
@@ -158,7 +158,7 @@ def test_state_is_plain_and_survives_a_weights_only_file(tmp_path: Path) -> None
     assert list(other) == list(loader)
 
 
-def test_another_dataset_is_refused_with_both_fingerprints_and_the_loader_stays_where_it_was() -> None:
+def test_another_dataset_is_refused_with_both_fingerprints_and_moves_no_loader() -> None:
     (saved,) = make_group(12, 1)
     next(iter(saved))
     state = saved.state_dict()

@@ -231,7 +231,7 @@ def _stopped_after(last: int, make: Callable[..., Any] = plain, tell: bool = Tru
 
 
 @pytest.mark.parametrize("last", [1, 5, 8])
-def test_a_generation_that_does_not_say_the_samplers_epoch_is_of_that_of_its_last_step(last: int) -> None:
+def test_a_generation_without_the_samplers_epoch_has_its_last_steps_one(last: int) -> None:
     stop, rest = _stopped_after(last)
     loader = plain()
     restored = stop.restore(loader, step_info(last), order_known=False)
@@ -242,7 +242,7 @@ def test_a_generation_that_does_not_say_the_samplers_epoch_is_of_that_of_its_las
     assert [batch for _, batch, _ in resumed] == rest[1:]
 
 
-def test_a_script_that_never_tells_the_epoch_does_not_silently_resume_a_generation_that_does_not_say_it() -> None:
+def test_a_script_without_epochs_silently_resumes_no_generation_without_them() -> None:
     stop, _ = _stopped_after(8)
     loader = plain()
     restored = stop.restore(loader, step_info(8), order_known=False)
@@ -252,7 +252,7 @@ def test_a_script_that_never_tells_the_epoch_does_not_silently_resume_a_generati
         restored.check(step_info(9))
 
 
-def test_a_script_that_never_tells_the_epoch_can_resume_a_generation_that_does_not_say_it() -> None:
+def test_a_script_without_epochs_can_resume_a_generation_without_them() -> None:
     stop, rest = _stopped_after(8, tell=False)
     resumed = plain()
     teller(resumed).set_epoch = None  # the way out that the refusal tells
@@ -278,7 +278,7 @@ def test_an_epoch_that_was_saved_after_its_loop_is_over(make: Callable[..., Stat
         assert [batch.tolist() for batch in resumed] == reference[epoch]
 
 
-def test_a_loader_with_more_batches_than_the_run_counts_steps_is_not_taken_to_be_at_its_end() -> None:
+def test_a_loader_with_more_batches_than_steps_is_not_taken_for_ended() -> None:
     def longer() -> StatefulDataLoader:
         return StatefulDataLoader(Prompts(), batch_size=3, sampler=sampler())
 
@@ -304,7 +304,7 @@ def test_a_sampler_without_batches_draws_its_order_again(last: int) -> None:
     assert [int(sample) for sample in islice(chain.from_iterable(repeat(resumed)), 40)] == rest
 
 
-def test_the_first_epoch_of_a_generation_of_an_older_version_is_drawn_again_from_the_samplers_own_generator() -> None:
+def test_the_first_epoch_of_an_older_version_is_drawn_again() -> None:
     stop, rest = _stopped_after(2, drawn(shuffled), tell=False)
     loader = drawn(shuffled)()
     assert stop.restore(loader, step_info(2), order_known=False) is None
@@ -312,9 +312,7 @@ def test_the_first_epoch_of_a_generation_of_an_older_version_is_drawn_again_from
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "torch's generator"])
-def test_a_run_that_is_killed_in_an_epoch_whose_order_was_drawn_trains_each_sample_once(
-    tmp_path: Path, own: bool
-) -> None:
+def test_a_run_killed_in_a_drawn_epoch_trains_each_sample_once(tmp_path: Path, own: bool) -> None:
     def live(root: Path, steps: int) -> list[list[int]]:
         tiny, loader = Tiny(), drawn(shuffled, own)()
         torch.manual_seed(1)
@@ -343,7 +341,7 @@ class AdvancingWithState(torchdata_sampler.StatefulDistributedSampler):
         self.set_epoch(self.epoch + 1)
 
 
-def test_a_sampler_with_a_state_that_has_advanced_while_batches_were_read_ahead_is_refused() -> None:
+def test_a_sampler_state_that_advanced_by_reading_ahead_is_refused() -> None:
     def loader() -> StatefulDataLoader:
         own = AdvancingWithState(Prompts(), 1, 0, seed=5)
         return StatefulDataLoader(Prompts(), batch_size=4, sampler=own, num_workers=1)
@@ -358,7 +356,7 @@ def test_a_sampler_with_a_state_that_has_advanced_while_batches_were_read_ahead_
 
 
 @pytest.mark.parametrize(("last", "own"), [(8, True), (2, False)])
-def test_a_generation_of_an_older_version_whose_order_cannot_be_drawn_again_is_refused(last: int, own: bool) -> None:
+def test_an_older_generation_whose_order_cannot_be_redrawn_is_refused(last: int, own: bool) -> None:
     stop, _ = _stopped_after(last, drawn(shuffled, own), tell=False)
     with pytest.raises(CheckpointMismatchError, match="older version, which did not save what RandomSampler has drawn"):
         stop.restore(drawn(shuffled, own)(), step_info(last), order_known=False)
@@ -370,7 +368,7 @@ def test_a_generation_of_a_sampler_that_draws_is_not_resumed_with_another() -> N
         stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
 
 
-def test_an_order_that_was_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path) -> None:
+def test_an_order_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path) -> None:
     tiny, loader = Tiny(), drawn(shuffled)()
     batches = iter(loader)
     with make_handler(tmp_path, freq_steps=1) as handler:
@@ -380,7 +378,7 @@ def test_an_order_that_was_drawn_before_load_is_refused_at_the_first_dump(tmp_pa
             handler.dump(tiny.state, step_info(0), loader)
 
 
-def test_a_script_that_starts_in_another_epoch_than_it_resumed_is_stopped_at_its_first_dump(tmp_path: Path) -> None:
+def test_a_script_that_resumes_into_another_epoch_is_stopped_at_dump(tmp_path: Path) -> None:
     handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), plain()
     handler.load(tiny.state, loader)
     for step, *_ in islice(run(loader, step_info(0)), 9):
@@ -441,7 +439,7 @@ def _deaf() -> StatefulDataLoader:
         (_Counter, lambda: _Counter(deaf=True), r"_Counter.state_dict\(\) is not what was given to load_state_dict"),
     ],
 )
-def test_a_loader_that_is_not_where_it_was_is_refused_before_an_engine_is_touched(
+def test_a_loader_elsewhere_is_refused_before_an_engine_is_touched(
     tmp_path: Path, saved: Callable[[], Any], resumed: Callable[[], Any], message: str
 ) -> None:
     handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), saved()

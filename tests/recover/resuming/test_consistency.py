@@ -163,7 +163,7 @@ class _Versioned(DCPState):
         self.version = version
 
 
-def test_a_snapshot_that_could_not_be_read_back_fails_and_those_before_it_stay(tmp_path: Path) -> None:
+def test_an_unreadable_snapshot_fails_and_those_before_it_stay(tmp_path: Path) -> None:
     tiny = Tiny()
     state = _Versioned(tiny.model, tiny.optimizer, tiny.scheduler)
     with make_handler(tmp_path, freq_steps=1) as handler:
@@ -184,9 +184,7 @@ def test_a_snapshot_that_could_not_be_read_back_fails_and_those_before_it_stay(t
 
 
 @pytest.mark.parametrize(("field", "value"), [("weight_versions", "v2"), ("engines", 0.1)])
-def test_a_generation_with_values_of_other_types_ends_the_start_and_is_not_set_aside(
-    tmp_path: Path, field: str, value: Any
-) -> None:
+def test_a_generation_with_other_types_ends_the_start_and_stays(tmp_path: Path, field: str, value: Any) -> None:
     """Its digests fit: another version wrote it, and may read it."""
     run_until(tmp_path, 2)
     folder = newest(tmp_path)

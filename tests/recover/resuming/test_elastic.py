@@ -74,7 +74,7 @@ def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict
     return {"loaded": loaded, "saved": saved, "ids": ids}
 
 
-def test_a_run_moves_between_two_one_three_and_four_ranks_and_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_moves_between_one_to_four_ranks_bit_for_bit(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     stages, derivation_of = [], {}
     for step, size in enumerate(WORLD_SIZES):
@@ -172,7 +172,7 @@ def _possible_outcomes(life: Life, start: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_random_kills_with_restarts_on_other_numbers_of_ranks_train_every_sample_once(tmp_path: Path) -> None:
+def test_random_kills_and_restarts_on_other_ranks_train_every_sample_once(tmp_path: Path) -> None:
     run_ranks(_random_kills, 1, str(tmp_path), 5, 40)
 
 
@@ -183,9 +183,7 @@ def _live_rank(rank: int, world_size: int, run: Run, life: Life, root: str, numb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_killed_ranks_come_back_two_one_three_and_four_at_a_time_and_train_every_sample_once(
-    drop_last: bool, tmp_path: Path
-) -> None:
+def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(drop_last: bool, tmp_path: Path) -> None:
     run = Run(samples=29, epochs=3, batch_size=5, seed=11, drop_last=drop_last)  # 29 = 5 x 5 + 4
     lives = [
         Life(2, 5, freq_steps=2, steps=3, moment="trained", victim=1),

@@ -74,9 +74,7 @@ def test_peek_knows_the_mode_and_the_generation_to_go_back_to(tmp_path: Path) ->
         handler.peek()
 
 
-def test_what_is_bad_by_name_or_size_is_passed_over_and_left_where_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_bad_by_name_or_size_is_skipped_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_until(tmp_path, 3)
     (newest(tmp_path) / "default" / "__0_0.distcp").unlink()
     handler = make_handler(tmp_path)
@@ -93,7 +91,7 @@ def test_what_is_bad_by_name_or_size_is_passed_over_and_left_where_it_is(
 
 
 @pytest.mark.parametrize("peeked", [True, False])
-def test_a_load_that_would_restore_another_step_than_peek_told_does_not_go_on(tmp_path: Path, peeked: bool) -> None:
+def test_a_load_of_another_step_than_peek_told_does_not_happen(tmp_path: Path, peeked: bool) -> None:
     run_until(tmp_path, 3)
     flip(newest(tmp_path) / "default" / "__0_0.distcp")
     handler, tiny = make_handler(tmp_path), Tiny()
@@ -121,7 +119,7 @@ def test_a_run_that_has_begun_since_peek_is_not_resumed_by_surprise(tmp_path: Pa
     assert handler.load(Tiny().state) is not None, "what was told counts for one load"
 
 
-def test_a_fresh_run_that_peeked_can_be_loaded_again_once_it_has_a_snapshot(tmp_path: Path) -> None:
+def test_a_fresh_run_that_peeked_can_load_once_it_has_snapshots(tmp_path: Path) -> None:
     with make_handler(tmp_path, freq_steps=1) as handler:
         tiny = Tiny()
         assert handler.peek() is None and handler.load(tiny.state) is None
@@ -130,7 +128,7 @@ def test_a_fresh_run_that_peeked_can_be_loaded_again_once_it_has_a_snapshot(tmp_
         assert info and info.last_step_info == step_info(0)
 
 
-def test_a_copy_at_the_mirror_that_is_newer_is_told_of_and_not_fetched(tmp_path: Path) -> None:
+def test_a_newer_copy_at_the_mirror_is_told_of_not_fetched(tmp_path: Path) -> None:
     run_until(tmp_path / "run", 3, mirror_url=f"file://{tmp_path}/mirror", mirror_max_to_keep=None)
     for name in names(tmp_path / "run"):
         shutil.rmtree(newest(tmp_path / "run").with_name(name))
@@ -232,7 +230,7 @@ def _restored_draws(rank: int, world_size: int, root: str) -> list[Any]:
     return [draw(), draw()]
 
 
-def test_each_rank_has_its_own_generators_put_back_also_one_that_is_new(tmp_path: Path) -> None:
+def test_each_rank_gets_its_generators_back_and_so_does_new_ones(tmp_path: Path) -> None:
     saved = run_ranks(_restored_draws, 1, str(tmp_path))
     first, second = (run_ranks(_restored_draws, 2, str(tmp_path)) for _ in range(2))
     assert first == second and first[0] == saved[0] and first[1] not in (saved[0], first[0])

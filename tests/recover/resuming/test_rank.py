@@ -24,7 +24,7 @@ def generation(ranks: int, engines: int = 1) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("saved", "now"), [(1, 1), (2, 2), (3, 3), (12, 12), (2, 3), (3, 2), (4, 1), (1, 4)])
-def test_every_file_is_verified_once_and_by_its_own_rank_at_the_same_world_size(saved: int, now: int) -> None:
+def test_at_the_same_world_size_each_file_is_verified_by_its_rank(saved: int, now: int) -> None:
     files = generation(saved, engines=2)
     shares = [share_of(files, rank, now) for rank in range(now)]
     assert sorted(name for share in shares for name in share) == sorted(files)
@@ -94,5 +94,5 @@ def _damages_of_a_part(rank: int, world_size: int, root: str, ranks: list[int]) 
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
-def test_ranks_that_are_a_part_of_the_job_find_the_damage_of_every_file(tmp_path: Path, ranks: list[int]) -> None:
+def test_ranks_of_a_part_of_the_job_find_every_files_damage(tmp_path: Path, ranks: list[int]) -> None:
     assert run_ranks(_damages_of_a_part, 3, str(tmp_path), ranks) == [[]] * 3

@@ -67,7 +67,7 @@ def restored(root: Path) -> str:
     return tiny.digest()
 
 
-def test_training_goes_on_while_a_snapshot_is_written_and_it_holds_what_was_staged(tmp_path: Path, gate: Gate) -> None:
+def test_training_goes_on_while_a_snapshot_of_staged_values_is_written(tmp_path: Path, gate: Gate) -> None:
     tiny = Tiny()
     handler = make(tmp_path)
     handler.load(tiny.state)
@@ -99,7 +99,7 @@ def test_a_due_snapshot_waits_for_the_one_before(tmp_path: Path, gate: Gate, cap
     assert names(tmp_path) == ["global_step_0", "global_step_1"] and handler.save_stats.committed == 2
 
 
-def test_a_due_snapshot_is_skipped_when_told_to_but_not_a_forced_one(tmp_path: Path, gate: Gate) -> None:
+def test_a_due_snapshot_is_skipped_when_told_but_never_if_forced(tmp_path: Path, gate: Gate) -> None:
     tiny, handler = Tiny(), make(tmp_path, on_busy="skip")
     handler.load(tiny.state)
     saved = []
@@ -185,9 +185,7 @@ def test_a_run_that_is_interrupted_gives_the_snapshot_up(tmp_path: Path, gate: G
     assert names(tmp_path) == [] and hidden(tmp_path) == []
 
 
-def test_a_run_that_is_stopped_has_both_the_snapshot_that_was_being_written_and_the_last(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_a_stopped_run_has_the_snapshot_under_way_and_the_last(tmp_path: Path, gate: Gate) -> None:
     tiny, handler = Tiny(), make(tmp_path)
     handler.load(tiny.state)
     tiny.step()
@@ -258,7 +256,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], 
     return saved, error, step
 
 
-def test_a_rank_that_cannot_write_is_told_of_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_is_reported_everywhere_at_one_step(tmp_path: Path) -> None:
     (saved, error, step), (also, own_error, own_step) = run_ranks(_one_rank_fails, 2, str(tmp_path))
     assert saved == also == [True, True] and step == own_step == 2
     assert (error, own_error) == ("PeerError", "CheckpointWriteError")
@@ -285,7 +283,7 @@ def _group_goes_away(rank: int, world_size: int, root: str) -> None:
     handler.close()
 
 
-def test_a_rank_whose_group_is_gone_does_not_take_itself_for_all_ranks(tmp_path: Path) -> None:
+def test_a_rank_without_its_group_does_not_take_itself_for_all(tmp_path: Path) -> None:
     run_ranks(_group_goes_away, 2, str(tmp_path))
     assert names(tmp_path) == ["global_step_0"]
 
@@ -402,7 +400,7 @@ def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[bool]:
     return [*seen, handler._sessions.own is None]
 
 
-def test_what_was_taken_to_stage_in_is_given_back_when_a_load_fails_and_when_closed_in_haste(
+def test_staging_memory_is_given_back_by_failed_loads_and_hasty_closes(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(_one_cannot_stage, 2, str(tmp_path)) == [[True, True]] * 2

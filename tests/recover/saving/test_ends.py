@@ -70,9 +70,7 @@ def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[i
         pytest.param("handler.close(); dist.destroy_process_group()", 0, marks=pytest.mark.slow),
     ],
 )
-def test_the_snapshot_of_ranks_that_end_is_finished_and_their_exit_is_their_own(
-    tmp_path: Path, how: str, code: int
-) -> None:
+def test_ranks_that_end_finish_their_snapshot_and_keep_their_exit_code(tmp_path: Path, how: str, code: int) -> None:
     n_ranks = 2 if code == 0 else 1  # torchrun has exit codes of its own
     found, said = end(tmp_path, how, n_ranks=n_ranks)
     assert found == code, said
@@ -80,7 +78,7 @@ def test_the_snapshot_of_ranks_that_end_is_finished_and_their_exit_is_their_own(
 
 
 @pytest.mark.slow
-def test_ranks_that_leave_their_group_before_their_snapshot_is_written_do_not_end_well(tmp_path: Path) -> None:
+def test_ranks_that_leave_their_group_before_the_snapshot_end_badly(tmp_path: Path) -> None:
     code, said = end(tmp_path, "dist.destroy_process_group()", n_ranks=2)
     assert code == 1 and names(tmp_path) == []
     assert said.count("step 0: the process ends without its snapshot (") == 2

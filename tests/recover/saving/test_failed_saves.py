@@ -31,7 +31,7 @@ def _in_the_way(root: Path, there: bool) -> None:
         os.rename(recover.with_name("elsewhere"), recover)
 
 
-def test_failed_snapshots_are_logged_and_counted_and_one_more_in_a_row_than_allowed_ends_the_run(
+def test_failed_snapshots_are_counted_and_too_many_in_a_row_end_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_until(tmp_path, 1)
@@ -59,7 +59,7 @@ def test_a_forced_snapshot_that_fails_is_an_error_at_once(tmp_path: Path) -> Non
         handler.dump(tiny.state, step_info(1), force=True)
 
 
-def test_a_disk_without_room_for_another_generation_is_noticed_before_anything_is_written(
+def test_a_disk_without_room_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_until(tmp_path, 1)
@@ -107,14 +107,14 @@ class _Unsavable:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def test_a_rank_that_cannot_write_fails_the_snapshot_on_all_ranks_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_fails_the_snapshot_not_the_training(tmp_path: Path) -> None:
     (saved, _), (also, error) = run_ranks(_one_rank_cannot_write, 2, str(tmp_path), "disk")
     assert saved == also == [True, False], "the first failure is allowed, the second ends the run"
     assert error == "CheckpointWriteError"
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
-def test_a_rank_with_a_bug_ends_the_run_on_all_ranks_at_once(tmp_path: Path) -> None:
+def test_a_rank_with_a_bug_ends_all_ranks_at_once(tmp_path: Path) -> None:
     outcomes = run_ranks(_one_rank_cannot_write, 2, str(tmp_path), "bug")
     assert outcomes == [([True], "PeerError"), ([True], "ZeroDivisionError")]
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []

@@ -111,9 +111,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return copies
 
 
-def test_due_steps_are_exported_as_they_were_from_the_copy_of_their_snapshot_if_they_have_one(
-    tmp_path: Path, staged: list[bool]
-) -> None:
+def test_due_steps_are_exported_as_they_were_from_their_snapshots_copy(tmp_path: Path, staged: list[bool]) -> None:
     trainer, options = Trainer(tmp_path), {"dtype": torch.bfloat16, "tokenizer": _tokenizer()}
     with make(tmp_path, freq_steps=4, hf_freq_steps=2, hf_dtype="bfloat16", tokenizer=_tokenizer()) as handler:
         handler.load(trainer.state)
@@ -129,9 +127,7 @@ def test_due_steps_are_exported_as_they_were_from_the_copy_of_their_snapshot_if_
     assert exports(tmp_path, hidden=True) == []
 
 
-def test_training_goes_on_while_an_export_is_written_and_one_step_is_written_at_a_time(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_training_goes_on_while_exports_are_written_one_at_a_time(tmp_path: Path, gate: Gate) -> None:
     trainer, handler = Trainer(tmp_path), make(tmp_path, freq_steps=1, hf_freq_steps=2, on_busy="skip")
     handler.load(trainer.state)
     for step in range(4):
@@ -146,9 +142,7 @@ def test_training_goes_on_while_an_export_is_written_and_one_step_is_written_at_
     trainer.assert_exported(tmp_path, [1])
 
 
-def test_exports_are_written_in_place_when_snapshots_are_and_only_the_newest_stay(
-    tmp_path: Path, staged: list[bool]
-) -> None:
+def test_exports_are_blocking_when_snapshots_are_and_only_the_newest_stay(tmp_path: Path, staged: list[bool]) -> None:
     trainer = Trainer(tmp_path)
     with make(tmp_path, freq_steps=2, hf_max_to_keep=2, async_save=False) as handler:
         handler.load(trainer.state)
@@ -160,7 +154,7 @@ def test_exports_are_written_in_place_when_snapshots_are_and_only_the_newest_sta
     trainer.assert_exported(tmp_path, [10, 11])
 
 
-def test_a_run_that_goes_back_renames_the_exports_it_gives_up_and_makes_the_one_that_a_crash_has_cost(
+def test_a_run_that_goes_back_renames_exports_and_makes_the_lost_one(
     tmp_path: Path,
 ) -> None:
     trainer = Trainer(tmp_path)
@@ -190,7 +184,7 @@ def test_a_run_that_goes_back_renames_the_exports_it_gives_up_and_makes_the_one_
     assert exports(tmp_path) == [] and len(exports(tmp_path, hidden=True)) == 6
 
 
-def test_a_run_that_starts_from_a_generation_of_elsewhere_has_no_export_of_that_step_from_its_own_past(
+def test_a_run_started_from_elsewhere_has_no_export_of_its_past(
     tmp_path: Path,
 ) -> None:
     trainer = Trainer(tmp_path)
@@ -225,7 +219,7 @@ def test_only_one_engine_that_is_named_and_of_transformers_can_be_exported(tmp_p
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_exports_that_fail_are_passed_over_as_often_as_snapshots_and_beside_them(
+def test_exports_may_fail_as_often_as_snapshots_and_beside_them(
     tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(tmp_path)
@@ -250,7 +244,7 @@ def test_exports_that_fail_are_passed_over_as_often_as_snapshots_and_beside_them
     trainer.assert_exported(tmp_path, [2])
 
 
-def test_an_export_that_fails_in_the_background_is_told_by_wait_and_by_close(tmp_path: Path) -> None:
+def test_wait_and_close_tell_of_an_export_that_failed_in_the_background(tmp_path: Path) -> None:
     for call in (RecoverHandler.wait, RecoverHandler.close):
         root = tmp_path / call.__name__
         trainer, handler = Trainer(root), make(root)
@@ -264,9 +258,7 @@ def test_an_export_that_fails_in_the_background_is_told_by_wait_and_by_close(tmp
         handler.close()
 
 
-def test_a_run_that_is_stopped_has_its_last_export_and_the_one_that_was_being_written(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_a_stopped_run_has_the_export_under_way_and_the_last(tmp_path: Path, gate: Gate) -> None:
     trainer, handler = Trainer(tmp_path), make(tmp_path, freq_steps=4)
     handler.load(trainer.state)
     trainer.step(0)
@@ -282,7 +274,7 @@ def test_a_run_that_is_stopped_has_its_last_export_and_the_one_that_was_being_wr
 
 @pytest.mark.parametrize("taken", ["at_the_stop", "just_before"])
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_run_that_is_stopped_has_its_snapshot_and_its_copy_though_the_export_fails_and_makes_that_at_its_next_start(
+def test_a_stopped_run_makes_its_failed_export_at_the_next_start(
     tmp_path: Path, in_background: bool, taken: str
 ) -> None:
     trainer, copies = Trainer(tmp_path), tmp_path / "copies"
@@ -325,7 +317,7 @@ def _killed_before_the_commit(rank: int, world_size: int, root: Path) -> None:
     handler.wait()
 
 
-def test_a_kill_before_the_commit_leaves_nothing_visible_and_the_next_start_makes_the_export(tmp_path: Path) -> None:
+def test_after_a_kill_before_the_commit_the_next_start_exports(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(_killed_before_the_commit, 1, tmp_path)
     assert names(tmp_path) == ["global_step_0"] and exports(tmp_path) == []
@@ -363,7 +355,7 @@ def _sharded(rank: int, world_size: int, model: str, root: Path) -> tuple[str, i
     return error, step
 
 
-def test_a_sharded_engine_is_exported_with_its_tokenizer_and_a_rank_that_cannot_write_is_told_of_on_all_at_one_step(
+def test_a_sharded_engine_is_exported_and_failed_writes_reach_all_ranks(
     tmp_path: Path,
 ) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())

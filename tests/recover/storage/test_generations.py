@@ -40,7 +40,7 @@ def commit(store: GenerationStore, step: int) -> Generation:
     return store.commit(staging, step, entries, {"step": step})
 
 
-def test_a_store_that_does_not_exist_is_empty_and_is_not_made_by_looking(store: GenerationStore) -> None:
+def test_a_store_that_does_not_exist_is_empty_and_not_made(store: GenerationStore) -> None:
     assert store.generations() == [] and store.quarantined() == [] and store.newest_valid() is None
     store.sweep()
     store.delete_by_retention(RetentionRules(1))

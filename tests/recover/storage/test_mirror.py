@@ -95,7 +95,7 @@ def test_the_newest_stay_at_the_mirror(url: str, store: GenerationStore) -> None
     assert {name.split("/")[0] for name in listing(url)} == {"global_step_3", "global_step_2"}
 
 
-def test_a_sound_copy_does_not_make_room_for_a_newer_one_that_nobody_could_use(
+def test_a_sound_copy_makes_no_room_for_a_newer_unusable_one(
     url: str, store: GenerationStore, back: GenerationStore
 ) -> None:
     older, newer = commit(store, 10), commit(store, 20)

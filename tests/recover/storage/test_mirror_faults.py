@@ -66,7 +66,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("next_one", ["the same", "the step trained again"])
-def test_a_copy_that_was_killed_does_not_count_and_the_next_completes_it(
+def test_a_killed_copy_does_not_count_and_the_next_completes_it(
     url: str,
     server: S3Server,
     store: GenerationStore,
@@ -132,7 +132,7 @@ def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
     assert [0] in outcomes and [1, 0] in outcomes and [1] in outcomes
 
 
-def test_a_mirror_that_is_down_costs_a_warning_and_serves_again_when_it_is_back(
+def test_a_mirror_that_is_down_costs_a_warning_until_it_returns(
     store: GenerationStore, back: GenerationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     generation = commit(store, 0)

@@ -41,7 +41,7 @@ def test_a_closed_run_has_its_newest_generations_at_the_mirror(tmp_path: Path) -
     assert _copies(tmp_path) == ["global_step_4"] and names(tmp_path / "run") == ["global_step_3", "global_step_4"]
 
 
-def test_a_snapshot_whose_copy_cannot_be_begun_is_committed_and_copied_by_the_next_start(
+def test_a_snapshot_whose_copy_cannot_begin_is_copied_at_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = threading.Thread.start
@@ -74,7 +74,7 @@ def test_a_run_whose_folder_is_gone_comes_back_from_the_mirror(tmp_path: Path) -
     assert names(tmp_path / "run") == ["global_step_2"] and hidden(tmp_path / "run") == []
 
 
-def test_a_damaged_generation_is_replaced_by_its_copy_and_not_by_an_older_one(tmp_path: Path) -> None:
+def test_a_damaged_generation_is_replaced_by_its_copy_not_an_older(tmp_path: Path) -> None:
     digests = _train(tmp_path, 3)
     _flip(newest(tmp_path / "run") / "default" / "__0_0.distcp")
     tiny = Tiny()
@@ -95,7 +95,7 @@ def test_a_damaged_copy_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
     assert info and info.last_step_info.global_step == copies[-2] and tiny.digest() == digests[copies[-2]]
 
 
-def test_with_every_copy_bad_and_nothing_else_left_the_run_does_not_start_over(tmp_path: Path) -> None:
+def test_with_every_copy_bad_the_run_does_not_start_over(tmp_path: Path) -> None:
     _train(tmp_path, 3)
     shutil.rmtree(tmp_path / "run")
     for copy in (tmp_path / "mirror" / "e" / "t").glob("global_step_*"):
@@ -105,7 +105,7 @@ def test_with_every_copy_bad_and_nothing_else_left_the_run_does_not_start_over(t
 
 
 @pytest.mark.parametrize("bad_reads", [1, 2])
-def test_reads_that_go_wrong_now_and_then_do_not_make_the_only_copy_a_bad_one(
+def test_reads_that_fail_at_times_do_not_condemn_the_only_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_reads: int
 ) -> None:
     digests = _train(tmp_path, 1)
@@ -128,7 +128,7 @@ def test_reads_that_go_wrong_now_and_then_do_not_make_the_only_copy_a_bad_one(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_an_only_copy_that_was_found_bad_is_tried_again_at_the_next_start(
+def test_an_only_copy_found_bad_is_tried_again_at_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     digests = _train(tmp_path, 1)
@@ -157,7 +157,7 @@ def test_an_only_copy_that_was_found_bad_is_tried_again_at_the_next_start(
 
 
 @pytest.mark.slow
-def test_a_mirror_that_cannot_be_read_stops_only_a_run_that_has_nothing_of_its_own(
+def test_an_unreadable_mirror_stops_only_a_run_without_generations_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _train(tmp_path, 2)
@@ -198,9 +198,7 @@ def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path)
     assert _copies(tmp_path) == ["global_step_1"]
 
 
-def test_a_copy_that_is_bad_again_once_it_is_here_is_not_fetched_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _train(tmp_path, 3, max_ckpt_to_keep=None, mirror_max_to_keep=None)
 
     def damage_the_newest(holder: Any, generation: str, files: Any) -> str | None:

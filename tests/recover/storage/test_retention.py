@@ -131,12 +131,12 @@ def test_more_generous_rules_keep_all_that_stricter_ones_do() -> None:
             assert kept <= steps_to_keep(generations, generous)
 
 
-def test_applied_after_every_commit_the_rules_keep_what_one_look_at_the_whole_history_keeps() -> None:
+def test_rules_applied_at_every_commit_keep_what_they_keep_at_once() -> None:
     for generations, rules in cases():
         assert kept_commit_by_commit(generations, rules) == steps_to_keep(generations, rules)
 
 
-def test_after_a_restart_with_other_rules_nothing_goes_that_both_would_have_kept() -> None:
+def test_after_a_restart_with_other_rules_what_both_keep_stays() -> None:
     rng = random.Random(2)
     for generations, before in cases():
         after, cut = random_rules(rng), rng.choice(sorted(generations))

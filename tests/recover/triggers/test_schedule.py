@@ -35,7 +35,7 @@ def due_steps(schedule: SnapshotSchedule, infos: list[StepInfo]) -> list[int]:
     return due
 
 
-def test_steps_are_counted_from_the_start_of_the_run_also_after_a_restart() -> None:
+def test_steps_are_counted_from_the_runs_start_also_after_a_restart() -> None:
     infos = steps(12, steps_per_epoch=5)
     assert due_steps(SnapshotSchedule(freq_steps=3), infos) == [2, 5, 8, 11]
     assert due_steps(SnapshotSchedule(freq_steps=3), infos[4:]) == [5, 8, 11]
@@ -49,7 +49,7 @@ def test_epochs_are_due_after_their_last_step_only() -> None:
     assert due_steps(SnapshotSchedule(freq_epochs=1), steps(3, steps_per_epoch=1)) == [0, 1, 2]
 
 
-def test_any_of_the_frequencies_makes_a_step_due_and_none_of_them_never() -> None:
+def test_any_of_the_frequencies_makes_a_step_due_none_of_them_never() -> None:
     infos = steps(12, steps_per_epoch=4)
     assert due_steps(SnapshotSchedule(freq_epochs=1, freq_steps=5), infos) == [3, 4, 7, 9, 11]
     assert due_steps(SnapshotSchedule(), infos) == []

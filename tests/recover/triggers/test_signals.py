@@ -130,7 +130,7 @@ def test_a_signal_stops_the_run_at_the_next_step_boundary(tmp_path: Path, name: 
     assert set(running.stderr.read_text().splitlines()) == {"step"}
 
 
-def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_explains_itself_the_second_stops_at_once(tmp_path: Path) -> None:
     with job(train_until_asked, tmp_path) as running:
         assert running.receive() == "training"
         running.send_signal(signal.SIGINT)
@@ -141,7 +141,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_pat
         assert running.receive(timeout_s=2) == "interrupted"
 
 
-def test_ctrl_c_while_the_run_is_in_the_middle_of_writing_to_a_full_pipe_does_no_harm(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_run_writes_to_a_full_pipe_is_harmless(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stderr")
     reader = os.open(tmp_path / "stderr", os.O_RDONLY | os.O_NONBLOCK)
     with job(train_until_asked, tmp_path) as running:
