@@ -27,7 +27,7 @@ from holdfast.engine.dcp.save_plan import plan_alone
 from holdfast.engine.dcp.structure import Structure, TensorStructure
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.utils.files import bytes_digest
-from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_sealed
+from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_entry
 
 from . import ours
 from .agreement import agreement
@@ -180,8 +180,8 @@ def _simulate_files(
         os.truncate(staging / name, size)
     entries = [FileEntry(name, size, bytes_digest(b"")) for name, size in sizes.items()]
     info = RecoverInfo(StepInfo(0, 0, 0, 1), "simulated", n_ranks)
-    entries += [write_sealed(staging, "recover_info.json", info.to_json())]
-    entries += [write_sealed(staging, "actor/.metadata", metadata)]
+    entries += [write_entry(staging, "recover_info.json", info.to_json())]
+    entries += [write_entry(staging, "actor/.metadata", metadata)]
     path = store.commit(staging, 0, entries, {"world_size": n_ranks}).path
     actor, sent = path / "actor", pickle.dumps(read_layout(path / "actor"))
     ways = {

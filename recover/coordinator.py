@@ -49,7 +49,7 @@ class RankGroup(Protocol):
         """``fn(worker, *args)`` on every rank; results in rank order."""
         ...
 
-    def run_aside(self, fn: Callable[..., T], *args: Any) -> list[T]:
+    def run_in_background(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """`run_all` from another thread of the caller and on another thread of every rank: calls go on meanwhile."""
         ...
 
@@ -235,7 +235,7 @@ class DrivenRanks:
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
-        return self._group.run_aside(fn, *args) if self._in_background else self._group.run_all(fn, *args)
+        return self._group.run_in_background(fn, *args) if self._in_background else self._group.run_all(fn, *args)
 
     def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
         """Make every rank's session as ``make(holder, *args)``; none stays open if any fails."""

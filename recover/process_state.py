@@ -14,7 +14,7 @@ from ..engine.api import Stateful
 from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointCorruptError
 from ..utils.logging import get_logger
-from ..utils.manifest import FileEntry, write_sealed
+from ..utils.manifest import FileEntry, write_entry
 from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng, rng_digest
 from ..utils.safe_torch import pack_plain, read_plain, unpack_plain
 
@@ -43,7 +43,7 @@ def capture_process(stateful: Mapping[str, Stateful]) -> tuple[bytes, str]:
 def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:
     """Write what `capture_process` returned as ``<folder>/<name>``."""
     (Path(folder) / name).parent.mkdir(exist_ok=True)
-    return write_sealed(folder, name, state)
+    return write_entry(folder, name, state)
 
 
 class ProcessState:

@@ -114,7 +114,7 @@ class _OneRank:
     def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return [fn(self._target, *args)]
 
-    run_aside = run_all
+    run_in_background = run_all
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class FileEntry:
     digest: str
 
 
-def seal_files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
+def sync_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
     """Fsync the named files and describe them; what a rank does with the files it wrote."""
     root, entries = Path(folder), []
     for name in names:
@@ -47,7 +47,7 @@ def seal_files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Fil
     return entries
 
 
-def write_sealed(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
+def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
     """Create the file ``name`` with ``data``, fsync and describe it, without reading it again.
 
     Raises:

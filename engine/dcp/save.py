@@ -23,7 +23,7 @@ from ...utils.atomic_folder import as_write_error, staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
-from ...utils.manifest import FileEntry, write_manifest, write_sealed
+from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
@@ -124,7 +124,7 @@ class DCPSaver:
             entries = [_write_data(Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names])]
         with _write_together(folder, group):
             if get_rank(group) == 0:
-                entries.append(write_sealed(folder, ".metadata", plan.metadata))
+                entries.append(write_entry(folder, ".metadata", plan.metadata))
         return entries
 
 

@@ -30,7 +30,7 @@ from ...utils.distributed import (
 from ...utils.errors import PublishError
 from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
-from ...utils.manifest import seal_files, write_manifest
+from ...utils.manifest import sync_entries, write_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
 from .write import write_hf
@@ -61,7 +61,7 @@ def publish_weights(
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the weights as ``version``, have every server load them, and retire old versions; all ranks call it.
+    """Write the weights as ``version``, have every server load them, and delete old versions; all ranks call it.
 
     Args:
         model: sharded model.
@@ -82,13 +82,16 @@ def publish_weights(
     with staged_folder(final, group) as staging:
         options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
         names = write_hf(model, staging, options, group=group)
-        with all_ranks_succeed(f"sealing {final}", group), as_write_error(final):  # nobody gathers while one has failed
-            sealed = seal_files(staging, names)
-        entries = gather_objects(sealed, group)
+        with (
+            all_ranks_succeed(f"describing {final}", group),
+            as_write_error(final),
+        ):  # nobody gathers while one has failed
+            own = sync_entries(staging, names)
+        entries = gather_objects(own, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
     rank_zero_decides_slowly(lambda: _tell(servers, final, version, meta.timeout_s), group)
-    rank_zero_decides(lambda: _retire(meta.path, meta.keep), group)
+    rank_zero_decides(lambda: _delete_old(meta.path, meta.keep), group)
     logger.info("published weight version %d to %s in %.3f s", version, final, time.monotonic() - started)
     return final
 
@@ -118,12 +121,12 @@ def _clear(final: Path, version: int) -> None:
             remove_or_log(version_path(root, newer))
 
 
-def _retire(root: str, keep: int) -> None:
+def _delete_old(root: str, keep: int) -> None:
     """Remove all but the newest versions. What cannot be removed, or listed, is left: it costs space, not the run."""
     try:
         old = published_versions(root)[:-keep]
     except OSError as error:
-        logger.warning("cannot list %s to retire old versions: %s", root, error)
+        logger.warning("cannot list %s to delete old versions: %s", root, error)
         return
     for version in old:
         remove_or_log(version_path(root, version))

@@ -46,7 +46,7 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
 
 class RankActor:
     """One rank. All that trains runs on one thread, so that thread-local state of torch is where it is used; `ping` and
-    what is done aside have one each."""
+    what is done in the background have one each."""
 
     def __init__(self) -> None:
         # A driver that is killed takes the raylet, our parent, with it; by itself a worker would notice only after

@@ -71,7 +71,7 @@ class WorkerGroup:
     """``world_size`` copies of a worker class, each in a process of its own, called as one.
 
     Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
-    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `run_aside`
+    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `run_in_background`
     may come from another, and `kill`, also while the group still starts: what waits for the group then raises
     `WorkerLost`.
 
@@ -179,7 +179,7 @@ class WorkerGroup:
             resources=dict(self._resources.custom),
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={"health": 1, "aside": 1},
+            concurrency_groups={"health": 1, "background": 1},
             scheduling_strategy=strategy,
             **options,
         )(_RayActor).remote()
@@ -258,14 +258,14 @@ class WorkerGroup:
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
 
-    def run_aside(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` for work beside the training: on a thread of its own in every worker, while other calls go on.
 
         May be called from another thread than they are, one at a time. What it waits for others to do needs a process
         group of its own. A group that is lost meanwhile is lost for both callers.
         """
         self._check_usable()
-        refs = {r: a.run.options(concurrency_group="aside").remote(fn, args) for r, a in enumerate(self._actors)}
+        refs = {r: a.run.options(concurrency_group="background").remote(fn, args) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:

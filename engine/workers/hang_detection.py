@@ -77,15 +77,15 @@ def wait_watching(
         left_s = math.inf if answers.errors else end - time.monotonic()
         if answers.lost or not answers.pending or left_s <= 0:
             return None
-        owing = sorted(answers.pending.values())
-        idle_s = ping({rank: actors[rank] for rank in owing}, min(patience.hang_s, left_s))
+        pending = sorted(answers.pending.values())
+        idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))
         since_call_s = time.monotonic() - start  # a worker that was idle before is not to blame for that
         hung = None
-        if silent := [rank for rank in owing if rank not in idle_s]:
+        if silent := [rank for rank in pending if rank not in idle_s]:
             if left_s >= patience.hang_s:  # else they may be well, and miss the deadline at worst
                 hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
-            hung = Hung(owing, f"no progress for {stall_s:g} s", stalled=True)
+            hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
         if hung or answers.errors:
             answers.collect(0)  # a death that came meanwhile is told as one
             return hung

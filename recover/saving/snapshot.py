@@ -18,7 +18,7 @@ from ...utils.atomic_folder import as_write_error
 from ...utils.errors import CheckpointError
 from ...utils.files import require_free_space
 from ...utils.logging import get_logger
-from ...utils.manifest import write_sealed
+from ...utils.manifest import write_entry
 from ..consistency import EngineFacts, check_fresh, combine_ranks
 from ..coordinator import Ranks
 from ..data.state import DATA_STATE, capture_data
@@ -156,7 +156,7 @@ class SnapshotWriter:
                     state, info.rng[Path(DRIVER_STATE).stem] = capture.driver
                     entries.append(write_process(staging, DRIVER_STATE, state))
                 files = {INFO_NAME: info.to_json()} | ({} if capture.data is None else {DATA_STATE: capture.data})
-                entries += [write_sealed(staging, name, content) for name, content in files.items()]
+                entries += [write_entry(staging, name, content) for name, content in files.items()]
             step = capture.step_info.global_step
             generation = self._folder.generations.commit(staging, step, entries, _manifest_facts(info))
         return generation, sum(entry.bytes for entry in entries)

@@ -390,7 +390,7 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
     for method in ("free", "release"):
         engine = make_engine(folder)
         engine.save(SaveLoadMeta(f"{out}/{method}", "dcp", with_optim=True), blocking=False)
-        staging, aside = engine._background._staging, engine._background._background_group
+        staging, group = engine._background._staging, engine._background._background_group
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device-side assert"):
             if method == "free":
                 patch.setattr(fsdp_engine, "free_cached_memory", fail)
@@ -398,7 +398,7 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
                 patch.setattr(staging, "release", fail)
                 patch.setattr(background, "drop_group", dropped.append)
             engine.destroy()
-        assert method == "free" or dropped == [aside]
+        assert method == "free" or dropped == [group]
         assert not dist.is_initialized()
         engine.destroy()
 

@@ -13,10 +13,10 @@ from holdfast.utils.manifest import (
     FileEntry,
     encode_manifest,
     read_manifest,
-    seal_files,
+    sync_entries,
     verify_folder,
+    write_entry,
     write_manifest,
-    write_sealed,
 )
 
 
@@ -26,7 +26,7 @@ def sealed(tmp_path: Path) -> Path:
     (folder / "actor").mkdir(parents=True)
     for name, size in (("actor/a.distcp", 5000), ("actor/.metadata", 10), ("empty", 0)):
         (folder / name).write_bytes(os.urandom(size))
-    entries = [*seal_files(folder, ["empty"]), *seal_files(folder, ["actor/a.distcp", "actor/.metadata"])]
+    entries = [*sync_entries(folder, ["empty"]), *sync_entries(folder, ["actor/a.distcp", "actor/.metadata"])]
     write_manifest(folder, entries, {"global_step": 3, "run_id": "r"})
     return folder
 
@@ -97,10 +97,10 @@ def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(sealed: Path
 
 
 def test_a_sealed_file_is_described_as_it_lies_and_never_overwritten(tmp_path: Path) -> None:
-    entry = write_sealed(tmp_path, "info.json", b"{}")
-    assert [entry] == seal_files(tmp_path, ["info.json"])
+    entry = write_entry(tmp_path, "info.json", b"{}")
+    assert [entry] == sync_entries(tmp_path, ["info.json"])
     with pytest.raises(FileExistsError):
-        write_sealed(tmp_path, "info.json", b"[]")
+        write_entry(tmp_path, "info.json", b"[]")
     assert (tmp_path / "info.json").read_bytes() == b"{}"
 
 

@@ -100,12 +100,12 @@ def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str,
     expected = revert_weight_conversion(model, dict(stored))
     tensors = file_tensors(model, stored)
     assert [tensor.key for tensor in tensors] == list(expected)
-    opaque = [tensor for tensor in tensors if tensor.spans is None]
-    assert len(opaque) == {"joined": 0, "transposed": 0, "interleaved": 2, "doubled": 2}[kind]
+    unmapped = [tensor for tensor in tensors if tensor.spans is None]
+    assert len(unmapped) == {"joined": 0, "transposed": 0, "interleaved": 2, "doubled": 2}[kind]
     for tensor in tensors:
         if tensor.spans is not None:
             assert torch.equal(_rebuilt(tensor, stored), expected[tensor.key])
-    for tensor in opaque:
+    for tensor in unmapped:
         shapes = {source: stored[source].shape for source in tensor.sources}
         if kind == "doubled":
             with pytest.raises(CheckpointMismatchError, match="more than rearranging"):

@@ -74,17 +74,17 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
 
 def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
-        aside = thread.submit(pair.run_aside, wait_for, str(tmp_path / "go"), 5)
+        call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "go"), 5)
         assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
-        assert not aside.done()
+        assert not call.done()
         (tmp_path / "go").touch()
-        assert aside.result(timeout=20) == [15, 15]
-        aside = thread.submit(pair.run_aside, wait_for, str(tmp_path / "never"), 5)
+        assert call.result(timeout=20) == [15, 15]
+        call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "never"), 5)
         time.sleep(0.3)
         moment = kill_after(0.2, pair.pids()[1])
         assert_lost(pair, [1], lambda: pair.call_all("idle"), moment, "died during")
         with pytest.raises(WorkerLost):
-            aside.result(timeout=20)
+            call.result(timeout=20)
 
 
 def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: PlacementGroup) -> None:

@@ -471,7 +471,7 @@ class _Driven:
     def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return [fn(self._target, *args)]
 
-    run_aside = run_all
+    run_in_background = run_all
 
 
 def test_a_driver_resumes_its_loader_in_the_order_of_its_epoch(tmp_path: Path) -> None:
