@@ -82,10 +82,7 @@ def publish_weights(
     with staged_folder(final, group) as staging:
         options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
         names = write_hf(model, staging, options, group=group)
-        with (
-            all_ranks_succeed(f"describing {final}", group),
-            as_write_error(final),
-        ):  # nobody gathers while one has failed
+        with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
             own = sync_entries(staging, names)
         entries = gather_objects(own, group)
         if get_rank(group) == 0:

@@ -71,9 +71,9 @@ class WorkerGroup:
     """``world_size`` copies of a worker class, each in a process of its own, called as one.
 
     Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
-    Threads may start and use a group each at the same time. One group is used by one thread at a time; only `run_in_background`
-    may come from another, and `kill`, also while the group still starts: what waits for the group then raises
-    `WorkerLost`.
+    Threads may start and use a group each at the same time. One group is used by one thread at a time; only
+    `run_in_background` may come from another, and `kill`, also while the group still starts: what waits for the group
+    then raises `WorkerLost`.
 
     Attributes:
         name: what errors and logs call it.
