@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from holdfast.engine.dcp import metadata as dcp_metadata
-from holdfast.engine.hf import export as hf_checkpoint
+from holdfast.engine.hf import write as hf_write
 from holdfast.recover import GenerationStore
 from holdfast.recover.resuming import rank as rank_reading
 from holdfast.recover.storage import generations as store
@@ -173,7 +173,7 @@ def _write_versions_in_place() -> None:
         final.mkdir()
         return final
 
-    patch(atomic_folder, "_open_staging", open_in_place)
+    patch(atomic_folder, "open_staging", open_in_place)
     patch(
         atomic_folder, "commit_folder", lambda _, final: (files.fsync_tree(final), files.fsync_dir(Path(final).parent))
     )
@@ -245,7 +245,7 @@ def _no_agreement(what: str, group: Any = None) -> Iterator[None]:
 
 def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
     patch(atomic_folder, "all_ranks_succeed", _no_agreement)
-    patch(hf_checkpoint, "all_ranks_succeed", _no_agreement)
+    patch(hf_write, "all_ranks_succeed", _no_agreement)
     try:
         _export_with_a_full_disk(scenario, root, rank)
     except (CheckpointWriteError, OSError):  # whose process lives on: its end would tell the other by another way
@@ -327,7 +327,7 @@ class _EqualToAll(bytes):
     __hash__ = bytes.__hash__
 
 
-def test_without_the_seal_of_the_manifest_another_weight_version_is_believed(
+def test_without_the_self_checksum_of_the_manifest_another_weight_version_is_believed(
     good: Path, victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     def forge(folder: Path) -> None:
@@ -337,7 +337,7 @@ def test_without_the_seal_of_the_manifest_another_weight_version_is_believed(
         replace_bytes(folder / MANIFEST_NAME, changed)
 
     assert not _loads(victim, good, tmp_path / "root", forge)
-    monkeypatch.setattr(manifest, "_seal", _EqualToAll)
+    monkeypatch.setattr(manifest, "_self_checksum", _EqualToAll)
     notice(_loads(victim, good, tmp_path / "root", forge), "the manifest's own digest is not compared")
 
 

@@ -45,11 +45,11 @@ class Run:
     def spec(self) -> FinetuneSpec:
         return FinetuneSpec(self.epochs, self.samples, self.batch_size)
 
-    def loaders(self, batch_size: int, ranks: Iterable[int] = (0,), world_size: int = 1) -> list[ResumableDataLoader]:
+    def loaders(self, ranks: Iterable[int] = (0,), world_size: int = 1) -> list[ResumableDataLoader]:
         """One loader a rank."""
         order = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
         data = list(range(self.samples))
-        return [ResumableDataLoader(data, batch_size, rank=r, world_size=world_size, **order) for r in ranks]
+        return [ResumableDataLoader(data, self.batch_size, rank=r, world_size=world_size, **order) for r in ranks]
 
     def order(self, epoch: int) -> list[int]:
         """All samples as docs/checkpoint-format.md says that an epoch walks them."""
@@ -64,10 +64,10 @@ class Run:
                 return
             yield batch
 
-    def fits(self, batch_size: int, world_size: int, cursor: int = 0) -> bool:
-        """Whether each rank gets a sample of each batch after ``cursor``."""
-        last = (self.samples - cursor) % batch_size or batch_size
-        return world_size <= (batch_size if self.drop_last else min(batch_size, last))
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks get a sample of each batch."""
+        return self.batch_size if self.drop_last else self.samples % self.batch_size or self.batch_size
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Life:
 
     Attributes:
         world_size: number of ranks.
-        batch_size: of a global batch.
         freq_steps: steps between snapshots.
         steps: trained before the victim is killed; None: nobody is, the run goes to its end.
         moment: when in the last of them: ``trained`` (not dumped), ``dumping``, or ``dumped``.
@@ -85,7 +84,6 @@ class Life:
     """
 
     world_size: int
-    batch_size: int
     freq_steps: int = 1
     steps: int | None = None
     moment: str = "trained"
@@ -97,7 +95,6 @@ class Step(NamedTuple):
     """What one global step trained: ``ids`` of all ranks in rank order."""
 
     epoch: int
-    batch_size: int
     ids: list[int]
 
 
@@ -142,7 +139,7 @@ def handler_of(run: Run, root: Path | str, **options: Any) -> RecoverHandler:
 def live(run: Run, life: Life, root: str, number: int, ranks: list[int]) -> list[float]:
     """Be the ranks ``ranks`` of a life, all in this process; returns at the end of the run, if it gets there."""
     handler, counting = handler_of(run, root, freq_steps=life.freq_steps), Counting(run)
-    loaders = run.loaders(life.batch_size, ranks, life.world_size)
+    loaders = run.loaders(ranks, life.world_size)
     info = handler.load(counting.state, loaders[0])
     for loader in loaders[1:] if info else ():
         loader.load_state_dict(loaders[0].state_dict())
@@ -151,7 +148,7 @@ def live(run: Run, life: Life, root: str, number: int, ranks: list[int]) -> list
     for trained, shares in enumerate(zip(*map(run.batches, loaders), strict=True), start=1):
         counting.train(loaders[0].epoch, list(chain(*shares)))
         for rank, ids in zip(ranks, shares, strict=True):
-            line = [step.global_step, rank, life.world_size, loaders[0].epoch, life.batch_size, ids]
+            line = [step.global_step, rank, life.world_size, loaders[0].epoch, ids]
             os.write(ledger, f"{json.dumps(line)}\n".encode())
         dies = trained == life.steps and life.victim in ranks
         if dies and life.moment == "trained":
@@ -200,25 +197,22 @@ def history(root: Path) -> list[Step]:
     steps = []
     for step in range(newest_step(root) + 1):
         ranks = kept[step]
-        ((world_size, epoch, batch_size),) = {tuple(line[:3]) for line in ranks.values()}
+        ((world_size, epoch),) = {tuple(line[:2]) for line in ranks.values()}
         assert sorted(ranks) == list(range(world_size)), f"step {step} was not trained by all ranks"
-        steps.append(Step(epoch, batch_size, [i for _, line in sorted(ranks.items()) for i in line[3]]))
+        steps.append(Step(epoch, [i for _, line in sorted(ranks.items()) for i in line[2]]))
     return steps
 
 
-def assert_trained_once(run: Run, steps: list[Step], last_batch_size: int) -> None:
+def assert_trained_once(run: Run, steps: list[Step]) -> None:
     """Every sample of every epoch once, in the order of an uninterrupted run; only what is no batch is left out."""
+    (loader,) = run.loaders()
+    assert [step.ids for step in steps] == list(run.batches(loader))
     assert [step.epoch for step in steps] == sorted(step.epoch for step in steps)
-    if {step.batch_size for step in steps} == {last_batch_size}:
-        (loader,) = run.loaders(last_batch_size)
-        assert [step.ids for step in steps] == list(run.batches(loader))
     for epoch in range(run.epochs):
         order = run.order(epoch)
         seen = [i for step in steps if step.epoch == epoch for i in step.ids]
         assert seen == order[: len(seen)], f"epoch {epoch} is out of order"
-        sizes = [step.batch_size for step in steps if step.epoch == epoch][-1:]
-        sizes += [*(step.batch_size for step in steps if step.epoch == epoch + 1), last_batch_size][:1]
-        assert len(order) - len(seen) < (max(sizes) if run.drop_last else 1), f"epoch {epoch} lost samples"
+        assert len(order) - len(seen) < (run.batch_size if run.drop_last else 1), f"epoch {epoch} lost samples"
 
 
 def assert_counted_once(run: Run, steps: list[Step], counts: list[float]) -> None:
@@ -227,20 +221,13 @@ def assert_counted_once(run: Run, steps: list[Step], counts: list[float]) -> Non
     assert set(expected.values()) == {1} and counts == [expected[i] for i in range(run.epochs * run.samples)]
 
 
-def random_run(draw: random.Random, *, same_batch_size: bool) -> tuple[Run, list[Life]]:
+def random_run(draw: random.Random) -> tuple[Run, list[Life]]:
     """Sizes that nothing divides, and lives that end at any moment; the last one does not."""
     run = Run(draw.choice([7, 11, 13, 23, 29, 31]), draw.randint(2, 4), 2, draw.randrange(1000))
     run = replace(run, shuffle=draw.random() < 0.8, drop_last=draw.random() < 0.5)
-    sizes = [draw.randint(1, min(9, run.samples))] * 8 if same_batch_size else range(1, min(9, run.samples) + 1)
+    run = replace(run, batch_size=draw.randint(1, min(9, run.samples)))
     lives = []
     for _ in range(draw.randint(2, 7)):
-        moment, size = draw.choice(["trained", "dumping", "dumped"]), draw.choice(sizes)
-        lives.append(Life(draw.randint(1, 4), size, draw.randint(1, 3), draw.randint(1, 9), moment, draw.randrange(40)))
-    return replace(run, batch_size=lives[0].batch_size), [*lives, replace(lives[-1], steps=None)]
-
-
-def as_many_as_fit(run: Run, life: Life, steps: list[Step]) -> Life:
-    """Fewer ranks, where a batch would have no sample for one of them."""
-    cursor = sum(len(step.ids) for step in steps if step.epoch == steps[-1].epoch)
-    sizes = [w for w in range(1, life.world_size + 1) if all(run.fits(life.batch_size, w, c) for c in (0, cursor))]
-    return replace(life, world_size=max(sizes))
+        moment, ranks = draw.choice(["trained", "dumping", "dumped"]), draw.randint(1, min(4, run.most_ranks))
+        lives.append(Life(ranks, draw.randint(1, 3), draw.randint(1, 9), moment, draw.randrange(40)))
+    return run, [*lives, replace(lives[-1], steps=None)]

@@ -21,7 +21,6 @@ from tests.recover.ledger import (
     Life,
     Run,
     Step,
-    as_many_as_fit,
     assert_counted_once,
     assert_trained_once,
     handler_of,
@@ -102,26 +101,25 @@ def test_a_run_moves_between_one_to_four_ranks_bit_for_bit(tmp_path: Path) -> No
 def test_a_thousand_random_restarts_of_the_loader_lose_and_repeat_nothing() -> None:
     draw, restarts = random.Random(1), 0
     while restarts < 1000:
-        run, lives = random_run(draw, same_batch_size=draw.random() < 0.5)
+        run, lives = random_run(draw)
         trained: list[Step] = []
-        saved: tuple[int, dict[str, Any]] = (0, run.loaders(run.batch_size)[0].state_dict())
-        for planned in lives:
+        saved: tuple[int, dict[str, Any]] = (0, run.loaders()[0].state_dict())
+        for life in lives:
             restarts += 1
             trained = trained[: saved[0]]
-            life = as_many_as_fit(run, planned, trained)
-            group = run.loaders(life.batch_size, range(life.world_size), life.world_size)
+            group = run.loaders(range(life.world_size), life.world_size)
             for loader in group:
                 loader.load_state_dict(saved[1])
             for taken, shares in enumerate(zip(*map(run.batches, group), strict=True), start=1):
                 assert all(shares), "a rank got no sample"
-                trained.append(Step(group[0].epoch, life.batch_size, list(chain(*shares))))
+                trained.append(Step(group[0].epoch, list(chain(*shares))))
                 if taken != life.steps and len(trained) % life.freq_steps == 0:
                     saved = (len(trained), group[-1].state_dict())
                 if taken == life.steps:
                     break
             else:
                 break  # the run is over
-        assert_trained_once(run, trained, life.batch_size)
+        assert_trained_once(run, trained)
 
 
 def _random_kills(rank: int, world_size: int, root: str, seed: int, kills_wanted: int) -> None:
@@ -132,10 +130,9 @@ def _random_kills(rank: int, world_size: int, root: str, seed: int, kills_wanted
         if kills >= kills_wanted:
             return
         folder.mkdir()
-        run, lives = random_run(draw, same_batch_size=draw.random() < 0.5)
-        for number, planned in enumerate(lives):
+        run, lives = random_run(draw)
+        for number, life in enumerate(lives):
             start = newest_step(folder) + 1
-            life = as_many_as_fit(run, planned, history(folder))
             status = _in_a_child(run, life, str(folder), number)
             if status == 0:
                 break
@@ -143,8 +140,8 @@ def _random_kills(rank: int, world_size: int, root: str, seed: int, kills_wanted
             assert newest_step(folder) in _possible_outcomes(life, start)
             kills += 1
         steps, counting = history(folder), Counting(run)
-        handler_of(run, folder).load(counting.state, *run.loaders(life.batch_size))
-        assert_trained_once(run, steps, life.batch_size)
+        handler_of(run, folder).load(counting.state, *run.loaders())
+        assert_trained_once(run, steps)
         assert_counted_once(run, steps, counting.counts())
 
 
@@ -186,11 +183,11 @@ def _live_rank(rank: int, world_size: int, run: Run, life: Life, root: str, numb
 def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(drop_last: bool, tmp_path: Path) -> None:
     run = Run(samples=29, epochs=3, batch_size=5, seed=11, drop_last=drop_last)  # 29 = 5 x 5 + 4
     lives = [
-        Life(2, 5, freq_steps=2, steps=3, moment="trained", victim=1),
-        Life(1, 5, freq_steps=1, steps=5, moment="dumping", calls=7),
-        Life(3, 5, freq_steps=1, steps=4, moment="dumped", victim=2),
-        Life(4, 5, freq_steps=1, steps=3, moment="dumping", calls=4, victim=3),
-        Life(2, 9, freq_steps=2),
+        Life(2, freq_steps=2, steps=3, moment="trained", victim=1),
+        Life(1, freq_steps=1, steps=5, moment="dumping", calls=7),
+        Life(3, freq_steps=1, steps=4, moment="dumped", victim=2),
+        Life(4, freq_steps=1, steps=3, moment="dumping", calls=4, victim=3),
+        Life(2, freq_steps=2),
     ]
     for number, life in enumerate(lives):
         start = newest_step(tmp_path) + 1
@@ -201,6 +198,6 @@ def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(drop_las
                 run_ranks(_live_rank, life.world_size, run, life, str(tmp_path), number, timeout_s=60)
             assert newest_step(tmp_path) in _possible_outcomes(life, start)
     steps = history(tmp_path)
-    assert_trained_once(run, steps, lives[-1].batch_size)
+    assert_trained_once(run, steps)
     for rank_counts in counts:
         assert_counted_once(run, steps, rank_counts)
