@@ -348,6 +348,7 @@ def _unusual_wraps(rank: int, world_size: int, folder: str) -> dict[str, torch.T
     return drawn
 
 
+@pytest.mark.slow
 def test_blocks_inside_blocks_and_parameters_outside_of_any_are_sharded_and_drawn(qwen3: Path) -> None:
     one, two = (run_ranks(_unusual_wraps, world_size, str(qwen3))[0] for world_size in (1, 2))
     assert same(one, two)

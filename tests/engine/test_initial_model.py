@@ -246,6 +246,7 @@ TIED_INSIDE = ["zamba", "prophetnet"]
 HEADLESS = ["olmo2", "lfm2", "mamba", "llama4_text", "opt", *RENAMED, *TIED_INSIDE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     slow_but(["opt", "hy_v4", "prophetnet"], HEADLESS),

@@ -144,6 +144,7 @@ def test_all_ranks_start_from_one_commit_of_a_model_on_the_hub(case: str, hub: A
         assert _holds(root / "online" / case, 2 if branch == "other" else 1)
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_downloads_what_is_needed_and_nothing_else(hub: Any) -> None:
     _, server, online, _ = hub
     wanted = ["config.json", "generation_config.json", "tokenizer.json"]
@@ -153,12 +154,14 @@ def test_one_rank_of_a_node_downloads_what_is_needed_and_nothing_else(hub: Any) 
     assert {path.name for path in Path(online[0]["model"]).iterdir()} == {*wanted, "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_exports_and_published_versions_take_the_files_from_the_hub(hub: Any) -> None:
     root, *_ = hub
     for folder in ("online/model", "online/model published/v00000001", "offline/model"):
         assert (root / folder / "tokenizer.json").read_text() == "{}", folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["model", "branch"])
 def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> None:
     root, _, online, offline = hub

@@ -55,6 +55,7 @@ from tests.faults.shim import Call
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, perform
 from tests.limits import stretched
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -113,7 +114,10 @@ def test_every_fsync_has_a_purpose_that_is_tested_and_only_one(name: str, record
     assert {purpose for _, purpose in made} - {EARLIER_LIFE} == {*PURPOSES[name]}
 
 
-@pytest.mark.parametrize(("name", "purpose"), [each for each in EACH if each not in COVERED])
+LOSSES = [each for each in EACH if each not in COVERED]
+
+
+@pytest.mark.parametrize(("name", "purpose"), slow_but(LOSSES[::4], LOSSES))
 def test_a_power_cut_loses_something_without_the_fsync_of(
     name: str, purpose: str, recorded: Callable[[str], Recorded], notice: Notice
 ) -> None:

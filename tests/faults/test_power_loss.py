@@ -17,6 +17,7 @@ from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -128,7 +129,7 @@ def _kills(calls: list[Call]) -> list[int]:
     return [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
 
 
-@pytest.mark.parametrize("name", POWER_SCENARIOS)
+@pytest.mark.parametrize("name", slow_but(("snapshot that retires", "export"), POWER_SCENARIOS))
 def test_ranks_go_on_from_what_a_power_cut_left(
     name: str, shop: Workshop, recorded: Callable[[str], Recorded], tally: Tally
 ) -> None:

@@ -210,6 +210,7 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
     assert time.monotonic() - started < 20 and "gave up after 0.0 s on copying step(s) [0]" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
     """As the look at a mirror may that never answers."""
     script = """

@@ -47,6 +47,7 @@ def lose(group: WorkerGroup) -> None:
     group.call_all("add")
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> None:
     pids: list[int] = []
     placements, numbers, losses, counts = [], [], [], []

@@ -33,7 +33,7 @@ def _initialize(folder: Path) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", DECLARED)
 def test_a_folder_that_declares_quantization_is_refused_with_lines_undoing_it(
     method: str, nested: bool, tmp_path: Path

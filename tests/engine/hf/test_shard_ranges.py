@@ -185,5 +185,6 @@ def _memory(rank: int, world_size: int, root: Path) -> None:
                 assert peak[0] < (10e6 if name == "rows" else 30e6), (name, dtype, peak, shard_bytes)
 
 
+@pytest.mark.slow
 def test_memory_beside_the_model_is_a_chunk(tmp_path: Path) -> None:
     run_ranks(_memory, 2, tmp_path)

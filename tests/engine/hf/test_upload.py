@@ -427,6 +427,7 @@ def _memory(rank: int, world_size: int, root: Path) -> list[tuple[str, int]]:
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_MEASURE, reason="the peak cannot be reset here")
 def test_memory_beside_the_model_is_a_few_blocks(tmp_path: Path) -> None:
     for report in run_ranks(_memory, 2, tmp_path):

@@ -53,6 +53,7 @@ class NumbersRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_step_waits_for_no_more_numbers_with_more_micro_batches(engine: FSDPEngine, packed: bool) -> None:
     counts, engine.config.pack_sequences = {}, packed

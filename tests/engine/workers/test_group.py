@@ -72,6 +72,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
     assert time.monotonic() - start < 0.1
 
 
+@pytest.mark.slow
 def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "go"), 5)
@@ -150,6 +151,7 @@ def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: PlacementGr
     assert_lost(group, [2], lambda: group.call_all("reduce_except", 1), moment, "died")
 
 
+@pytest.mark.slow
 def test_a_user_error_ends_the_ranks_that_wait_for_it(pair: WorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(UserBugError, match="seven"):
@@ -160,6 +162,7 @@ def test_a_user_error_ends_the_ranks_that_wait_for_it(pair: WorkerGroup) -> None
         pair.call_all("add")
 
 
+@pytest.mark.slow
 def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup) -> None:
     os.kill(pair.pids()[1], signal.SIGSTOP)
     assert pair.ping(timeout_s=0.3) == [1]
@@ -278,6 +281,7 @@ def test_arguments_of_a_worker_among_those_of_the_group_are_told_where_to_go() -
         WorkerGroup(Worker, 10, world_size=2, colour="red")
 
 
+@pytest.mark.slow
 def test_a_remote_server_answers_raises_or_dies_as_its_groups_loss(pair: WorkerGroup) -> None:
     rollout = WorkerGroup(Server, name="rollout", process_group=False)
     server = rollout.server()

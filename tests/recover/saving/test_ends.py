@@ -88,6 +88,7 @@ def test_ranks_that_leave_their_group_before_the_snapshot_end_badly(tmp_path: Pa
     assert "before torch.distributed or the engine is destroyed" in said
 
 
+@pytest.mark.slow
 def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_path: Path) -> None:
     code, said = end(tmp_path, f"{IN_THE_WAY}; print('the end')")
     assert code == 1 and "the end" in said

@@ -17,6 +17,7 @@ from holdfast.utils.errors import (
 )
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from tests.recover.mirrors import BUCKET, S3Server, commit, contents, listing, storage
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,6 +80,7 @@ def test_a_generation_comes_back_as_it_was(url: str, store: GenerationStore, bac
     verify_folder(fetched.path)
 
 
+@pytest.mark.slow
 def test_a_large_file_travels_in_parts(s3_url: str, store: GenerationStore, back: GenerationStore) -> None:
     generation = commit(store, 0, sizes=[101 << 20])  # s3fs puts up to 100 MiB at once
     mirror = Mirror(s3_url, 1)
@@ -189,7 +191,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", slow_but(("a flipped bit", "a missing manifest"), DAMAGES))
 def test_a_damaged_copy_is_refused_and_an_older_one_serves(
     url: str, store: GenerationStore, back: GenerationStore, damage: str
 ) -> None:
