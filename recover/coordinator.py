@@ -83,7 +83,7 @@ class RankTarget:
         return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
 
     def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
-        """Where the ranks of an engine (of the first one) agree."""
+        """Control group (gloo) of an engine; of the first one without a name."""
         engine = next(iter(self.engines.values())) if name is None else self.engines[name]
         return getattr(engine, "control_group", self.group)
 
@@ -131,8 +131,8 @@ class SessionRef:
     """Where the sessions of a handler are.
 
     Attributes:
-        key: what the ranks that a driver calls know theirs by.
-        own: that of this process, where it is a rank itself.
+        key: name of the session in the processes of driven ranks.
+        own: the session of this process, where it is a rank itself.
     """
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -201,14 +201,14 @@ class LocalRanks:
         """`decide` for what may take longer than the group's timeout."""
         return rank_zero_decides_slowly(work, self._group)
 
-    def here(self, step: Callable[[], T]) -> list[T]:
-        """Run ``step`` in every process that calls the handler, all or none; every rank gets all results."""
+    def here(self, fn: Callable[[], T]) -> list[T]:
+        """Run ``fn`` in every process that calls the handler; all get all results. What fails in one raises in all."""
         with all_ranks_succeed("a step of recovery", self._group):
-            result = step()
+            result = fn()
         return gather_objects(result, self._group)
 
     def flags(self, ask: Callable[[], int]) -> int:
-        """The bits that ``ask`` returns in any process that calls the handler, all or none.
+        """Bitwise OR of ``ask()`` over the processes that call the handler. What fails in one raises in all.
 
         One small tensor for all ranks; objects travel only when ``ask`` fails.
         """
@@ -268,9 +268,9 @@ class DrivenRanks:
         """Nobody waits."""
         return work()
 
-    def here(self, step: Callable[[], T]) -> list[T]:
+    def here(self, fn: Callable[[], T]) -> list[T]:
         """Only the driver calls the handler."""
-        return [step()]
+        return [fn()]
 
     def flags(self, ask: Callable[[], int]) -> int:
         """Only the driver calls the handler."""
@@ -307,7 +307,7 @@ Ranks = LocalRanks | DrivenRanks
 def ranks_of(
     engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
 ) -> Ranks:
-    """Those that ``engine``, as the handler is given it, is made of.
+    """`DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks`.
 
     Args:
         engine: a `RankGroup`, or what `rank_target` takes.

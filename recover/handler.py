@@ -43,10 +43,10 @@ class _Position:
     """Where the run is.
 
     Attributes:
-        ranks: that `load` was called with.
-        step: that was snapshotted or restored last; None: none yet.
-        epoch: what the dataloader has left of it, until the first step after a restore.
-        rng: the generators of this process as they were restored; None of a fresh run.
+        ranks: passed to `load`.
+        step: snapshotted or restored last; None: none yet.
+        epoch: rest of the epoch after a restore; None after the first step.
+        rng: state of this process's random generators, as restored; None in a fresh run.
     """
 
     ranks: Ranks
@@ -127,8 +127,8 @@ class RecoverHandler:
 
         For a host that must know it before there is an engine. Changes nothing, takes no lock, and works before
         torch.distributed is initialised; once it is, every rank calls it, and rank 0 decides. Generations here and at
-        the mirror are judged by names, sizes and ``recover_info.json``: a `load` that then finds the bytes damaged, or
-        another step than was told for another reason, raises.
+        the mirror are judged by names, sizes and ``recover_info.json``: a `load` raises if
+        digests do not match, or if it would resume at another step than this returned.
 
         Raises:
             CheckpointCorruptError, CheckpointNotFoundError, CheckpointMismatchError: as `load`.
@@ -156,7 +156,7 @@ class RecoverHandler:
             CheckpointCorruptError: there was something to resume, but nothing of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job, or not the one that `peek`
-                told; or ``dataloader`` is not where it was once it was restored. No engine was changed.
+                told; or the dataloader's position after the restore is not the saved one. No engine was changed.
             ConfigError: an export was asked for that cannot be made: nothing was changed; or the state could not be
                 saved (see `DCPState.state_dict`).
             OSError, RuntimeError: there is no host memory to stage snapshots in.
@@ -217,9 +217,9 @@ class RecoverHandler:
         """Snapshot the run after the step ``step_info``, and export its weights, if due; returns when both are staged.
 
         From then on everything may change but parameters and optimizer state, for which the next ``optimizer.step``
-        waits. Code that changes them elsewhere does so in `changing_weights`, else the snapshot fails; an engine of
-        one's own that always does says so (see `DCPState`). The rest is done in the background; `wait` returns when it
-        is committed. With ``async_save`` off all of it is done here.
+        waits. Code that changes them elsewhere does so in `changing_weights`, else the snapshot fails; a custom engine
+        that always does leaves `DCPState.changes_only_in_step` False, and is copied before this returns. The rest is
+        done in the background; `wait` returns when it is committed. With ``async_save`` off all of it is done here.
 
         Call it after every step, whether one is due or not: it is also where a request to stop is answered, and where a
         failure in the background is told.
@@ -266,7 +266,7 @@ class RecoverHandler:
         if stop is not None:
             logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
             self._saver.settle()  # of this very step, if it was taken before
-            ranks.decide_slowly(self._folder.finish_copies)  # all wait: the first that exits may end them all
+            ranks.decide_slowly(self._folder.finish_copies)  # torchrun kills the other ranks when one exits
             self.close()
             raise Preempted(stop)
         self._triggers.pace.step_begins()
@@ -285,8 +285,8 @@ class RecoverHandler:
     def close(self, *, wait: bool = True) -> None:
         """Take no more snapshots, and give signals and the folder up; may be called twice.
 
-        As a context manager the handler is closed at the end of the block; when that ends with an error, after the time
-        that a snapshot takes, if one is being written; when it is interrupted, at once.
+        As a context manager the handler is closed at the end of the block. When that raises, a snapshot that is being
+        written is waited for as long as it makes progress; on KeyboardInterrupt it is not.
 
         Args:
             wait: for the snapshot that is being written, and for copies to the mirror that are under way, up to
@@ -304,7 +304,7 @@ class RecoverHandler:
             ends.callback(self._triggers.stops.uninstall)  # a signal that nothing has answered is passed on here
             if self._position is not None:
                 ranks = self._position.ranks
-                # Else without waiting for anybody: remote ranks may hang, and what is written is read from the buffers.
+                # Without ``wait`` not where ranks may hang, and not while a write reads the buffers.
                 if wait or (self._saver.idle and not ranks.is_driver):
                     ends.callback(ranks.close_sessions)
             self._saver.close(settle=wait)
@@ -340,14 +340,14 @@ class RecoverHandler:
         assert self._position is not None, "`dump` has looked"
         started, step, export = time.monotonic(), step_info.global_step, Wanted.EXPORT in wanted
         if must:
-            self._saver.insist(step)
+            self._saver.require_success(step)
         snapshot, failed, saved = must or Wanted.SNAPSHOT in wanted, True, False
         with self._saver.tolerating(step, must):
             is_new = snapshot and ranks.decide(partial(self._saver.is_new, step, self._position.step))
             failed = False
         if not failed:
             due = Due(is_new, export)
-            if not due.kinds or not self._saver.make_way(must):
+            if not due.kinds or not self._saver.wait_or_skip(must):
                 return False
             saved = self._saver.save(ranks, step_info, due, dataloader, metrics, must=must, in_background=in_background)
         if saved:

@@ -4,7 +4,8 @@ Every function takes a process group (``None`` is the default group) and also wo
 initialised torch.distributed, as a world of one. As long as nothing fails, agreement is one collective of a few
 numbers (`gather_numbers`); objects travel only when there is something to tell. They travel pickled, but only between
 live ranks of one job; nothing here ever reads a file. All of it goes over gloo: where the group has NCCL alone, over a
-`control_group` of the same ranks. Waits are bounded by the timeout of the group.
+`control_group` of the same ranks. Waits are bounded by the timeout of the group, over a `control_group` by
+torch's default.
 """
 
 import pickle
@@ -77,8 +78,10 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
 
 
 def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks for another thread: a collective in the background must not meet one of the
-    training in its group. All ranks of ``group`` call it; None without torch.distributed, or as timeout torch's own."""
+    """A gloo group of the same ranks for another thread, whose collectives must not interleave with those of training.
+
+    Collective over ``group``; None without torch.distributed. Without ``timeout_s`` torch's default counts.
+    """
     if not dist.is_initialized():
         return None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -232,7 +235,7 @@ _WRITE_FAILURE = f"{CheckpointWriteError.__name__}:"
 
 
 def _report(error: Exception) -> str:
-    """What the other ranks are told. That peers could not write is a failure to write, one group further out."""
+    """What the other ranks are told. A `PeerError` of nothing but failures to write counts as one in an outer group."""
     kind = CheckpointWriteError if is_write_failure(error) else type(error)
     return f"{kind.__name__}: {error}"
 

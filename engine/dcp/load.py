@@ -3,7 +3,8 @@
 A load goes through five steps, in this order. Rank 0 lists the folder and parses ``.metadata``, and tells the others
 what is where; every rank compares the bytes of its share of the files with their digests, and finds which bytes it
 needs for which of its tensors; all ranks agree that all is well; what is small is read and checked; and only then are
-the values read, straight from the files into the live tensors. Host memory during a load: a few megabytes.
+the values read, straight from the files into the live tensors. Host memory during a load: a few
+megabytes a reading thread, and every tensor that another version of torch has written, which is read before.
 """
 
 import os
@@ -61,7 +62,7 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
         CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, or tensors that its model ties
             differ.
         OSError: a file that is there cannot be read.
-        PeerError: all is well here, but not on another rank.
+        PeerError: another rank failed.
     """
     digests, layout = rank_zero_decides(lambda: _inspect(path), group)
     with all_ranks_succeed(f"checking {path}", group):
@@ -81,7 +82,14 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that was found good on all ranks, and waits to be put into the live state."""
+    """A folder that was found good on all ranks, and waits to be put into the live state.
+
+    Attributes:
+        _proposed: memory for state that the live one does not hold yet.
+        _copies: live tensor, and what was read for it, where it could not be read in place.
+        _small: dotted name -> tensor, of generators, counters and parameter groups.
+        _values: the same, parsed.
+    """
 
     _state: DCPState
     _proposed: Mapping[str, torch.Tensor]
@@ -92,7 +100,7 @@ class DCPLoad:
 
     @property
     def first_group(self) -> int:
-        """Which of the optimizer's parameter groups is the first one in the folder; 0 without an optimizer."""
+        """Index of the optimizer's parameter group that the first one in the folder is; 0 without an optimizer."""
         return self._values.get("group_order", [0]).index(0)
 
     def check_unchanged(self) -> None:
@@ -129,7 +137,7 @@ class DCPLoad:
 def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
     """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; all ranks of ``group`` call it.
 
-    No data is read, and nothing changes. `PeerError`: all is well here, but not on another rank.
+    No data is read, and nothing changes. `PeerError`: another rank failed.
     """
     layout = rank_zero_decides(lambda: read_layout(path), group)
     with all_ranks_succeed(f"checking {path}", group):

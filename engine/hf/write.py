@@ -54,7 +54,7 @@ _MAX_UPLOAD_BYTES, _MIN_UPLOAD_BYTES = 5 * 10**9, 500 * 10**6
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Which elements go where in which files; the same on every rank, apart from the values.
+    """Which elements go where in which files. The layout is the same on every rank, the rest is of this one.
 
     Attributes:
         stored: ``state_dict`` key -> live (sharded) tensor.
@@ -75,7 +75,7 @@ def plan_export(
 
     Args:
         model: sharded or not.
-        options: its dtype and shard size count.
+        options: ``dtype`` and ``max_shard_size_bytes`` are used.
         rank: this rank.
         world_size: number of ranks.
         for_upload: unless ``options`` say otherwise, a file is about as large as a rank's share, between 500 MB and 5
@@ -95,7 +95,7 @@ def plan_export(
 
 
 def deal_files(files: Sequence[WeightFile], world_size: int) -> list[list[WeightFile]]:
-    """The files of each rank: about equal bytes; with few files their ranks are far apart, on many machines."""
+    """The files of each rank: about equal bytes; fewer files than ranks are spread evenly over them and the nodes."""
     count = min(len(files), world_size)
     loads = [(0, number * world_size // count) for number in range(count)]
     dealt: list[list[WeightFile]] = [[] for _ in range(world_size)]
@@ -120,8 +120,9 @@ def write_hf(
         folder: an empty folder that exists and that every rank sees. The other arguments are those of `save_hf`.
 
     Returns:
-        The files this rank answers for (to seal in a manifest, to upload): every file of the folder is named by exactly
-        one rank. When this returns, all ranks have written and fsynced all of them; folders are left to the commit.
+        The files this rank answers for (to describe in a manifest, to upload): every file of the folder is named by
+        exactly one rank. When this returns, all ranks have written and fsynced all of them; the commit fsyncs
+        directories.
 
     Raises:
         See `save_hf`. Files may be left in ``folder``.

@@ -57,7 +57,7 @@ class BackgroundSave:
         """
         assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
-            values = self._staging.stage(state, weights_only=not meta.with_optim)
+            values = self._staging.stage(state, model_only=not meta.with_optim)
             if meta.weight_format == "dcp":
                 write = partial(save_dcp, meta.path, StagedState(values, self._staging.finish), self._background_group)
             else:

@@ -38,7 +38,7 @@ class Staging:
         model: whose state it is.
 
     Attributes:
-        reads_live: whether the live tensors of the last copy may not be changed yet, without `wait`.
+        reads_live: whether the last copy may still read live tensors; call `wait` before changing them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,29 +51,29 @@ class Staging:
         register_reader(self)
 
     @normal_tensors()
-    def prepare(self, state: DCPState, *, weights_only: bool = False) -> None:
+    def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
         """Make the buffers that `stage` will need; pinning memory takes seconds a shard.
 
         Raises:
             ConfigError: see `DCPState.state_dict`.
             OSError, RuntimeError: there is no memory for the buffers.
         """
-        live = (DCPState(state.model) if weights_only else state).state_dict()
+        live = (DCPState(state.model) if model_only else state).state_dict()
         self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
 
     @normal_tensors()
-    def stage(self, state: DCPState, *, weights_only: bool = False) -> dict[str, Any]:
+    def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
         """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
 
         All of it is copied when this returns, except for what only ``optimizer.step`` changes; `finish` waits for that.
-        With ``weights_only`` that is the model alone; buffers of the rest stay for the next time.
+        With ``model_only`` that is the model alone; buffers of the rest stay for the next time.
 
         Raises:
             ConfigError: see `DCPState.state_dict`.
             OSError, RuntimeError: there is no memory for the buffers, or the device failed.
         """
         self.wait()
-        live = (DCPState(state.model) if weights_only else state).state_dict()
+        live = (DCPState(state.model) if model_only else state).state_dict()
         tensors = dict(flatten(live))
         kept, self._buffers = self._buffers, _buffers_for(tensors, self._buffers)
         later = {} if is_changing(state.model) else state.changed_in_step(tensors)
@@ -84,15 +84,15 @@ class Staging:
         self._copies = _copies(later, self._buffers, overlapped=True)
         self.reads_live = bool(self._copies)
         values = _nest(live, self._buffers)
-        if weights_only:
+        if model_only:
             self._buffers = kept | self._buffers
         return values
 
     def finish(self) -> None:
         """Return when all of what was staged last is in its buffers; raises what went wrong with that.
 
-        Call it before the buffers are read, and once more before what was made of them is committed: an operation that
-        was under way when they were filled is seen when it has ended.
+        Call it before the buffers are read, and again before what was made of them is committed: torch counts an
+        in-place operation when it ends, so one that overlapped the copy may show in the second call only.
 
         Raises:
             TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
@@ -101,7 +101,8 @@ class Staging:
             copy.finish()
 
     def wait(self) -> None:
-        """Return when the live tensors may be changed. What went wrong is for `finish`, and for who reads the copy."""
+        """Block until the live tensors may be changed; on CUDA only make the current stream wait. Raises nothing of the
+        copy, as `finish` does."""
         for copy in self._copies:
             copy.release_live()
         self.reads_live = False

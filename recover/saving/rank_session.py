@@ -36,7 +36,7 @@ class RankPart:
     Attributes:
         entries: every file, fsynced, named relative to the generation.
         versions: engine name -> weight version, of the engines that count one.
-        samples: engine name -> this rank's sample of the state.
+        samples: engine name -> this rank's counts and fingerprint.
         rng: digest of this rank's generators.
     """
 
@@ -52,7 +52,7 @@ class _RankCapture:
 
     Attributes:
         rank: which it is.
-        groups: engine name -> where its ranks agree.
+        groups: engine name -> control group of its ranks.
         values: engine name -> nested tensors, as `DCPState.state_dict` has them.
         counts: engine name -> what the engine counts; nothing sampled yet.
         versions: engine name -> weight version, of the engines that count one.
@@ -81,7 +81,8 @@ class _ExportCapture:
 class RankSession:
     """What one rank keeps from one snapshot of a handler to the next: staging buffers, plans, a process group.
 
-    All ranks call the same methods in the same order. Each takes first what `rank_target` takes, which `Ranks` passes.
+    All ranks call the same methods in the same order. The first
+    argument, ``holder``, is anything that `rank_target` takes; `Ranks` passes it.
 
     Attributes:
         background_group: gloo group for what is written in the background; None when nothing is.
@@ -143,7 +144,7 @@ class RankSession:
 
         Raises:
             CheckpointWriteError: this rank could not write.
-            PeerError: all is well here, but not on another rank.
+            PeerError: another rank failed.
             TornSnapshotError: what was being staged was changed outside of a step.
         """
         capture, self._snapshot = self._snapshot, None
@@ -165,7 +166,7 @@ class RankSession:
             saver = self._savers.setdefault(name, DCPSaver())
             for entry in saver.write(root / name, values, groups[name]):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
-        if in_background:
+        if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):
                 self._finish_staging(capture, in_background)
         return RankPart(entries, capture.versions, samples, capture.rng)
@@ -193,7 +194,7 @@ class RankSession:
         drop_group(self.background_group)
 
     def _enter_background(self) -> dist.ProcessGroup | None:
-        """Where the ranks agree there."""
+        """Set this thread's number of threads; the group of the background."""
         torch.set_num_threads(self._n_threads)  # else a new thread takes all cores
         return self.background_group
 
@@ -216,7 +217,7 @@ class RankSession:
             weights = self._snapshot.values[name]["model"]
         elif staged:
             state = target.state(name)
-            weights = self._staging_of(name, state).stage(state, weights_only=True)["model"]
+            weights = self._staging_of(name, state).stage(state, model_only=True)["model"]
         return _ExportCapture(name, Export.of(self._request, target, name, weights), target.group_of(name))
 
     def _finish_staging(self, capture: _RankCapture, staged: bool) -> None:
@@ -228,7 +229,7 @@ class RankSession:
         names = list(target.engines) if snapshots else [] if self._request is None else [self._request.name(target)]
         for name in names:
             state = target.state(name)
-            self._staging_of(name, state).prepare(state, weights_only=not snapshots)
+            self._staging_of(name, state).prepare(state, model_only=not snapshots)
 
     def _staging_of(self, name: str, state: DCPState) -> Staging:
         """Of this engine's name and no other: two may share a model, and have optimizers of their own."""

@@ -2,8 +2,8 @@
 
 A step is saved as a snapshot, as a Hugging Face export, or as both from one staged copy, the snapshot first. In the
 background one step at a time is written, by a thread of its own that has its own process group (or, under Ray, its own
-threads in the workers): all of it is agreed among the ranks there, nothing here. What it came to is looked at by the
-next `dump`, `wait` or `close`, where rank 0 says for all whether it is done.
+threads in the workers): its collectives run there only, never on the training thread. The next `dump`, `wait` or
+`close` collects the result; in `dump` rank 0 says for all whether it is there.
 """
 
 import time
@@ -37,11 +37,11 @@ class SaveStats:
 
     Attributes:
         committed: snapshots that are generations now.
-        failed: that are not.
+        failed: snapshots that could not be committed.
         exported: Hugging Face exports that are there now, or were.
-        exports_failed: that are not.
+        exports_failed: exports that could not be committed.
         skipped: steps that were due and not saved because one was still being written.
-        waited: that had to wait for one that was still being written.
+        waited: due steps that had to wait for a pending one.
         waited_s: for how long in all.
         blocked_s: how long the last one kept training, the wait included.
         save_s: how long the last snapshot took from its beginning to its commit.
@@ -75,12 +75,12 @@ class Due:
 
 @dataclass
 class _StepInBackground:
-    """A step that is being written, or was, and nobody has looked since.
+    """A step that is being written, or whose result was not collected yet.
 
     Attributes:
         step: the step.
         tasks: ``snapshot`` or ``export`` -> its task in the job, which returns the seconds it took.
-        must: whether the snapshot may not fail. An export always may: the next start makes the last one.
+        must: whether a failed snapshot is raised rather than counted. Exports are counted: a resume makes the last one.
         began_s: on the monotonic clock.
         job: writes it.
         watch: on the progress of the job.
@@ -130,7 +130,7 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether what was begun in the background has ended, and nobody has looked since."""
+        """Whether what was begun in the background has ended, and was not collected yet."""
         return self._background is not None and self._background.job.poll() is not JobState.RUNNING
 
     @property
@@ -223,7 +223,7 @@ class Saver:
         self._at_exit.register()
 
     def _export(self, ranks: Ranks, step: int, began_s: float, *, in_background: bool) -> float:
-        """Seconds since the step was begun to be saved; in whichever thread."""
+        """Write the export; returns seconds since the save began."""
         final = self.exports.write(ranks, step, in_background=in_background)
         seconds = time.monotonic() - began_s
         logger.info("step %d: exported %s in %.3f s", step, final, seconds)
@@ -231,7 +231,7 @@ class Saver:
 
     @contextmanager
     def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
-        """Pass over a snapshot, or an export, that fails in this block, if it may.
+        """Log and count a snapshot or export that fails in this block, within ``save_failures_allowed``.
 
         Raises:
             CheckpointWriteError, StaleSnapshotError: one that must not fail, or one more in a row than
@@ -277,18 +277,20 @@ class Saver:
         self._background = None
         with ExitStack() as told:  # of the export first: should both have failed, the snapshot's error is raised
             for kind, task in background.tasks.items():
-                told.callback(self._tell, background.step, must or (background.must and kind == "snapshot"), kind, task)
+                told.callback(
+                    self._collect, background.step, must or (background.must and kind == "snapshot"), kind, task
+                )
 
-    def _tell(self, step: int, must: bool, kind: str, task: Task) -> None:
+    def _collect(self, step: int, must: bool, kind: str, task: Task) -> None:
         with self.tolerating(step, must, kind):
             self._count(kind, task.result())
 
-    def insist(self, step: int) -> None:
-        """The snapshot of ``step``, if it is being written, must not fail, after all."""
+    def require_success(self, step: int) -> None:
+        """Have the failure of the snapshot of ``step``, if that is being written, raised."""
         if self._background is not None and self._background.step == step:
             self._background.must = True
 
-    def make_way(self, must: bool) -> bool:
+    def wait_or_skip(self, must: bool) -> bool:
         """Whether a step that is due can be saved now: wait for the one that is being written, or skip this one.
 
         Raises:
@@ -302,7 +304,7 @@ class Saver:
             if not background.was_busy:
                 logger.info("a step is due to be saved, but step %d is still being written: skipped", step)
             elif started_s - background.began_s > self._config.save_timeout_s:
-                logger.warning("step %d is being written since %.0f s; skipped", step, started_s - background.began_s)
+                logger.warning("step %d has been pending for %.0f s; skipped", step, started_s - background.began_s)
             background.was_busy = True
             return False
         self.settle()

@@ -15,7 +15,7 @@ import transformers
 
 from ...engine.api import Stateful, StepInfo
 from ...utils.atomic_folder import as_write_error
-from ...utils.errors import CheckpointError
+from ...utils.errors import CheckpointError, FolderInUseError
 from ...utils.files import require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import write_entry
@@ -37,7 +37,7 @@ class Capture:
 
     Attributes:
         step_info: the step that was just trained.
-        metrics: a copy of what is remembered, without what is not finite.
+        metrics: stored in `RecoverInfo`; NaN and infinity are left out.
         data: the dataloaders' state.
         driver: state of the driver's process and the digest of its generators; None when the ranks call the handler.
         in_background: whether it is written while training goes on.
@@ -62,8 +62,8 @@ class SnapshotWriter:
 
     Attributes:
         run_id: see above.
-        resumed_from: ``resume_path`` of the run and the digest that goes with it, in the leader.
-        last_facts: engine name -> facts of the generation written or restored last.
+        resumed_from: ``resume_path`` and the digest of that generation's manifest; in the leader.
+        last_facts: engine name -> counts and fingerprints of the last generation; those of a new one must differ.
     """
 
     def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
@@ -163,15 +163,17 @@ class SnapshotWriter:
 
     def _keep(self, generation: Generation) -> None:
         """What follows a commit: the generation is there, whatever this comes to."""
-        with self._folder.committing():
-            try:
+        try:
+            with self._folder.committing():
                 self._folder.keep(generation)
-            except (CheckpointError, OSError, RuntimeError) as error:  # (no thread can be started at the very end)
-                logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
+        except FolderInUseError:
+            raise
+        except (CheckpointError, OSError, RuntimeError) as error:  # (no thread can be started at the very end)
+            logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """JSON has no NaN; a metric that is none is worth as much as one that is not there."""
+    """JSON has no NaN; a metric that is not finite is left out."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

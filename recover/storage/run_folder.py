@@ -33,7 +33,7 @@ class RunFolder:
         generations: the snapshots.
         exports: the Hugging Face exports; the same names, in another folder.
         mirror: where copies of generations go, once `open` was called; None: nowhere.
-        commit_hangs: whether a commit was under way when the run was ended, and may still come to something.
+        commit_hangs: whether a commit was under way when the run was ended, and may still succeed.
     """
 
     def __init__(self, config: RecoverConfig) -> None:
@@ -65,7 +65,7 @@ class RunFolder:
         """
         with self._commit_lock:
             if self._ended:
-                raise CheckpointWriteError("the run ended with an error while the snapshot was being written")
+                raise CheckpointWriteError("the handler was closed before this was committed")
             self._lock.confirm()
             yield
 
@@ -103,10 +103,9 @@ class RunFolder:
             self.mirror.wait(self._config.mirror_timeout_s)
 
     def close(self, *, wait: bool) -> None:
-        """Give the mirror up, with ``wait`` after its copies, delete what had to wait for them, and give up the lock.
+        """Close the mirror (with ``wait`` after pending copies), delete what these had kept, and release the lock.
 
-        While a commit hangs nothing is done: it may still come to something, so the lock is kept until the process
-        ends.
+        While a commit hangs nothing is done: it may still succeed, so the lock is kept until the process ends.
         """
         if self.commit_hangs:
             return

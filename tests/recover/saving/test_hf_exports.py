@@ -103,9 +103,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     copies: list[bool] = []
     stage = Staging.stage
 
-    def counted(self: Staging, state: DCPState, *, weights_only: bool = False) -> Any:
-        copies.append(weights_only)
-        return stage(self, state, weights_only=weights_only)
+    def counted(self: Staging, state: DCPState, *, model_only: bool = False) -> Any:
+        copies.append(model_only)
+        return stage(self, state, model_only=model_only)
 
     monkeypatch.setattr(Staging, "stage", counted)
     return copies
