@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.distributed import all_ranks_succeed, gather_numbers
-from ..utils.errors import ConfigError
+from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
 from ..utils.metrics import reduce_stats
@@ -233,7 +233,10 @@ class FSDPEngine:
         losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
         own = [sum(torch.stack(losses).tolist()), weighed.correction]
         loss, correction = map(sum, zip(*gather_numbers(own, self.control_group), strict=True))
-        return torch.tensor(loss * (weighed.total / (weighed.total + correction)))
+        total = weighed.total + correction
+        if not total > 0:
+            raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
+        return torch.tensor(loss * (weighed.total / total))
 
     @torch.no_grad()
     def forward_batch(

@@ -171,9 +171,9 @@ class LocalRanks:
 
     def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
         """Make every rank's session as ``make(holder, *args)``; none stays open if any fails."""
-        self.close_sessions()
         try:
             with all_ranks_succeed("opening a session of recovery", self._group):
+                self.close_sessions()
                 self._session.own = make(self._target, *args)
         except BaseException:
             self.close_sessions()

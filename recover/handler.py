@@ -228,7 +228,7 @@ class RecoverHandler:
             engine: as for `load`.
             step_info: the step that was just trained.
             dataloader: as for `load`; its cursor must be that of the last trained batch.
-            force: snapshot although none is due (but never one step twice).
+            force: snapshot although none is due (but never one step twice); one rank that says so is enough.
             metrics: numbers that ``keep_best`` chooses by; rank 0's count.
 
         Returns:
@@ -255,11 +255,11 @@ class RecoverHandler:
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
         ranks = self._ranks_of(engine)
-        wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info))
+        wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info, force))
         self._position.epoch = None
         if Wanted.SETTLE in wanted:
             self._saver.settle()
-        saved, must = False, force or stop is not None
+        saved, must = False, Wanted.FORCE in wanted or stop is not None
         if must or wanted & (Wanted.SNAPSHOT | Wanted.EXPORT):
             background = self.config.async_save and stop is None
             saved = self._save(ranks, step_info, wanted, dataloader, metrics or {}, must=must, in_background=background)
@@ -319,11 +319,13 @@ class RecoverHandler:
 
     # Dump
 
-    def _ask(self, position: _Position, step_info: StepInfo) -> Wanted:
+    def _ask(self, position: _Position, step_info: StepInfo, force: bool) -> Wanted:
         """What is wanted after a step beside what `Triggers` knows of."""
         if position.epoch is not None:
             position.epoch.check(step_info)
-        wanted = Wanted.SETTLE if self._saver.written else Wanted(0)
+        wanted = Wanted.FORCE if force else Wanted(0)
+        if self._saver.written:
+            wanted |= Wanted.SETTLE
         return wanted | Wanted.EXPORT if self._saver.exports.due(step_info.global_step) else wanted
 
     def _save(

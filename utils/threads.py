@@ -9,13 +9,17 @@ T = TypeVar("T")
 
 
 def on_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Start ``work`` on a thread of its own; the result, or what it raises, is the future's.
+    """Start ``work`` on a thread of its own; the result, or what it raises, is the future's; also
+    that no thread can be started.
 
     A process does not wait for it at its end, as it would for one of a ``ThreadPoolExecutor``: for calls that may never
     return.
     """
     outcome: Future[T] = Future()
-    Thread(target=_fulfil, args=(outcome, work), name=name, daemon=True).start()
+    try:
+        Thread(target=_fulfil, args=(outcome, work), name=name, daemon=True).start()
+    except RuntimeError as error:  # no more threads: others may wait for the outcome
+        outcome.set_exception(error)
     return outcome
 
 

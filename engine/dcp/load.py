@@ -26,7 +26,7 @@ from .archive_reader import read_archives
 from .compatibility import Destinations, find_destinations
 from .direct_reader import Destination, TensorReader, visible_here
 from .layout import FolderLayout
-from .metadata import read_layout
+from .metadata import parse_metadata, read_layout
 from .state import ROOT, DCPState
 
 
@@ -125,6 +125,7 @@ class DCPLoad:
             OSError: a file can no longer be read; likewise.
         """
         self.check_unchanged()
+        parse_metadata.cache_clear()  # tens of megabytes where thousands of ranks have written; all is planned
         with changing_weights(self._state.model):
             self._state.adopt_state(self._proposed, self._small)
             self._reader.read()

@@ -126,7 +126,7 @@ def _nested(values: Any) -> Any:
 def vote_on(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What this rank brings to `agree_on`: ``[5]`` int64."""
     one, other = np.frombuffer(structure.digest, np.int64).tolist()
-    return torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64)
+    return torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64, device="cpu")
 
 
 def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:

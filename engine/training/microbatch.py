@@ -189,7 +189,9 @@ def split_and_weigh(
 
     Raises:
         BatchError: see `validate_batch`; the other ranks raise `PeerError`. Or no token counts on any rank.
-        Exception: whatever ``loss_weight_fn`` raised; the other ranks raise `PeerError`.
+        Exception: whatever ``loss_weight_fn`` raised; the other ranks raise `PeerError`. If it raises only when this
+            rank cuts once more, because another one has more micro-batches, the others wait for the group's timeout,
+            as for an error of the loss.
     """
     weighed = _cut_together(batch, spec, loss_weight_fn, group)
     if not weighed.total > 0:

@@ -11,9 +11,12 @@ from .signals import StopNotice, StopRequests
 
 
 class Wanted(IntFlag):
-    """What follows a step. `STOP` counts from any process that calls the handler, the others from the leader."""
+    """What follows a step. `STOP` and `FORCE` count from any process that calls the handler, the others from the
+    leader."""
 
     STOP = 1
+    FORCE = 16
+    """A snapshot although none is due, and one that must not fail."""
     SNAPSHOT = 2
     EXPORT = 4
     SETTLE = 8
@@ -43,8 +46,8 @@ class Triggers:
         Args:
             ranks: who agrees.
             step_info: the step that was just trained.
-            ask: what else is wanted; called in every process that calls the handler, the leader's counts. What it
-                raises is raised on all of them.
+            ask: what else is wanted; called in every process that calls the handler. What it raises in one is raised
+                in all.
 
         Returns:
             what is wanted, and why the run has to stop, if it has to: a signal need not reach all ranks, nor at the
@@ -57,7 +60,7 @@ class Triggers:
             nonlocal reason
             wanted = ask()
             if not ranks.is_leader:
-                wanted = Wanted(0)
+                wanted &= Wanted.FORCE
             elif self.schedule.due(step_info):
                 wanted |= Wanted.SNAPSHOT
             reason = self.stops.due(self.pace.save_s, self.pace.step_s, self._n_saves)

@@ -219,3 +219,19 @@ def _idle_dump(rank: int, world_size: int, root: str) -> list[int]:
 
 def test_a_dump_with_nothing_due_costs_one_collective(tmp_path: Path) -> None:
     assert run_ranks(_idle_dump, 2, str(tmp_path)) == [[1, 1, 1]] * 2
+
+
+def _one_rank_forces(rank: int, world_size: int, root: str) -> list[bool]:
+    tiny, handler = Tiny(), make_handler(root, freq_steps=10)
+    handler.load(tiny.state)
+    taken = []
+    for step in range(world_size):
+        tiny.step()
+        taken.append(handler.dump(tiny.state, step_info(step), force=step == rank))
+    handler.close()
+    return taken
+
+
+def test_a_snapshot_that_one_rank_forces_is_taken_by_all(tmp_path: Path) -> None:
+    assert run_ranks(_one_rank_forces, 2, str(tmp_path)) == [[True, True]] * 2
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]

@@ -218,3 +218,10 @@ def test_ranks_with_different_structures_still_write_one_checkpoint(tmp_path: Pa
     model.register_buffer("own", torch.zeros(3))
     load_dcp(tmp_path, DCPState(model))
     assert torch.equal(dict(model.named_buffers())["own"], torch.ones(3))
+
+
+def test_ranks_vote_on_the_cpu_whatever_the_default_device_is() -> None:
+    tensors = {"w": torch.ones(3)}
+    with torch.device("meta"):
+        vote = vote_on(describe_state(tensors, None), tensors)
+    assert vote.device.type == "cpu" and vote.shape == (5,)
