@@ -176,6 +176,7 @@ def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub
     assert [report["model"] for report in again] == [report["model"] for report in online]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -200,6 +201,7 @@ def test_what_the_hub_does_not_have_is_an_error_on_every_rank(case: str, message
         assert all(report[case].startswith(message) for report in offline)
 
 
+@pytest.mark.slow
 def test_a_cache_without_the_weights_is_no_model_offline(hub: Any) -> None:
     *_, offline = hub
     assert offline[0]["incomplete"].startswith("ConfigError: config key 'path' is 'org/config'")
