@@ -49,7 +49,7 @@ class HostBlocks:
         if event is not None:
             self._copies[self._turn][device] = event
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when all is copied."""
         for turn in range(len(self._blocks)):
             self._wait(turn)

@@ -6,7 +6,7 @@ copy, and compared with the copy. What remains unseen is a write that torch does
 these elements.
 
 Torch counts an operation when it ends, which may be after the copy that it got in the way of. So the tensors are
-watched until the thread that trains says by `settle` that it is in none; what it wrote between the copy and then is
+watched until the thread that trains says by `stop` that it is in none; what it wrote between the copy and then is
 held against the copy, too.
 """
 
@@ -25,7 +25,7 @@ SAMPLES = 8
 
 
 class WriteWatch:
-    """Watches tensors of one device, from its making to `settle`.
+    """Watches tensors of one device, from its making to `stop`.
 
     Args:
         named: ``(name, live tensor)``; DTensors or plain ones.
@@ -47,7 +47,7 @@ class WriteWatch:
             sample.record_stream(torch.cuda.current_stream(sample.device))  # or its memory might be used again before
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
-    def settle(self) -> None:
+    def stop(self) -> None:
         """What is written from now on is of no interest: the copies are there. For who trains; the first one counts."""
         with self._lock:
             self._look()
@@ -59,7 +59,7 @@ class WriteWatch:
         self._written |= {name for name, version, before in counted if version != before}
 
     def written(self, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of the tensors written to up to now or `settle`, or that ``copies`` does not show as they were.
+        """Names of the tensors written to up to now or `stop`, or that ``copies`` does not show as they were.
 
         Args:
             copies: of the local tensors in the same order; on the CPU and complete, as the fetched samples are.

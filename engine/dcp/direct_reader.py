@@ -287,7 +287,7 @@ def _read_all(file: IO[bytes], reads: list[_Read]) -> None:
             elif not read.target.is_cpu:
                 for begin, values in _blocks_of(at, bytes_of(read.target)):
                     blocks.copy(values, _read_block(file, begin, blocks.take(len(values))))
-        blocks.settle()
+        blocks.drain()
 
 
 def _blocks_of(begin: int, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -122,7 +122,7 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         for blocks in self._blocks.values():
-            blocks.settle()
+            blocks.drain()
         for file in self._files.values():
             file.close()
 

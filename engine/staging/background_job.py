@@ -51,7 +51,7 @@ class Task:
         """What ``run`` raised; None when it did not, or has not ended yet."""
         return self._outcome.exception() if self._outcome.done() else None
 
-    def settle(self, broken: BaseException | None) -> BaseException | None:
+    def complete(self, broken: BaseException | None) -> BaseException | None:
         """Run, and keep what that comes to; in the thread of the job.
 
         Args:
@@ -112,4 +112,4 @@ class BackgroundJob:
         torch.set_num_threads(self._n_threads)  # else a new thread takes all cores
         broken: BaseException | None = None
         for task in self.tasks:
-            broken = task.settle(broken)
+            broken = task.complete(broken)

@@ -154,7 +154,7 @@ class _HostCopy:
         """Wait until the live tensors have been read."""
         self.drop()
         if self._future is not None:
-            self._watch.settle()
+            self._watch.stop()
 
     def finish(self) -> None:
         """Return when the buffers are filled; raises what went wrong."""
@@ -189,7 +189,7 @@ class _DeviceCopy:
         """Have what follows on the device wait until the live tensors have been read."""
         self._event.wait(torch.cuda.current_stream(self._device))
         if self._watch is not None:
-            self._watch.settle()
+            self._watch.stop()
 
     def finish(self) -> None:
         """Return when the buffers are filled; raises what went wrong."""

@@ -66,7 +66,7 @@ def test_what_goes_to_a_device_arrives_although_blocks_are_filled_again(stream: 
         block = blocks.take(target.nbytes).view(torch.float32)
         ahead.append(len(stream.waiting))
         blocks.copy(target, block.fill_(number + 1))
-    blocks.settle()
+    blocks.drain()
     assert [set(target.tolist()) for target in targets] == [{number + 1} for number in range(6)]
     if stream._lazy:
         assert ahead == [0, 1, 1, 1, 1, 1], "one is copied while the next is read"
@@ -99,5 +99,5 @@ def test_rows_of_a_stored_tensor_come_to_a_part_of_another(
     read = direct_reader._Read("a", 6, (9, 7), Box((3, 1), (5, 3)), target)
     with open(tmp_path / "a", "rb", buffering=0) as file:
         read.copy_rows(file, blocks)
-    blocks.settle()
+    blocks.drain()
     assert torch.equal(target, stored[3:8, 1:4]) and whole.count_nonzero() == 15
