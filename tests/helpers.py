@@ -5,6 +5,7 @@ import pickle
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -106,6 +107,14 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 def shared_memory() -> set[str]:
     """Files in shared memory, without Ray's stores: folders there belong to tests that run at the same time."""
     return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and not entry.name.startswith("plasma")}
+
+
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What `shared_memory` has that was not there ``before``, once what other tests have there has come and gone."""
+    deadline = time.monotonic() + stretched(20)
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import rank_session
 from holdfast.recover.saving.rank_session import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
-from tests.helpers import run_ranks, shared_memory
+from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
 
 pytestmark = pytest.mark.timeout(60)
@@ -216,14 +216,14 @@ def test_a_buffer_that_is_not_filled_again_is_noticed(tmp_path: Path, monkeypatc
 def test_nothing_is_left_of_the_background_after_close(tmp_path: Path) -> None:
     process = psutil.Process()
     tiny = Tiny()
-    before = process.num_fds(), shared_memory()
+    n_fds, shm = process.num_fds(), shared_memory()
     for run in range(3):
         with make(tmp_path / str(run)) as handler:
             handler.load(tiny.state)
             for step in range(2):
                 tiny.step()
                 handler.dump(tiny.state, step_info(step))
-    assert (process.num_fds(), shared_memory()) == before
+    assert process.num_fds() == n_fds and left_in_shared_memory(shm) == set()
     assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
     assert not tiny.optimizer._optimizer_step_pre_hooks
 

@@ -28,7 +28,7 @@ from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, 
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.helpers import run_ranks, shared_memory
+from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.ray_helpers import local_ray
 from tests.recover.runs import SPEC, Job, Tiny, hidden, names, step_info
 
@@ -297,14 +297,14 @@ def test_a_stopped_run_makes_its_failed_export_at_the_next_start(
 
 def test_nothing_is_left_of_exports_after_close(tmp_path: Path) -> None:
     process, trainer = psutil.Process(), Trainer(tmp_path)
-    before = process.num_fds(), shared_memory()
+    n_fds, shm = process.num_fds(), shared_memory()
     for run in range(3):
         with make(tmp_path / str(run)) as handler:
             handler.load(trainer.state)
             for step in range(2):
                 trainer.step(step)
                 handler.dump(trainer.state, step_info(step))
-    assert (process.num_fds(), shared_memory()) == before
+    assert process.num_fds() == n_fds and left_in_shared_memory(shm) == set()
     assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
 
 
