@@ -291,11 +291,11 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
         starter = ThreadPoolExecutor(2)
         rollout = starter.submit(attempt.worker_group, Server, name="rollout", process_group=False)
         if attempt.number == 0:
-            late.append(starter.submit(attempt.worker_group, SlowToBuild, str(pid_file), name="trainer"))
+            late.append(starter.submit(attempt.worker_group, SlowToBuild, args=(str(pid_file),), name="trainer"))
             while not (pid_file.exists() and pid_file.read_text()):
                 time.sleep(0.05)
             lose(rollout.result())
-        trainer = starter.submit(attempt.worker_group, Worker, name="trainer", base=5)
+        trainer = starter.submit(attempt.worker_group, Worker, kwargs={"base": 5}, name="trainer")
         assert not running(int(pid_file.read_text()))
         return trainer.result().call(0, "publish", rollout.result().server(), "weights/v3", 3)
 
