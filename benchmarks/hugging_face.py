@@ -85,7 +85,7 @@ def publish(options: Options) -> list[Figure]:
             "lower",
             over(RAW_PUBLISH, seconds),
             seconds=seconds,
-            note="the same server loads both ways' folders; ours is durable, sealed by a manifest, and confirmed",
+            note="the same server loads both ways' folders; ours is durable, listed in a manifest, and confirmed",
         )
     ]
 

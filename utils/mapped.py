@@ -3,7 +3,7 @@
 import mmap
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
-_MAP_NORESERVE = 0x4000  # no memory is set aside for writes that will not come
+_MAP_NORESERVE = 0x4000  # no memory is reserved for writes that will not come
 
 
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:

@@ -61,13 +61,7 @@ def write_dcp(
 ) -> list[FileEntry]:
     """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
 
-    Returns:
-        what this rank wrote: its own data file, and on rank 0 also the metadata.
-
-    Raises:
-        CheckpointWriteError: the file system refused, on any rank.
-        PeerError: another rank failed for another reason; that rank raises its own error.
-        RuntimeError: a rank is gone; within the timeout of the group.
+    Returns, and raises, what `DCPSaver.write` does.
     """
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()

@@ -198,19 +198,19 @@ def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
     """
     spans: dict[str, list[Span]] = {}
     fed: dict[str, dict[str, torch.dtype]] = {}  # source -> the model tensors that it fills
-    opaque = set()
+    unmapped = set()
     for key, tensor in filled.items():
         for source in tensor.sources:
             fed.setdefault(source, {})[key] = tensor.dtype
         runs = None if tensor.spans is None else _runs_of_files(tensor.spans, key)
         if runs is None:
-            opaque.add(key)
+            unmapped.add(key)
         for source, run in runs or ():
             spans.setdefault(source, []).append(run)
     blind: set[str] = set()
-    while more := {source for source, keys in fed.items() if not opaque.isdisjoint(keys)} - blind:
+    while more := {source for source, keys in fed.items() if not unmapped.isdisjoint(keys)} - blind:
         blind |= more
-        opaque |= {key for source in more for key in fed[source]}
+        unmapped |= {key for source in more for key in fed[source]}
     return [
         FileTensor(
             source,

@@ -42,5 +42,5 @@ def _boxes(rank: int, world_size: int) -> None:
         assert sample_state({"model.w": half})["model"] == 0
 
 
-def test_the_box_of_a_rank_is_what_it_holds_of_the_whole_tensor() -> None:
+def test_the_box_of_a_rank_is_its_part_of_the_tensor() -> None:
     run_ranks(_boxes, 4)

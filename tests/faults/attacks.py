@@ -1,7 +1,7 @@
 """What somebody who may write a generation's files can do to them: plant pickles, names that lead elsewhere, and bombs.
 
-Each attack is a function of the generation's folder, whose files are hard links: it replaces what it changes. Sealing
-the folder again, so that all digests are right, is the caller's.
+Each attack is a function of the generation's folder, whose files are hard links: it replaces what it changes. Writing
+the manifest anew, so that all digests are right, is the caller's.
 """
 
 import json

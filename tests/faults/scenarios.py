@@ -123,7 +123,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Publication:
-    """Publish version 3 beside 1 and 2, of which 1 is then retired.
+    """Publish version 3 beside 1 and 2, of which 1 is then deleted.
 
     Attributes:
         model: folder with config and tokenizer, from `write_model_folder`.
@@ -169,7 +169,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class MirrorCopy:
-    """Copy the newer of two snapshots to a folder where the older one is, which is then retired. Rank 0 does it.
+    """Copy the newer of two snapshots to a folder where the older one is, which is then deleted. Rank 0 does it.
 
     Attributes:
         local: files of the run's folder.

@@ -80,7 +80,7 @@ class Snapshot:
 
     Attributes:
         base: the last step that is there; -1: nothing is.
-        keep: generations that stay; with ``base`` >= ``keep`` - 1 the dump retires one.
+        keep: generations that stay; with ``base`` >= ``keep`` - 1 the dump deletes one.
         digests: by step, then by rank: what `Trainee.digest` says in a run that nothing disturbs.
     """
 

@@ -79,7 +79,7 @@ def notice(tally: Tally) -> Notice:
 TWICE = {
     "first snapshot": ("a folder above the first snapshot",),  # by whoever makes the next one in it
     "export": ("the weights",),  # by every rank that wrote some, as NFS needs
-    "publication": ("the weights", "a small file of a model"),  # and once more by who seals
+    "publication": ("the weights", "a small file of a model"),  # and once more by who lists it
     MIRRORED: ("a folder of a copy", "the folder of copies"),  # after each name that is made in it
 }
 """Scenario -> what is fsynced more than once."""
@@ -95,7 +95,7 @@ PURPOSES = {
 }
 """Scenario -> what its fsyncs are for."""
 COVERED = {
-    # The fsync after the retirement comes before the promise too, and what is retired is not the only one.
+    # The fsync after the deletion comes before the promise too, and what is deleted is not the only one.
     ("snapshot that retires", "the folder with the new name"),
     (MIRRORED, "the folder with the new name"),
     # It is needed when a run that went back copies a step again over a copy that was cut.
@@ -323,7 +323,7 @@ def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp
 
 
 class _EqualToAll(bytes):
-    """A seal that fits everything."""
+    """A self-checksum that fits everything."""
 
     def __ne__(self, other: object) -> bool:
         return False
@@ -368,7 +368,7 @@ def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
 
 
 def _plant(name: str, forge: Callable[[Path], object], folder: Path) -> None:
-    """Put something else into a file, and seal the folder again."""
+    """Put something else into a file, and write its manifest anew."""
     (folder / name).unlink()
     forge(folder / name)
     reseal(folder)

@@ -56,22 +56,22 @@ ALLOWED_BYTES = 64 << 20
 
 
 def _judge(
-    attack: Attack, sealed: bool, good: Path, root: Path, victim: Victim, older: str, marker: Path
+    attack: Attack, redigested: bool, good: Path, root: Path, victim: Victim, older: str, marker: Path
 ) -> tuple[str, str] | None:
     """``(column of the table, what is wrong)``, or None when the attack was survived."""
     recover = copy_generations(good, root, OLDER, NEWER)
     attack.plant(recover / NEWER)
-    if sealed and "manifest" not in attack.name and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{":
+    if redigested and "manifest" not in attack.name and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{":
         reseal(recover / NEWER)
     # Pointing at a payload changes other files than the one that is meant.
-    words = attack.named if sealed else (*attack.named, "actor/.metadata", "actor/__0_0.distcp")
+    words = attack.named if redigested else (*attack.named, "actor/.metadata", "actor/__0_0.distcp")
     try:
         found = victim.load(root)
     except HoldfastError as error:
         verdict = None if any(word in str(error) for word in words) else ("undetected", f"not named: {error}")
         if victim.state_record() != victim.untouched:
             verdict = "lost", f"something was changed before {error}"
-        elif not sealed:
+        elif not redigested:
             verdict = "lost", f"the older generation did not take over: {error}"
     except Exception as error:  # a harness reports whatever it meets
         verdict = "lost", f"{type(error).__name__}: {error}"
@@ -95,14 +95,14 @@ def _run(
 ) -> None:
     problems = []
     for number, attack in enumerate(attacks):
-        for sealed in (False, True):
+        for redigested in (False, True):
             with quiet():
-                problem = _judge(attack, sealed, good, tmp_path / "run", victim, older, tmp_path / "marker")
+                problem = _judge(attack, redigested, good, tmp_path / "run", victim, older, tmp_path / "marker")
             shutil.rmtree(tmp_path / "run")
             (tmp_path / "marker").unlink(missing_ok=True)
             tally.add(kind, injected=1, **{problem[0] if problem else "survived": 1})
             if problem:
-                problems.append(f"{attack.name}{', sealed again' if sealed else ''}: {problem[1]}")
+                problems.append(f"{attack.name}{', with new digests' if redigested else ''}: {problem[1]}")
         progress(f"{kind}: {number + 1} of {len(attacks)}, {len(problems)} bad")
     assert attacks and not problems, f"{len(problems)} of {2 * len(attacks)}:\n" + "\n".join(problems[:20])
 
@@ -189,7 +189,7 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
 
 
 def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
-    """Sealed again; the file of rank 1 is one that rank 0 never opens."""
+    """With new digests; the file of rank 1 is one that rank 0 never opens."""
     marker, roots = tmp_path / "marker", []
     for number, (what, stream) in enumerate(payload_streams(marker).items()):
         folder = copy_generations(good, tmp_path / str(number), NEWER) / NEWER
@@ -226,7 +226,7 @@ def _flip_sealed(name: str, at: int, folder: Path) -> None:
 def test_nonsense_with_right_digests_is_refused_or_does_no_harm(
     good: Path, victim: Victim, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
 ) -> None:
-    """Any flipped bit of what is parsed, sealed again: digests say nothing, so parsers must."""
+    """Any flipped bit of what is parsed, with new digests: digests say nothing, so parsers must."""
     dice, problems = Random(1), []
     for name in ("actor/.metadata", STATE, "data.pt", INFO_NAME):
         size = (good / NEWER / name).stat().st_size

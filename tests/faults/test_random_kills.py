@@ -115,7 +115,7 @@ class Watcher:
                     self._seen.add(identity)
                     self.verified += 1
             except (CheckpointError, OSError) as error:
-                if generation.path.exists():  # else it was retired while it was read
+                if generation.path.exists():  # else it was deleted while it was read
                     self.problems.append(f"visible, but bad: {error}")
         if rejected := [path.name for path in self._store.quarantined()]:
             self.problems.append(f"quarantined: {rejected}")

@@ -197,7 +197,7 @@ def newest(fileroot: Path | str) -> Path:
 
 
 def hidden(fileroot: Path | str) -> list[str]:
-    """Names of what is not a generation: staging, retired and rejected folders."""
+    """Names of what is not a generation: staging, deleted and quarantined folders."""
     return sorted(path.name for path in (Path(fileroot) / "e" / "t" / "recover").glob(".*"))
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def _rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """As a Holdfast that means it would have written it: sealed."""
+    """As a Holdfast that means it would have written it, with its self-checksum."""
     document = json.loads((folder / MANIFEST_NAME).read_text())
     del document["digest"]
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))

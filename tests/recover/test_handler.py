@@ -160,7 +160,7 @@ def test_resume_path_goes_back_once_and_a_restart_goes_on_from_there(tmp_path: P
         f"global_step_{step}-superseded-by-resume-path-global-step-1" for step in (2, 3, 4)
     ]
     run_until(tmp_path, 4, first=2, resume_path=wanted)
-    assert names(tmp_path) == ["global_step_2", "global_step_3"]  # the wanted one is retired: nothing needs it any more
+    assert names(tmp_path) == ["global_step_2", "global_step_3"]  # the wanted one is deleted: nothing needs it any more
     for spelling in (wanted, os.path.relpath(wanted)):
         info = make_handler(tmp_path, resume_path=spelling).load(tiny.state)
         assert info and info.last_step_info.global_step == 3

@@ -192,7 +192,7 @@ def test_digest_is_xxh3_128_of_the_bytes_whatever_the_size(tmp_path: Path) -> No
         assert file_digest(tmp_path / "data") == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
 
 
-def test_a_window_of_a_file_holds_its_bytes_and_is_none_behind_its_end(tmp_path: Path) -> None:
+def test_a_window_of_a_file_holds_its_bytes_none_behind_its_end(tmp_path: Path) -> None:
     data = os.urandom(20_000)
     (tmp_path / "data").write_bytes(data)
     with open(tmp_path / "data", "rb") as file:

@@ -1,4 +1,4 @@
-"""Any change to a sealed folder is found, and named, before a file of it is used."""
+"""Any change to a folder with a manifest is found, and named, before a file of it is used."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from holdfast.utils.manifest import (
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> Path:
+def listed(tmp_path: Path) -> Path:
     folder = tmp_path / "global_step_3"
     (folder / "actor").mkdir(parents=True)
     for name, size in (("actor/a.distcp", 5000), ("actor/.metadata", 10), ("empty", 0)):
@@ -31,16 +31,16 @@ def sealed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sealed_folder_verifies_and_gives_back_its_facts_and_files(sealed: Path) -> None:
-    manifest = verify_folder(sealed)
+def test_a_listed_folder_verifies_and_gives_back_its_facts_and_files(listed: Path) -> None:
+    manifest = verify_folder(listed)
     assert (manifest["global_step"], manifest["run_id"]) == (3, "r")
     assert list(manifest["files"]) == ["actor/.metadata", "actor/a.distcp", "empty"]
     assert manifest["files"]["actor/a.distcp"]["bytes"] == 5000
-    assert manifest == read_manifest(sealed)
+    assert manifest == read_manifest(listed)
 
 
-def test_every_single_flipped_bit_of_a_file_is_found(sealed: Path) -> None:
-    path = sealed / "actor" / ".metadata"
+def test_every_single_flipped_bit_of_a_file_is_found(listed: Path) -> None:
+    path = listed / "actor" / ".metadata"
     original = path.read_bytes()
     for bit in range(8 * len(original)):
         damaged = bytearray(original)
@@ -49,9 +49,9 @@ def test_every_single_flipped_bit_of_a_file_is_found(sealed: Path) -> None:
         with pytest.raises(
             CheckpointCorruptError, match=r"actor/\.metadata has digest xxh3_128:\w+, the manifest says"
         ):
-            verify_folder(sealed)
+            verify_folder(listed)
     path.write_bytes(original)
-    verify_folder(sealed)
+    verify_folder(listed)
 
 
 def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage(tmp_path: Path) -> None:
@@ -81,19 +81,19 @@ def _reseal(folder: Path, **changes: object) -> None:
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))
 
 
-def test_a_manifest_of_a_newer_format_is_no_damage_whatever_it_says(sealed: Path) -> None:
-    _reseal(sealed, format_version=3, files="elsewhere")
+def test_a_manifest_of_a_newer_format_is_no_damage_whatever_it_says(listed: Path) -> None:
+    _reseal(listed, format_version=3, files="elsewhere")
     with pytest.raises(CheckpointMismatchError, match=r"has format version 3; this Holdfast reads version 2\. Upgrade"):
-        read_manifest(sealed)
+        read_manifest(listed)
 
 
-def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(sealed: Path) -> None:
-    document = json.loads((sealed / MANIFEST_NAME).read_text())
+def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(listed: Path) -> None:
+    document = json.loads((listed / MANIFEST_NAME).read_text())
     del document["digest"]
     for version in (1, 2, 3):
-        (sealed / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": version}, indent=1))
+        (listed / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": version}, indent=1))
         with pytest.raises(CheckpointCorruptError, match="not a manifest as it was committed"):
-            read_manifest(sealed)
+            read_manifest(listed)
 
 
 def test_a_sealed_file_is_described_as_it_lies_and_never_overwritten(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def _truncate(folder: Path) -> None:
         (lambda folder: _reseal(folder, format_version=1), "format version 1; expected 2"),
     ],
 )
-def test_damage_is_named(sealed: Path, damage: Callable[[Path], object], message: str) -> None:
-    damage(sealed)
+def test_damage_is_named(listed: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(listed)
     with pytest.raises(CheckpointCorruptError, match=message):
-        verify_folder(sealed)
+        verify_folder(listed)
 
 
-def test_a_manifest_is_never_written_over(sealed: Path) -> None:
+def test_a_manifest_is_never_written_over(listed: Path) -> None:
     with pytest.raises(FileExistsError):
-        write_manifest(sealed, [], {})
-    verify_folder(sealed)
+        write_manifest(listed, [], {})
+    verify_folder(listed)

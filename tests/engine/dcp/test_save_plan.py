@@ -179,7 +179,7 @@ def _agreements(rank: int, world_size: int) -> list[bool]:
     return found
 
 
-def test_ranks_agree_on_the_same_structure_only_if_each_knows_the_shards_of_all() -> None:
+def test_ranks_agree_on_a_structure_only_if_each_knows_all_shards() -> None:
     assert run_ranks(_agreements, 2) == [[True] + [False] * 6] * 2
 
 

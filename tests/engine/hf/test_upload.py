@@ -314,7 +314,7 @@ def test_parts_of_a_large_file_that_the_store_refused_are_given_up(
     assert client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
-def test_an_export_without_room_to_stage_it_is_refused_before_anything_is_written(
+def test_an_export_without_room_to_stage_it_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, usage = f"memory://{tmp_path.name}/out", os.statvfs(tmp_path)

@@ -139,7 +139,7 @@ def _steps_of_micro_batches_that_count_alike(rank: int, world_size: int, folder:
     return results
 
 
-def test_a_weight_that_depends_on_the_cut_is_that_of_the_last_cut(folder: Path) -> None:
+def test_a_weight_that_depends_on_the_cut_follows_the_last_cut(folder: Path) -> None:
     for ours in run_ranks(_steps_of_micro_batches_that_count_alike, 2, str(folder)):
         twice, once = ours["cut twice"], ours["cut once"]
         assert twice["stats"] == pytest.approx(once["stats"], rel=1e-6) and once["stats"]["n_mbs"] == 3

@@ -275,7 +275,7 @@ def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placeme
     group.kill()
 
 
-def test_arguments_of_a_worker_among_those_of_the_group_are_told_where_to_go() -> None:
+def test_misplaced_arguments_of_a_worker_are_told_where_to_go() -> None:
     where = r"goes apart: WorkerGroup\(Worker, args=\(...\), kwargs=\{...\}, ...\)"
     with pytest.raises(ConfigError, match=rf"takes no 10, colour=...; .* {where}"):
         WorkerGroup(Worker, 10, world_size=2, colour="red")
