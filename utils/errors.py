@@ -68,7 +68,11 @@ class FolderInUseError(HoldfastError, RuntimeError):
     """Another job holds the lock of the run's folder; the message names its host, pid and start."""
 
 
-class PublishError(HoldfastError, RuntimeError):
+class ServerError(HoldfastError, RuntimeError):
+    """An inference server could not be reached, refused, or did not answer as expected; another one may."""
+
+
+class PublishError(ServerError):
     """A server did not confirm the weight version it was told to serve."""
 
 

@@ -1,0 +1,1 @@
+"""Samples generated while training goes on, with bounded staleness, and none of them lost."""
