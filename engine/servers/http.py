@@ -1,11 +1,11 @@
 """What the clients of all inference servers share: HTTP calls within one deadline, and errors that name the server.
 
-A client holds a URL, keys and limits, and travels pickled to where it is used. Connections are not kept from one update
-to the next: a publish makes about ten calls, and an idle connection that the server has closed would look like a
-failed load. Generation has a pool of connections for each event loop.
+A client holds a URL, keys and limits, and travels pickled to where it is used. The calls of an update, about ten, have
+a connection each: vLLM closes a kept one after an error without a word, which would look like a failed load. Generation
+has a pool of connections for each event loop.
 
-A connection that could not be made is tried again, and a completion that broke off: vLLM closes kept connections
-without a word after an error. A call of an update that broke off is not: what it asked for may have happened.
+A connection that could not be made is tried again, and a completion that broke off. A call of an update that broke off
+is not: what it asked for may have happened.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ class HTTPServer:
 
 
 class Calls:
-    """The calls of one operation on a server, over one connection and within one deadline; a context manager.
+    """The calls of one operation on a server, within one deadline; a context manager.
 
     Args:
         url: of the server.
@@ -156,7 +156,8 @@ class Calls:
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
         self._what, self._limit_s, self._error = what, limit_s, error
         self._end = time.monotonic() + limit_s
-        self._client = httpx2.Client(base_url=url)
+        # vLLM closes a kept connection after an error, and does not say so.
+        self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> "Calls":
