@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
@@ -36,7 +34,8 @@ from ..collective_errors import collective_broke
 from .actor import RankActor, Rendezvous, device_index
 from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching
-from .ray_adapter import Answers, WorkerResources, cause_of, culprit, headline, place, raise_cause, require_ray
+from .placement import Placement, PlacementRequest, WorkerResources, place
+from .ray_adapter import Answers, cause_of, culprit, headline, raise_cause, require_ray
 from .termination import end_on_nodes
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
@@ -78,7 +77,7 @@ class WorkerGroup:
     Attributes:
         name: what errors and logs call it.
         world_size: number of ranks.
-        placement_group: where the ranks run; another group can be built on it once this one is dead.
+        placement: where the ranks run; another group can be built on it once this one is dead.
         started_late: it was lost because it did not come up in time.
         stalled: it was lost because no rank made progress.
     """
@@ -91,7 +90,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         world_size: int = 1,
         name: str = "workers",
-        placement_group: PlacementGroup | None = None,
+        placement: Placement | None = None,
         resources: WorkerResources | None = None,
         process_group: bool = True,
         process_group_timeout_s: float = 600.0,
@@ -112,7 +111,7 @@ class WorkerGroup:
             kwargs: its keyword arguments.
             world_size: number of ranks.
             name: what errors and logs call the group.
-            placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
+            placement: a bundle for each rank; made when None, and then removed by `shutdown`.
             resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
                 empty, unless ``env`` sets it), so that they compute on the CPU.
             process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
@@ -134,7 +133,8 @@ class WorkerGroup:
             unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: an argument is none of these; Ray is not initialised, or has not the resources.
+            ConfigError: an argument is none of these; Ray is not initialised, or can never have the resources.
+            ResourcesUnavailable: Ray had not the resources in time.
             WorkerLost: a rank died or did not come up in time.
         """
         if misplaced or unknown:
@@ -147,8 +147,8 @@ class WorkerGroup:
         self.name, self.world_size = name, world_size
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._owns_placement = placement_group is None
-        self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
+        self._owns_placement = placement is None
+        self.placement = placement or place(PlacementRequest(name, world_size, self._resources), start_timeout_s)
         self._processes: list[_RankProcess] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
@@ -171,7 +171,6 @@ class WorkerGroup:
             raise
 
     def _create_actor(self, rank: int, env: dict[str, str]) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=rank)
         options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
         return ray.remote(  # type: ignore[call-overload]
             num_cpus=self._resources.cpus,
@@ -180,7 +179,7 @@ class WorkerGroup:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={"health": 1, "background": 1},
-            scheduling_strategy=strategy,
+            scheduling_strategy=self.placement.slot(rank),
             **options,
         )(_RayActor).remote()
 
@@ -292,9 +291,9 @@ class WorkerGroup:
         return RemoteServer(self._actors[rank], self.name, rank, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement group.
+        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement.
 
-        A second call does nothing; on a lost group only the placement group is left to remove. A call that was
+        A second call does nothing; on a lost group only the placement is left to remove. A call that was
         interrupted (Ctrl-C) leaves the ranks out of step: they are then killed without `destroy`.
 
         Raises:
@@ -312,7 +311,7 @@ class WorkerGroup:
             self._close()
 
     def kill(self) -> None:
-        """End every process at once; returns when they are really gone, on every node. The placement group stays.
+        """End every process at once; returns when they are really gone, on every node. The placement stays.
 
         Raises:
             HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
@@ -334,8 +333,8 @@ class WorkerGroup:
     def _close(self) -> None:
         self._closed = True
         self.kill()
-        if self._owns_placement and ray.is_initialized():
-            remove_placement_group(self.placement_group)
+        if self._owns_placement:
+            self.placement.remove()
 
     def _check_usable(self) -> None:
         if self._loss is not None:

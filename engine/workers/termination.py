@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ...utils.errors import HoldfastError
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId, end_processes
-from .ray_adapter import NodeTasks
+from .nodes import NodeTasks
 
 RAY_KILL_S = 0.3
 """How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""

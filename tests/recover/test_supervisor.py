@@ -57,7 +57,7 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
         losses.append(attempt.last_loss)
         trainer = attempt.worker_group(Worker, name="trainer", world_size=2, kwargs={"base": 5})
         rollout = attempt.worker_group(Server, name="rollout", process_group=False)
-        placements.append([trainer.placement_group.id, rollout.placement_group.id])
+        placements.append([trainer.placement.ids(), rollout.placement.ids()])
         counts.append(live_placements())
         assert not any(running(pid) for pid in pids)
         pids.extend(trainer.pids() + rollout.pids())
@@ -96,7 +96,7 @@ def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
             attempt.restart(WorkerLost("critic", [0], "says who"))
 
         restarted = attempt.restart(lost.value)
-        assert (restarted.name, restarted.placement_group.id) == ("rollout", rollout.placement_group.id)
+        assert (restarted.name, restarted.placement.ids()) == ("rollout", rollout.placement.ids())
         assert restarted.pids() != old and not running(old[0])
         assert trainer.pids() == pids and all(running(pid) for pid in pids)
         assert live_placements() == 2
