@@ -173,17 +173,11 @@ def place(
         ResourcesUnavailable: there was not enough within ``timeout_s``.
         WorkerLost: ``stop`` was set.
     """
-    began, reported_s, stop = time.monotonic(), -math.inf, stop or threading.Event()
     shrink_after_s = timeout_s if shrink_after_s is None else min(shrink_after_s, timeout_s)
     if started_here():
         timeout_s = min(timeout_s, _LOCAL_WAIT_S)
-        room = _room(request, alive_nodes())
-        if room < request.least:
-            raise ConfigError(
-                f"worker group {request.name!r} needs {request}, more than this Ray has, which the job itself has "
-                f"started: {_shortage(request, {})}. Ask for less, or start Ray with more"
-            )
-        shrink_after_s = 0.0 if room < request.world_size else shrink_after_s
+        shrink_after_s = shrink_after_s if _fits_here(request) else 0.0
+    began, reported_s, stop = time.monotonic(), -math.inf, stop or threading.Event()
     group, avoided = None, {}
     try:
         while True:
@@ -198,21 +192,16 @@ def place(
                 _give_back(group)
                 group = None
                 stop.wait(_RETRY_S)
-            waited_s = time.monotonic() - began
             if stop.is_set():
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")
+            waited_s = time.monotonic() - began
             if request.least < request.world_size and waited_s >= shrink_after_s:
                 _give_back(group)
                 group = None
                 if (placement := _place_fewer(request, avoided)) is not None:
                     return placement
             if waited_s >= timeout_s:
-                raise ResourcesUnavailable(
-                    f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} s: "
-                    f"{_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer (recover.node_wait_s, "
-                    "without a Supervisor start_timeout_s); checkpoints are intact, and the same command resumes from "
-                    "the newest"
-                )
+                raise ResourcesUnavailable(_too_late(request, avoided, timeout_s))
             if waited_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = waited_s
                 logger.warning(
@@ -222,6 +211,29 @@ def place(
     except BaseException:
         _give_back(group)
         raise
+
+
+def _fits_here(request: PlacementRequest) -> bool:
+    """Whether a cluster that no node joins has room for all ranks, and not only for as few as will do.
+
+    Raises:
+        ConfigError: it has not even that.
+    """
+    room = _room(request, alive_nodes())
+    if room < request.least:
+        raise ConfigError(
+            f"worker group {request.name!r} needs {request}, more than this Ray has, which the job itself has started: "
+            f"{_shortage(request, {})}. Ask for less, or start Ray with more"
+        )
+    return room >= request.world_size
+
+
+def _too_late(request: PlacementRequest, avoided: Mapping[str, str], timeout_s: float) -> str:
+    return (
+        f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} s: "
+        f"{_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer (recover.node_wait_s, without a "
+        "Supervisor start_timeout_s); checkpoints are intact, and the same command resumes from the newest"
+    )
 
 
 def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Placement | None:
