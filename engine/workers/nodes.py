@@ -121,19 +121,23 @@ class NodeTasks:
             task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(fn)  # type: ignore[call-overload]
             self._refs[task.remote(*given)] = node
 
-    def collect(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the nodes answered within ``timeout_s``; and of those that did not, why."""
-        answers, silent, end = {}, {}, time.monotonic() + timeout_s
-        while self._refs and (left_s := end - time.monotonic()) > 0:
+    def collect(self, limits_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the nodes answered, each within its limit; and of those that did not, why."""
+        answers, silent, began = {}, {}, time.monotonic()
+        while self._refs:
             silent |= self._drop_dead()
-            ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=min(_NODES_EVERY_S, left_s))
+            waited_s = time.monotonic() - began
+            for ref, node in list(self._refs.items()):
+                if waited_s >= limits_s[node]:
+                    silent[self._refs.pop(ref)] = f"no answer within {limits_s[node]:.0f} s"
+            ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=_NODES_EVERY_S)
             for ref in ready:
                 node = self._refs.pop(ref)
                 try:
                     answers[node] = ray.get(ref)
                 except RayError as error:
                     silent[node] = headline(error)
-        return answers, silent | dict.fromkeys(self._refs.values(), f"no answer within {timeout_s:g} s")
+        return answers, silent
 
     def _drop_dead(self) -> dict[str, str]:
         """Wait no longer for nodes that are dead; which, and how that is known."""
