@@ -80,11 +80,11 @@ def _end_round(
     )
     states = ask_raylets(silent)
     for node, why in silent.items():
-        lease_s = 0.0 if states.get(node) is Raylet.ENDED else leases.get(node, 0.0) - time.monotonic()
+        lease = "" if states.get(node) is Raylet.ENDED or node not in leases else " when their lease is over"
         logger.warning(
             "node %s is dead or does not answer (%s): processes %s of worker group %r there count as gone%s",
-            node, why, [process.pid for process in processes[node]], group,
-            f" when their lease is over, in {lease_s:.1f} s" if lease_s > 0 else "",
+            node, why, [process.pid for process in processes[node]], group, lease,
         )  # fmt: skip
-        time.sleep(max(0.0, lease_s))
+        if lease:
+            time.sleep(max(0.0, leases[node] - time.monotonic()))
     return {node: found for node, found in {**left, **answers}.items() if found}
