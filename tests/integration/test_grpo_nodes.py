@@ -165,3 +165,21 @@ def test_a_wait_that_ends_is_one_error_and_the_command_resumes(start: Callable[.
         run.start()
         assert_ends_as(run, expected)
         assert json.dumps([attempt["step"] for attempt in run.attempts()]) != "[0, 0]", "it began anew"
+
+
+def test_without_rays_control_process_the_job_ends_and_another_cluster_resumes_it(
+    start: Callable[..., GrpoRun], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "8")  # 60 by default
+    with cluster_of(3) as cluster:
+        run = start(cluster)
+        train_until(run, 11)
+        assert cluster.head_node is not None
+        cluster.head_node.kill_gcs_server()
+        train_until(run, 12)
+        assert run.wait(PATIENCE_S) not in (0, 75)
+        assert run.last_step() < STEPS - 1
+    with cluster_of(3) as cluster:
+        again = start(cluster)
+        assert_ends_as(again, expected)
+        assert again.attempts()[-1]["step"] >= 10, "it began anew"
