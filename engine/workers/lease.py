@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-RENEWALS = 5
-"""In the time of a lease."""
+RENEWALS = 20
+"""In the time of a lease, of which a rank that is too busy to answer loses a twentieth or two."""
 
 
 class LeaseKeeper:
@@ -45,29 +45,27 @@ class LeaseKeeper:
         told: dict[int, tuple[float, float]] = {}  # rank -> time on its clock, and on ours when it came
         asked: dict[Any, int] = {}
         while not self._stopped.is_set() and ray.is_initialized():
-            with self._lock:
-                for rank in self._actors.keys() - set(asked.values()):
-                    if not self._stopped.is_set():
-                        asked[self._ask(rank, told.get(rank))] = rank
+            for rank in self._actors.keys() - set(asked.values()):
+                asked |= self._ask(rank, told.get(rank))
+            if not asked:
+                return
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._lease_s / RENEWALS)
             for ref in ready:
                 rank = asked.pop(ref)
                 try:
-                    first, told[rank] = rank not in told, (ray.get(ref), time.monotonic())
-                except RayError:
-                    del self._actors[rank]  # it is dead, as who waits for its answers is told
+                    begins, told[rank] = rank not in told, (ray.get(ref), time.monotonic())
+                except RayError:  # it is dead, or out of reach for a moment
                     continue
-                if first:
-                    with self._lock:  # begins the lease
-                        asked[self._ask(rank, told[rank])] = rank
-            if not self._actors:
-                return
+                if begins:
+                    asked |= self._ask(rank, told[rank])
             self._stopped.wait(self._lease_s / RENEWALS)
 
-    def _ask(self, rank: int, told: tuple[float, float] | None) -> Any:
-        stamp = None
-        if told is not None:
-            stamp, came = told
-            self._ends[rank] = came + self._lease_s
-        renew = self._actors[rank].renew_lease.options(concurrency_group="health")
-        return renew.remote(stamp, self._lease_s)
+    def _ask(self, rank: int, told: tuple[float, float] | None) -> dict[Any, int]:
+        """Send a renewal; none once this is stopped, so that no lease is renewed behind the back of who has."""
+        with self._lock:
+            if self._stopped.is_set():
+                return {}
+            if told is not None:
+                self._ends[rank] = told[1] + self._lease_s
+            renew = self._actors[rank].renew_lease.options(concurrency_group="health")
+            return {renew.remote(None if told is None else told[0], self._lease_s): rank}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util import placement_group_table
 
 from holdfast.engine.workers import nodes, placement
@@ -61,6 +62,8 @@ def test_fewer_ranks_are_placed_and_the_rest_stays_asked_for(caplog: pytest.LogC
     assert "'elastic' goes on with 4 of 6 ranks, 6 x {'CPU': 1} (PACK): 1 node(s) have {'CPU': 4.0}" in caplog.text
     states = sorted(e["state"] for e in placement_group_table().values() if e["state"] != "REMOVED")
     assert states == ["CREATED", "PENDING"]
+    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.placement_group_demand
+    assert [bundles.count for demand in demands for bundles in demand.bundles_by_count] == [2], "autoscalers see it"
     found.remove()
 
 
