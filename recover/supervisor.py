@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
 from ..engine.workers.group import WorkerGroup
 from ..engine.workers.nodes import draining_nodes
 from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources
-from ..engine.workers.ray_adapter import require_ray
-from ..utils.errors import AttemptEnded, ConfigError, RetriesExhausted, WorkerLost
+from ..engine.workers.ray_adapter import headline, require_ray
+from ..utils.errors import AttemptEnded, ClusterLost, ConfigError, RetriesExhausted, WorkerLost
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
@@ -120,6 +121,7 @@ class Attempt:
         Raises:
             ConfigError: this attempt has, or tried to start, a group of that name already.
             ResourcesUnavailable: the cluster did not have the resources within ``recover.node_wait_s``.
+            ClusterLost: Ray's control process is gone.
         """
         request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
 
@@ -197,10 +199,17 @@ class Attempt:
 
     def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
         request, start = self._starts[name]
-        placement = self._placements.get(request)
-        if event is not None:
-            event.placed_s = time.time() - event.detected_at
-        group = start(placement)
+        try:
+            placement = self._placements.get(request)
+            if event is not None:
+                event.placed_s = time.time() - event.detected_at
+            group = start(placement)
+        except RayError as error:
+            raise ClusterLost(
+                f"Ray cannot start worker group {name!r} ({headline(error)}): its control process does not answer, or "
+                "was started anew without its tables. Checkpoints are intact: start Ray again, and the same command "
+                "resumes from the newest"
+            ) from error
         self._supervisor._late_starts.pop(name, None)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at

@@ -119,6 +119,10 @@ class ResourcesUnavailable(HoldfastError, TimeoutError):
     """The cluster did not have the resources of a worker group in time; checkpoints are intact."""
 
 
+class ClusterLost(HoldfastError, ConnectionError):
+    """Ray's control process is gone, or another one is in its place: nothing can be started; checkpoints are intact."""
+
+
 class RetriesExhausted(HoldfastError, RuntimeError):
     """Workers were lost more often than the supervisor may retry; the last loss is the ``__cause__``."""
 

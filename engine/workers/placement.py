@@ -8,6 +8,7 @@ A request may say that fewer ranks will do. Then the rest of it stays pending wh
 start, and once Ray has reserved that too the group can be built on both.
 """
 
+import contextlib
 import inspect
 import math
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,6 +26,7 @@ from ...utils.errors import ConfigError, ResourcesUnavailable, WorkerLost
 from ...utils.logging import get_logger
 from ..compat.ray_private import free_by_node, started_here
 from .nodes import alive_nodes, nodes_to_avoid
+from .ray_adapter import headline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's: on as few nodes as possible, on as many as possible, on one node, on a node each."""
@@ -137,8 +140,10 @@ class Placement:
         return _on_good_nodes(self._groups)
 
     def can_grow(self) -> bool:
-        """Whether the bundles of ranks that were left out have been reserved since."""
-        return self._rest is not None and _on_good_nodes([self._rest])
+        """Whether the bundles of ranks that were left out have been reserved since, as far as Ray says."""
+        with contextlib.suppress(RayError):
+            return self._rest is not None and _on_good_nodes([self._rest])
+        return False
 
     def grow(self) -> None:
         """Have the next worker group use those, too."""
@@ -148,9 +153,8 @@ class Placement:
 
     def remove(self) -> None:
         """Give everything back to Ray, if it still runs."""
-        if ray.is_initialized():
-            for group in [*self._groups, *([] if self._rest is None else [self._rest])]:
-                remove_placement_group(group)
+        for group in [*self._groups, self._rest]:
+            _give_back(group)
 
 
 def place(
@@ -248,7 +252,7 @@ def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Place
                 request.name, world_size, request.world_size, request, _shortage(request, avoided),
             )  # fmt: skip
             return Placement(request, [group], _reserve(request, request.world_size - world_size, {}))
-        remove_placement_group(group)
+        _give_back(group)
     return None
 
 
@@ -262,7 +266,10 @@ def _reserve(request: PlacementRequest, world_size: int, avoided: Mapping[str, s
 
 def _give_back(group: PlacementGroup | None) -> None:
     if group is not None and ray.is_initialized():
-        remove_placement_group(group)
+        try:
+            remove_placement_group(group)
+        except RayError as error:  # its control process has been started anew, and knows of none
+            logger.warning("Ray does not take back the resources of a worker group: %s", headline(error))
 
 
 def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
