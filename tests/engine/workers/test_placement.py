@@ -67,6 +67,7 @@ def test_fewer_ranks_are_placed_and_the_rest_stays_asked_for(caplog: pytest.LogC
     found.remove()
 
 
+@pytest.mark.slow
 def test_a_placement_grows_when_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     other = place(PlacementRequest("other", 2, WorkerResources()), 60)
     monkeypatch.setattr(placement, "_LOCAL_WAIT_S", 0.0)
@@ -90,9 +91,14 @@ def test_a_wait_ends_with_one_error_that_says_what_is_missing(monkeypatch: pytes
     monkeypatch.setattr(placement, "_LOCAL_WAIT_S", 0.5)
     with pytest.raises(ResourcesUnavailable, match=r"within 0.5 s: 1 node.*room for 4 rank.*free are .*room for 1\. "):
         place(PlacementRequest("late", 2, WorkerResources()), 60)
+    other.remove()
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_resources_once_the_job_has_ended() -> None:
+    other = place(PlacementRequest("other", 3, WorkerResources()), 60)
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
-    monkeypatch.setattr(placement, "_LOCAL_WAIT_S", 60.0)
     with pytest.raises(WorkerLost, match="the job has ended"):
         place(PlacementRequest("late", 2, WorkerResources()), 60, stop=stop)
     other.remove()
