@@ -201,15 +201,15 @@ class Attempt:
         request, start = self._starts[name]
         try:
             placement = self._placements.get(request)
-            if event is not None:
-                event.placed_s = time.time() - event.detected_at
-            group = start(placement)
         except RayError as error:
             raise ClusterLost(
-                f"Ray cannot start worker group {name!r} ({headline(error)}): its control process does not answer, or "
+                f"Ray cannot place worker group {name!r} ({headline(error)}): its control process does not answer, or "
                 "was started anew without its tables. Checkpoints are intact: start Ray again, and the same command "
                 "resumes from the newest"
             ) from error
+        if event is not None:
+            event.placed_s = time.time() - event.detected_at
+        group = start(placement)
         self._supervisor._late_starts.pop(name, None)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at
