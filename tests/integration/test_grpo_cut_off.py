@@ -64,9 +64,11 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def raylets(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[None]:
-    """A head with room for all workers but the first trainer's peer, which the other node has room for, too."""
-    env = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "RAY_USAGE_STATS_ENABLED": "0"}
+def raylets(namespaces: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A head with room for all workers, and a node with room for one."""
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in {**variables, "GLOO_SOCKET_IFNAME": LINK}.items():
+        monkeypatch.setenv(name, value)
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
     ray += ["--object-store-memory", str(SMALLEST_STORE_BYTES), "--disable-usage-stats"]
     head = ["--head", "--node-ip-address", HEAD, "--port", "6379", "--num-cpus", "3", "--include-dashboard", "false"]
@@ -76,7 +78,7 @@ def raylets(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[None]:
         for namespace, options in zip(namespaces, ([*head, "--resources", '{"sampler": 1}'], node), strict=True):
             log = open(tmp_path / f"{namespace}.log", "wb")  # noqa: SIM115  (the process has it)
             command = ["ip", "netns", "exec", namespace, *ray, *options]
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             wait_for(lambda path=log.name: "Ray runtime started" in Path(path).read_text(), "a raylet")
         yield
     finally:
@@ -93,9 +95,8 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_ranks_behind_a_cut_link_are_gone_before_others_start(
-    namespaces: tuple[str, str], raylets: None, tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+    expected: str, namespaces: tuple[str, str], raylets: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LINK)
     own = [f"ray_address={HEAD}:6379", "strategy=SPREAD", "resources_per_rollout.sampler=1", "recover.freq_steps=5"]
     run = GrpoRun(tmp_path / "run", *SETTINGS, *own, f"hang_timeout_s={SILENCE_S}", "recover.retries=1")
     run._command[:0] = ["ip", "netns", "exec", namespaces[0]]
