@@ -46,11 +46,10 @@ class Raylet(Enum):
 
 def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
     """Ask the raylet of each of ``nodes`` (Ray's names), whether or not Ray says that they are dead."""
-    wanted = set(nodes)
-    found = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in wanted}
-    if not found:
+    if not (wanted := set(nodes)):
         return {}
-    with ThreadPoolExecutor(min(PROBES_AT_A_TIME, len(found))) as pool:
+    found = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in wanted}
+    with ThreadPoolExecutor(PROBES_AT_A_TIME) as pool:
         return dict(zip(found, pool.map(_ask, found.values()), strict=True))
 
 
