@@ -147,5 +147,5 @@ def test_a_process_that_outlives_the_timeout_is_an_error_with_advice(
     stuck: tuple[subprocess.Popen[bytes], Deathless],
 ) -> None:
     process, found = stuck
-    with pytest.raises(HoldfastError, match=rf"\[{process.pid}\] on node here .* still run 1 s after SIGKILL.*dmesg"):
+    with pytest.raises(HoldfastError, match=rf"\[{process.pid}\] on node here .* still run \d+ s after SIGKILL.*dmesg"):
         end_on_nodes({"here": [found]}, "here", "trainer", timeout_s=1.0)
