@@ -12,6 +12,7 @@ again are the same. SIGTERM, Ctrl-C, or Ray draining a node: it snapshots after 
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadM
 from holdfast.engine.api import Batch
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.training.model import require_model_folder
-from holdfast.engine.worker_group import WorkerGroup, WorkerResources
+from holdfast.engine.worker_group import STRATEGIES, WorkerGroup, WorkerResources
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config, require_choice, require_range
@@ -67,10 +69,25 @@ class GRPOConfig:
     """Completions of a prompt."""
     n_trainers: int = 2
     """Ranks the policy is sharded over."""
+    min_trainers: int | None = None
+    """How few will do while the cluster lacks the resources of all (see ``recover.shrink_after_s``); None: all."""
+    cpus_per_trainer: float = 1.0
+    """CPUs of each of them, and threads."""
     gpus_per_trainer: float = 0.0
     """GPUs of each of them: 1, or 0 to train on the CPU."""
+    resources_per_trainer: dict[str, float] = field(default_factory=dict)
+    """Other resources of each of them, by the names that ``ray start --resources`` gave them."""
+    strategy: str = "PACK"
+    """How Ray distributes the trainers over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
+    cpus_per_rollout: float = 1.0
+    """CPUs of the rollout worker, and threads."""
     gpus_per_rollout: float = 0.0
     """GPUs of the rollout worker: 1, less to share one with others, or 0 to sample on the CPU."""
+    resources_per_rollout: dict[str, float] = field(default_factory=dict)
+    """Other resources of the rollout worker."""
+    ray_address: str = "local"
+    """``local`` starts a Ray on this machine, ``auto`` takes the cluster of this machine, ``host:port`` is that of the
+    head of a cluster."""
     hang_timeout_s: float = 60.0
     """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
     stall_timeout_s: float = 1800.0
@@ -88,6 +105,15 @@ class GRPOConfig:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         require_range("total_steps", self.total_steps, low=1)
         require_range("n_trainers", self.n_trainers, low=1)
+        require_range("min_trainers", self.min_trainers, low=1, high=self.n_trainers)
+        require_range("cpus_per_trainer", self.cpus_per_trainer, low=0.0)
+        require_range("cpus_per_rollout", self.cpus_per_rollout, low=0.0)
+        require_choice("strategy", self.strategy, STRATEGIES)
+        if self.ray_address.startswith("ray:"):
+            raise ConfigError(
+                f"config key 'ray_address' is {self.ray_address!r}; Ray Client will not do: start the job on a node "
+                "of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
+            )
         require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
         require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
         if self.actor.device == "cuda" and not self.gpus_per_trainer:
@@ -231,7 +257,7 @@ def train(config: GRPOConfig, attempt: Attempt) -> None:
                 f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
             )
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
-        note_attempt(config, attempt, step)
+        note_attempt(config, attempt, step, trainer.world_size)
         train_steps(config, sampler, trainer, loader, handler, stats_logger, step)
     if not config.final_export.exists():  # recover.hf_freq_steps may have made it
         trainer.call_all("export", str(config.final_export))
@@ -253,15 +279,18 @@ def train_steps(
         while step.global_step < config.total_steps:
             started = time.monotonic()
             batch = sampler.sample(next(batches), step.global_step)
-            stats = trainer.call_all("train_step", per_rank=split_rows(batch, config.n_trainers))[0]
+            stats = trainer.call_all("train_step", per_rank=split_rows(batch, trainer.world_size, config.n_samples))[0]
             seconds = time.monotonic() - started
             # Logged before the snapshot: a kill between the two logs the step again, the other order would lose it.
             stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
             last = step.global_step == config.total_steps - 1
-            handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
+            saved = handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
             progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
             if not progress.console.is_terminal and step.global_step % 10 == 9:
                 print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
+            if saved and not last and sampler.attempt.can_grow():
+                handler.wait()
+                sampler.attempt.start_again()
             step = step.next()
 
 
@@ -271,30 +300,32 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
     patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
     start = partial(pool.submit, attempt.worker_group, **patience)
     try:
-        gpus = WorkerResources(gpus=config.gpus_per_rollout)
+        each = WorkerResources(config.cpus_per_rollout, config.gpus_per_rollout, config.resources_per_rollout)
         sampler = (config.actor.path, config.log_level)
-        rollout = start(RolloutWorker, args=sampler, name="rollout", process_group=False, resources=gpus)
-        gpus = WorkerResources(gpus=config.gpus_per_trainer)
-        trainer = start(TrainWorker, args=(config,), name="trainer", world_size=config.n_trainers, resources=gpus)
+        rollout = start(RolloutWorker, args=sampler, name="rollout", process_group=False, resources=each)
+        each = WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer)
+        ranks = {"world_size": config.n_trainers, "min_world_size": config.min_trainers, "strategy": config.strategy}
+        trainer = start(TrainWorker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:
         pool.shutdown(wait=False)  # should one fail, the supervisor ends the other
 
 
-def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo) -> None:
-    """Tell people (and the demo) where this attempt starts, and what ended the one before."""
+def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
+    """Tell people (and the demo) where this attempt starts, with how many trainers, and what ended the one before."""
     loss = None if attempt.event is None else asdict(attempt.event)
+    note = {"number": attempt.number, "time": time.time(), "step": step.global_step, "world_size": world_size}
     with open(config.stats_folder / "attempts.jsonl", "a") as file:
-        file.write(json.dumps({"number": attempt.number, "time": time.time(), "step": step.global_step, "loss": loss}))
-        file.write("\n")
+        file.write(json.dumps({**note, "loss": loss}) + "\n")
     if step.global_step:
         print(f"resumed: step {step.global_step} is next", flush=True)
 
 
-def split_rows(batch: Batch, n_ranks: int) -> list[tuple[Batch]]:
-    """Equal shares for the ranks, one-tuples of arguments; groups stay whole when they divide evenly."""
-    shares = zip(*(tensor.chunk(n_ranks) for tensor in batch.values()), strict=True)
-    return [(dict(zip(batch, share, strict=True)),) for share in shares]
+def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
+    """Shares for the ranks, one-tuples of arguments, that differ by at most a prompt; its completions stay together."""
+    n_prompts = len(batch["input_ids"]) // n_samples
+    ends = [rank * n_prompts // n_ranks * n_samples for rank in range(n_ranks + 1)]
+    return [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
 
 
 def show_progress() -> Progress:
@@ -315,6 +346,18 @@ def read_config(argv: list[str]) -> GRPOConfig:
     return config
 
 
+def connect_ray(config: GRPOConfig) -> None:
+    """Start a Ray with room for all workers, or join the cluster; their processes can import what this file imports."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
+    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    if config.ray_address == "local":
+        os.environ["PYTHONPATH"] = path
+        num_cpus = math.ceil(config.n_trainers * config.cpus_per_trainer + config.cpus_per_rollout)
+        options = {"num_cpus": num_cpus, "object_store_memory": 256 << 20, "include_dashboard": False}
+    ray.init(address=config.ray_address, logging_level=logging.WARNING, **options)
+
+
 def main(argv: list[str]) -> int:
     """Run the job under a supervisor."""
     config = read_config(argv)
@@ -326,15 +369,7 @@ def main(argv: list[str]) -> int:
         config.actor.path = str(write_model_folder(config.recover.trial_root / "base_model"))
         config.actor.init_from_scratch = True
     require_copy_tokenizer(require_model_folder(config.actor.path))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    ray.init(
-        address="local",
-        num_cpus=config.n_trainers + 1,
-        object_store_memory=256 << 20,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-    )
+    connect_ray(config)
     try:
         Supervisor(config.recover).run(lambda attempt: train(config, attempt))
     finally:

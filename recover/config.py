@@ -87,6 +87,12 @@ class RecoverConfig:
     """How often a job may be started again after losing workers, within ``retry_window_s``."""
     retry_window_s: float = 3600.0
     """Losses longer ago than this no longer count."""
+    node_wait_s: float = 600.0
+    """How long to wait for resources that the Ray cluster lacks, after the loss of a node say; no retry is spent
+    meanwhile. Then the job ends, and the same command resumes."""
+    shrink_after_s: float | None = None
+    """How long of that to wait for all ranks of a worker group that may go on with fewer (``min_world_size``); None: as
+    long as ``node_wait_s``."""
 
     def __post_init__(self) -> None:
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
@@ -119,6 +125,8 @@ class RecoverConfig:
             )
         require_range("recover.retries", self.retries, low=0)
         require_range("recover.retry_window_s", self.retry_window_s, low=0.0)
+        require_range("recover.node_wait_s", self.node_wait_s, low=0.0)
+        require_range("recover.shrink_after_s", self.shrink_after_s, low=0.0)
 
     @property
     def trial_root(self) -> Path:

@@ -26,6 +26,7 @@ from .data.position import RestoredEpoch
 from .info import RecoverInfo
 from .resuming.restore import restore_run
 from .resuming.select import Choice, ResumeChoice
+from .resuming.shared_folder import check_shared
 from .saving.exports import ExportWriter
 from .saving.rank_session import RankSession
 from .saving.saver import Due, Saver, SaveStats
@@ -157,8 +158,8 @@ class RecoverHandler:
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation is not of this job, or not the one that `peek`
                 told; or the dataloader's position after the restore is not the saved one. No engine was changed.
-            ConfigError: an export was asked for that cannot be made: nothing was changed; or the state could not be
-                saved (see `DCPState.state_dict`).
+            ConfigError: a rank does not see the folder, or an export was asked for that cannot be made: nothing was
+                changed; or the state could not be saved (see `DCPState.state_dict`).
             OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
@@ -168,6 +169,7 @@ class RecoverHandler:
         started, ranks = time.monotonic(), self._ranks_of(engine)
         self._saver.exports.check(ranks)
         ranks.decide_slowly(self._folder.open)
+        check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
         note_order(dataloader)
         choice = self._resume.choose(ranks, self._folder.mirror)

@@ -1,4 +1,4 @@
-"""Run a job, and run it again after workers were lost, on the same placement groups.
+"""Run a job, and run it again after workers were lost, in the same places where these can still be used.
 
 The job is a function of an `Attempt`; it builds its worker groups through it, restores with `RecoverHandler` and
 trains. When a `WorkerLost` leaves the job, every process of the attempt is killed first (a survivor could still
@@ -14,17 +14,20 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.exceptions import RayError
 
 from ..engine.workers.group import WorkerGroup
-from ..engine.workers.ray_adapter import WorkerResources, draining_nodes, place, require_ray
-from ..utils.errors import ConfigError, RetriesExhausted, WorkerLost
+from ..engine.workers.nodes import draining_nodes
+from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources
+from ..engine.workers.ray_adapter import headline, require_ray
+from ..utils.errors import AttemptEnded, ClusterLost, ConfigError, RetriesExhausted, WorkerLost
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
+from .placements import Placements
 from .triggers.signals import StopNotice
 
 T = TypeVar("T")
@@ -48,6 +51,7 @@ class RecoveryEvent:
         attempt: number of the attempt it happened in.
         detected_at: when the supervisor heard of it, seconds since the epoch.
         torn_down_s: from then until no process was left, of the attempt or of the one group that is started again.
+        placed_s: from then until the newest worker group had its place, or that one group; None while it has none.
         rebuilt_s: from then until the newest worker group of the next attempt was up, or that one group; None while
             there is none.
     """
@@ -58,6 +62,7 @@ class RecoveryEvent:
     attempt: int
     detected_at: float
     torn_down_s: float
+    placed_s: float | None = None
     rebuilt_s: float | None = None
 
 
@@ -70,17 +75,17 @@ class Attempt:
 
     Attributes:
         number: 0 for the first run.
-        last_loss: what ended the attempt before this one; None in the first.
-        event: the same with its times, which go on being filled in; None in the first.
+        last_loss: what ended the attempt before this one; None in the first, and in one that begins with more ranks.
+        event: the same with its times, which go on being filled in; None where there was no loss.
     """
 
     number: int
     last_loss: WorkerLost | None
     event: RecoveryEvent | None
     _supervisor: "Supervisor"
-    _placements: "_Placements"
+    _placements: "Placements"
     _groups: dict[str, WorkerGroup] = field(default_factory=dict)
-    _starts: dict[str, Callable[..., WorkerGroup]] = field(default_factory=dict)
+    _starts: dict[str, tuple[PlacementRequest, Callable[[Placement], WorkerGroup]]] = field(default_factory=dict)
     _ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,39 +95,53 @@ class Attempt:
         *misplaced: Any,
         name: str,
         world_size: int = 1,
+        min_world_size: int | None = None,
         resources: WorkerResources | None = None,
-        start_timeout_s: float = 120.0,
+        strategy: str = "PACK",
         stall_timeout_s: float | None = 1800.0,
         **options: Any,
     ) -> WorkerGroup:
-        """A `WorkerGroup` where the last attempt's group of this name, size and resources was; ended with the attempt.
+        """A `WorkerGroup` where the last attempt's group of this name and request was; ended with the attempt.
 
         Takes what `WorkerGroup` takes, ``args`` and ``kwargs`` of the workers included, and raises what it raises.
         ``stall_timeout_s`` is doubled for every time that a group of this name was lost for want of progress.
 
+        Args:
+            worker_cls: see `WorkerGroup`.
+            misplaced: likewise.
+            name: likewise.
+            world_size: number of ranks.
+            min_world_size: how few ranks will do when the cluster has not had the resources of all for
+                ``recover.shrink_after_s``; the group's ``world_size`` says how many there are. None: all are needed.
+            resources: what each rank needs; one CPU when None.
+            strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
+            stall_timeout_s: see `WorkerGroup`.
+            options: likewise.
+
         Raises:
             ConfigError: this attempt has, or tried to start, a group of that name already.
+            ResourcesUnavailable: the cluster did not have the resources within ``recover.node_wait_s``.
+            ClusterLost: Ray's control process is gone.
         """
-        resources = resources or WorkerResources()
+        request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
 
-        def start(on_created: Callable[[WorkerGroup], None]) -> WorkerGroup:
+        def start(placement: Placement) -> WorkerGroup:
             return WorkerGroup(
                 worker_cls,
                 *misplaced,
                 name=name,
-                world_size=world_size,
-                resources=resources,
-                placement_group=self._placements.get(name, world_size, resources, start_timeout_s),
-                start_timeout_s=start_timeout_s,
+                world_size=placement.world_size,
+                resources=request.resources,
+                placement=placement,
                 stall_timeout_s=self._supervisor._patience_with(name, stall_timeout_s),
-                on_created=on_created,
+                on_created=self._admit,
                 **options,
             )
 
         with self._lock:
             if name in self._starts:
                 raise ConfigError(f"this attempt has a worker group {name!r} already; give each its own name")
-            self._starts[name] = start
+            self._starts[name] = request, start
         return self._build(name, self.event)
 
     def restart(self, loss: WorkerLost) -> WorkerGroup:
@@ -159,12 +178,45 @@ class Attempt:
             return None
         return StopNotice(f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None))
 
+    def can_grow(self) -> bool:
+        """Whether ranks that a group was started without can be had now; `start_again` then begins with them.
+
+        Costs a round trip to Ray's control process where a group has too few ranks, else nothing.
+        """
+        with self._lock:
+            groups = list(self._groups.values())
+        return any(group.placement.can_grow() for group in groups)
+
+    def start_again(self) -> NoReturn:
+        """End this attempt at a step that is snapshotted, and have the supervisor begin the next with all ranks it can.
+
+        That is no loss, and no retry. Call it when `can_grow` says so, after ``dump`` and ``wait`` of the handler.
+
+        Raises:
+            AttemptEnded: always; let it leave the job.
+        """
+        raise AttemptEnded
+
     def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
-        group = self._starts[name](self._admit)
+        request, start = self._starts[name]
+        try:
+            placement = self._placements.get(request)
+        except RayError as error:
+            raise ClusterLost(
+                f"Ray cannot place worker group {name!r} ({headline(error)}): its control process does not answer, or "
+                "was started anew without its tables. Checkpoints are intact: start Ray again, and the same command "
+                "resumes from the newest"
+            ) from error
+        if event is not None:
+            event.placed_s = time.time() - event.detected_at
+        group = start(placement)
         self._supervisor._late_starts.pop(name, None)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at
-            logger.info("worker group %r is up %.2f s after the loss", name, event.rebuilt_s)
+            logger.info(
+                "worker group %r has its place %.2f s after the loss, and is up after %.2f s",
+                name, event.placed_s, event.rebuilt_s,
+            )  # fmt: skip
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
@@ -188,38 +240,12 @@ class Attempt:
                 stack.callback(end, group)
 
 
-class _Placements:
-    """The placement groups of a job, which its attempts share; safe to use from many threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: dict[tuple[object, ...], PlacementGroup] = {}
-        self._removed = False
-
-    def get(self, name: str, world_size: int, resources: WorkerResources, timeout_s: float) -> PlacementGroup:
-        """The one for this name, size and resources, made when there is none; raises as `place` does."""
-        key = (name, world_size, *sorted(resources.bundle().items()))
-        with self._lock:
-            if self._removed:
-                raise WorkerLost(name, range(world_size), "the job has ended")
-            if key not in self._groups:
-                self._groups[key] = place(name, world_size, resources, timeout_s)
-            return self._groups[key]
-
-    def remove(self) -> None:
-        """Give everything back to Ray."""
-        with self._lock, ExitStack() as stack:
-            self._removed = True
-            for group in self._groups.values():
-                stack.callback(remove_placement_group, group)
-
-
 class Supervisor:
     """Runs a job until it returns, fails, or has lost workers too often.
 
     Args:
-        config: its ``retries`` and ``retry_window_s`` say how often that is, and it names the folder to lock (not with
-            mode ``off``).
+        config: its ``retries`` and ``retry_window_s`` say how often that is, ``node_wait_s`` and ``shrink_after_s`` how
+            long resources are waited for, and it names the folder to lock (not with mode ``off``).
 
     Attributes:
         events: every loss so far, oldest first.
@@ -236,7 +262,7 @@ class Supervisor:
     def run(self, job: Callable[[Attempt], T]) -> T:
         """Call ``job(attempt)`` and return its result; call it again after each `WorkerLost`.
 
-        Worker groups are shut down, and placement groups removed, before this returns or raises.
+        Worker groups are shut down, and their places given back to Ray, before this returns or raises.
 
         Raises:
             ConfigError: Ray is not initialised.
@@ -250,11 +276,11 @@ class Supervisor:
                 lock = FolderLock(self._config.lock_path)
                 lock.acquire(self._config.lock_timeout_s)
                 stack.callback(lock.release)
-            placements = _Placements()
+            placements = Placements(self._config)
             stack.callback(placements.remove)
             return self._run(job, placements)
 
-    def _run(self, job: Callable[[Attempt], T], placements: _Placements) -> T:
+    def _run(self, job: Callable[[Attempt], T], placements: Placements) -> T:
         attempt = Attempt(0, None, None, self, placements)
         try:
             while True:
@@ -262,6 +288,10 @@ class Supervisor:
                     result = job(attempt)
                     attempt._shutdown()
                     return result
+                except AttemptEnded:
+                    logger.info("attempt %d ends to go on with more ranks", attempt.number)
+                    attempt._shutdown()
+                    attempt = Attempt(attempt.number + 1, None, None, self, placements)
                 except WorkerLost as loss:
                     event = self._note_loss(loss, attempt.number, attempt._kill)
                     logger.warning("attempt %d ended: %s", attempt.number, loss)

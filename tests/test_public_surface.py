@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("utils", "engine", "recover")  # each may import itself and what stands before it
 MAY_IMPORT_RAY = {
     "engine/compat/ray_private.py",
+    "engine/workers/lease.py",
+    "engine/workers/nodes.py",
+    "engine/workers/placement.py",
+    "engine/workers/ray_actor.py",
     "engine/workers/ray_adapter.py",
     "engine/workers/group.py",
     "recover/supervisor.py",

@@ -132,8 +132,23 @@ class WorkerLost(HoldfastError, RuntimeError):
         return f"worker group {self.group!r} lost rank(s) {self.ranks}: {self.cause}"
 
 
+class ResourcesUnavailable(HoldfastError, TimeoutError):
+    """The cluster did not have the resources of a worker group in time; checkpoints are intact."""
+
+
+class ClusterLost(HoldfastError, ConnectionError):
+    """Ray's control process is gone, or another one is in its place: nothing can be started; checkpoints are intact."""
+
+
 class RetriesExhausted(HoldfastError, RuntimeError):
     """Workers were lost more often than the supervisor may retry; the last loss is the ``__cause__``."""
+
+
+class AttemptEnded(BaseException):
+    """A job asks its supervisor for another attempt (`Attempt.start_again`).
+
+    Not an error, so not part of the tree: nothing that handles errors should swallow it.
+    """
 
 
 class Preempted(SystemExit):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...utils.errors import ConfigError
 from ...utils.heartbeat import beat, seconds_since_beat
+from ...utils.lease import Lease
 from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
 from ..devices import CUDA_BACKEND
 
@@ -57,6 +58,7 @@ class RankActor:
         self._device: torch.device | None = None
         self._alone = False
         self._calls: set[_Call] = set()
+        self._lease: Lease | None = None
 
     def process(self) -> ProcessId:
         """Who this is."""
@@ -136,6 +138,13 @@ class RankActor:
         if self._alone and any(call.computes() for call in list(self._calls)):
             beat()
         return seconds_since_beat()
+
+    def renew_lease(self, stamp: float | None, lease_s: float) -> float:
+        """Live for ``lease_s`` from ``stamp`` on, an answer of this method; what to call it with next."""
+        self._lease = self._lease or Lease()
+        if stamp is not None:
+            self._lease.put_off(stamp + lease_s)
+        return self._lease.now()
 
     @contextmanager
     def _beating(self) -> Iterator[None]:

@@ -16,55 +16,31 @@ A call costs about a millisecond more than the method. Nothing is ever restarted
 method could apply an update twice, and a restarted actor has no process group.
 """
 
-import os
 import reprlib
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
 from ..collective_errors import collective_broke
-from .actor import RankActor, Rendezvous, device_index
+from .actor import Rendezvous
 from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching
-from .ray_adapter import Answers, WorkerResources, cause_of, culprit, headline, place, raise_cause, require_ray
+from .lease import LeaseKeeper
+from .placement import Placement, PlacementRequest, WorkerResources, place
+from .ray_actor import RankProcess, RayActor
+from .ray_adapter import Answers, cause_of, culprit, headline, raise_cause, require_ray
 from .termination import end_on_nodes
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class _RankProcess:
-    """The process of a rank, the address and Ray's name of its node, and which of the GPUs torch sees there is its."""
-
-    id: ProcessId
-    host: str
-    node_id: str
-    device: int | None
-
-
-class _RayActor(RankActor):
-    """`RankActor`, with what only Ray can tell it."""
-
-    def start(self, serve_store: bool) -> tuple[_RankProcess, int]:
-        """Who and where this process is, and the port of the store it serves (0 without)."""
-        host = ray.util.get_node_ip_address()
-        gpus = ray.get_gpu_ids()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-        device = device_index(gpus, visible) if gpus else None
-        where = _RankProcess(self.process(), host, ray.get_runtime_context().get_node_id(), device)
-        return where, self.serve_store(host) if serve_store else 0
 
 
 class WorkerGroup:
@@ -78,7 +54,7 @@ class WorkerGroup:
     Attributes:
         name: what errors and logs call it.
         world_size: number of ranks.
-        placement_group: where the ranks run; another group can be built on it once this one is dead.
+        placement: where the ranks run; another group can be built on it once this one is dead.
         started_late: it was lost because it did not come up in time.
         stalled: it was lost because no rank made progress.
     """
@@ -91,7 +67,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         world_size: int = 1,
         name: str = "workers",
-        placement_group: PlacementGroup | None = None,
+        placement: Placement | None = None,
         resources: WorkerResources | None = None,
         process_group: bool = True,
         process_group_timeout_s: float = 600.0,
@@ -112,7 +88,7 @@ class WorkerGroup:
             kwargs: its keyword arguments.
             world_size: number of ranks.
             name: what errors and logs call the group.
-            placement_group: one bundle per rank; made when None, and then removed by `shutdown`.
+            placement: a bundle for each rank; made when None, and then removed by `shutdown`.
             resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
                 empty, unless ``env`` sets it), so that they compute on the CPU.
             process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
@@ -120,8 +96,9 @@ class WorkerGroup:
             process_group_timeout_s: how long a collective may wait.
             start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
             build_timeout_s: how long the constructors may take, of which loading a large model is a part.
-            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost; None: no rank is pinged, and
-                ``stall_timeout_s`` is without effect. Neither counts while the group starts.
+            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost, and one on another node ends by
+                itself when it has not heard from here for as long. None: no rank is pinged or ends, and
+                ``stall_timeout_s`` is without effect. None of it counts while the group starts.
             stall_timeout_s: when of the ranks with a pending call none has made progress for so long, they are lost; a
                 call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
                 for every micro-batch. Without a process group computing is progress too, so that a call that samples
@@ -134,7 +111,8 @@ class WorkerGroup:
             unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: an argument is none of these; Ray is not initialised, or has not the resources.
+            ConfigError: an argument is none of these; Ray is not initialised, or can never have the resources.
+            ResourcesUnavailable: Ray had not the resources in time.
             WorkerLost: a rank died or did not come up in time.
         """
         if misplaced or unknown:
@@ -147,9 +125,9 @@ class WorkerGroup:
         self.name, self.world_size = name, world_size
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._owns_placement = placement_group is None
-        self.placement_group = placement_group or place(name, world_size, self._resources, start_timeout_s)
-        self._processes: list[_RankProcess] = []
+        self._owns_placement = placement is None
+        self.placement = placement or place(PlacementRequest(name, world_size, self._resources), start_timeout_s)
+        self._processes: list[RankProcess] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._came_up = False
@@ -158,6 +136,7 @@ class WorkerGroup:
         self.started_late = self.stalled = False
         self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
         self._ended: set[ProcessId] = set()
+        self._leases: LeaseKeeper | None = None
         self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
         try:
             if on_created is not None:
@@ -166,12 +145,12 @@ class WorkerGroup:
             built = [actor.build.remote(worker_cls, tuple(args), dict(kwargs or {})) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
             self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
+            self._begin_leases()
         except BaseException:
             self._close()
             raise
 
     def _create_actor(self, rank: int, env: dict[str, str]) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=rank)
         options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
         return ray.remote(  # type: ignore[call-overload]
             num_cpus=self._resources.cpus,
@@ -180,9 +159,9 @@ class WorkerGroup:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={"health": 1, "background": 1},
-            scheduling_strategy=strategy,
+            scheduling_strategy=self.placement.slot(rank),
             **options,
-        )(_RayActor).remote()
+        )(RayActor).remote()
 
     def _start(
         self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
@@ -211,6 +190,12 @@ class WorkerGroup:
         self._gather("the rendezvous", joined, start_timeout_s)
         joined_s = time.monotonic() - began - started_s
         logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
+
+    def _begin_leases(self) -> None:
+        """Ranks of this node end with its raylet, and that ends with the driver; others may be cut off from both."""
+        elsewhere = {r: self._actors[r] for r, at in enumerate(self._processes) if at.node_id != self._node_id}
+        if elsewhere and self._hang_timeout_s is not None:
+            self._leases = LeaseKeeper(elsewhere, self._hang_timeout_s)
 
     def call_all(
         self,
@@ -292,9 +277,9 @@ class WorkerGroup:
         return RemoteServer(self._actors[rank], self.name, rank, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement group.
+        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement.
 
-        A second call does nothing; on a lost group only the placement group is left to remove. A call that was
+        A second call does nothing; on a lost group only the placement is left to remove. A call that was
         interrupted (Ctrl-C) leaves the ranks out of step: they are then killed without `destroy`.
 
         Raises:
@@ -312,13 +297,15 @@ class WorkerGroup:
             self._close()
 
     def kill(self) -> None:
-        """End every process at once; returns when they are really gone, on every node. The placement group stays.
+        """End every process at once; returns when they are really gone, on every node. The placement stays.
 
         Raises:
             HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
         """
         if self._loss is None:
             self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
+        if self._leases is not None:
+            self._leases.stop()
         left = [at for at in self._processes if at.id not in self._ended]
         if ray.is_initialized():
             for actor in self._actors:
@@ -328,14 +315,21 @@ class WorkerGroup:
         nodes: dict[str, list[ProcessId]] = {}
         for at in left:
             nodes.setdefault(at.node_id, []).append(at.id)
-        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s)
+        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s, self._lease_ends())
         self._ended.update(at.id for at in left)
+
+    def _lease_ends(self) -> dict[str, float]:
+        """When the leases of all ranks on a node are over, of the nodes where all have one."""
+        ends: dict[str, list[float | None]] = {}
+        for rank, at in enumerate(self._processes):
+            ends.setdefault(at.node_id, []).append(None if self._leases is None else self._leases.end_of(rank))
+        return {node: max(filter(None, found)) for node, found in ends.items() if None not in found}
 
     def _close(self) -> None:
         self._closed = True
         self.kill()
-        if self._owns_placement and ray.is_initialized():
-            remove_placement_group(self.placement_group)
+        if self._owns_placement:
+            self.placement.remove()
 
     def _check_usable(self) -> None:
         if self._loss is not None:

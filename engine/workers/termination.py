@@ -4,15 +4,19 @@ Ray's word that an actor is dead says that its socket is closed. The process may
 leaves the kernel, and taking down pinned memory and a CUDA context can keep it there for a minute. Until then it holds
 the GPU that its successor is to use, and may write files. So the processes themselves are looked at, those of other
 nodes by a task there, which takes a second where Ray has to start a worker for it.
+
+Where nobody answers, it depends. A raylet that has ended has taken its workers along. A node that is cut off, or whose
+raylet is stopped, may have them still: they have a lease (see `lease`), and its end is waited for.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
 from ...utils.errors import HoldfastError
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId, end_processes
-from .ray_adapter import NodeTasks
+from .nodes import NodeTasks, Raylet, ask_raylets
 
 RAY_KILL_S = 0.3
 """How long Ray's own kill may take (10-50 ms as a rule, 5 s for a stopped process) before SIGKILL is sent."""
@@ -24,23 +28,32 @@ NODE_ANSWER_S = 30.0
 logger = get_logger(__name__)
 
 
-def end_on_nodes(processes: Mapping[str, Sequence[ProcessId]], here: str, group: str, timeout_s: float) -> None:
+def end_on_nodes(
+    processes: Mapping[str, Sequence[ProcessId]],
+    here: str,
+    group: str,
+    timeout_s: float,
+    leases: Mapping[str, float] | None = None,
+) -> None:
     """Wait until processes that Ray was told to kill are gone; SIGKILL those that are not after `RAY_KILL_S`.
 
-    Those of a node that is dead or does not answer count as gone, with a warning: Ray's workers end with their node's
-    raylet, and nobody can do more.
+    Those of a node that is dead or does not answer count as gone, with a warning, once their leases are over: nobody
+    can do more.
 
     Args:
         processes: Ray's name of a node -> the processes on it.
         here: the node of this process.
         group: name of the worker group, for messages.
         timeout_s: how long they may take.
+        leases: node -> when all processes on it have ended by themselves, on the monotonic clock; where they do so.
 
     Raises:
         HoldfastError: some still run after ``timeout_s``.
     """
     began, left = time.monotonic(), {node: list(found) for node, found in processes.items() if found}
-    while left := _end_round(left, here, group, min(REPORT_EVERY_S, max(0.0, began + timeout_s - time.monotonic()))):
+    while left := _end_round(
+        left, here, group, min(REPORT_EVERY_S, max(0.0, began + timeout_s - time.monotonic())), leases or {}
+    ):
         waited_s = time.monotonic() - began
         names = "; ".join(f"{[process.pid for process in found]} on node {node}" for node, found in left.items())
         what = f"processes {names} of worker group {group!r} still run {waited_s:.0f} s after SIGKILL"
@@ -55,17 +68,23 @@ def end_on_nodes(processes: Mapping[str, Sequence[ProcessId]], here: str, group:
 
 
 def _end_round(
-    processes: Mapping[str, list[ProcessId]], here: str, group: str, timeout_s: float
+    processes: Mapping[str, list[ProcessId]], here: str, group: str, timeout_s: float, leases: Mapping[str, float]
 ) -> dict[str, list[ProcessId]]:
     """Those that still run after ``timeout_s``."""
     elsewhere = {node: (found, RAY_KILL_S, timeout_s) for node, found in processes.items() if node != here}
     tasks = NodeTasks(end_processes, elsewhere)
     left = {here: end_processes(processes[here], RAY_KILL_S, timeout_s)} if here in processes else {}
-    answers, silent = tasks.collect(NODE_ANSWER_S + timeout_s)
+    now = time.monotonic()
+    answers, silent = tasks.collect(
+        {node: min(NODE_ANSWER_S + timeout_s, leases.get(node, math.inf) - now) for node in elsewhere}
+    )
+    states = ask_raylets(silent)
     for node, why in silent.items():
-        pids = [process.pid for process in processes[node]]
+        lease = "" if states.get(node) is Raylet.ENDED or node not in leases else " when their lease is over"
         logger.warning(
-            "node %s is dead or does not answer (%s): processes %s of worker group %r there count as gone",
-            node, why, pids, group,
+            "node %s is dead or does not answer (%s): processes %s of worker group %r there count as gone%s",
+            node, why, [process.pid for process in processes[node]], group, lease,
         )  # fmt: skip
+        if lease:
+            time.sleep(max(0.0, leases[node] - time.monotonic()))
     return {node: found for node, found in {**left, **answers}.items() if found}

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.compat import Private, require, torch_private, transformers_private
+from holdfast.engine.compat import Private, ray_private, require, torch_private, transformers_private
 from holdfast.utils.errors import UnsupportedVersionError
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "ray", "huggingface_hub", "fsspec", "safetensors", "omegaconf")
-NAMES = [("torch", name) for name in torch_private.NAMES] + [("transformers", n) for n in transformers_private.NAMES]
+LISTS = {"torch": torch_private.NAMES, "transformers": transformers_private.NAMES, "ray": ray_private.NAMES}
+NAMES = [(library, name) for library, names in LISTS.items() for name in names]
 
 
 def is_private(name: str) -> bool:
@@ -56,7 +57,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
     outside = [path for path in files if path.parent.name != "compat"]
     assert [use for path in outside for use in private_uses(path)] == []
     found = {path.name for path in files if path not in outside and list(private_uses(path))}
-    assert found == {"torch_private.py", "transformers_private.py"}, "the scan sees nothing"
+    assert found == {"ray_private.py", "torch_private.py", "transformers_private.py"}, "the scan sees nothing"
 
 
 @pytest.mark.parametrize(("library", "private"), NAMES, ids=lambda value: getattr(value, "name", value))

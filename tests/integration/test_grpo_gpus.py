@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from examples.grpo import GRPOConfig, start_workers
-from holdfast.engine.workers.group import WorkerResources
+from holdfast.engine.workers.placement import WorkerResources
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import ConfigError
 

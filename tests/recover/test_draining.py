@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from holdfast.engine.workers.ray_adapter import WorkerResources, draining_nodes
+from holdfast.engine.workers.nodes import draining_nodes
+from holdfast.engine.workers.placement import WorkerResources
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.recover.triggers.signals import StopNotice
 from tests.ray_helpers import SMALLEST_STORE_BYTES, Server, worker_environment

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from holdfast.engine.workers.group import WorkerGroup, WorkerResources, place
+from holdfast.engine.workers.group import WorkerGroup
+from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from holdfast.utils.errors import CheckpointExistsError, ConfigError, WorkerLost
 from holdfast.utils.rng import seed_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -57,17 +57,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def placement(local_ray: None) -> Iterator[PlacementGroup]:
-    group = place("trainer", 2, WorkerResources(), 30)
+def placement(local_ray: None) -> Iterator[Placement]:
+    group = place(PlacementRequest("trainer", 2, WorkerResources()), 30)
     yield group
-    remove_placement_group(group)
+    group.remove()
 
 
 class Driver:
     """The driver's part of a run."""
 
-    def __init__(self, model: str, placement: PlacementGroup, root: Path, seed: int) -> None:
-        self.group = WorkerGroup(Trainer, args=(model, seed), world_size=2, placement_group=placement, name="trainer")
+    def __init__(self, model: str, placement: Placement, root: Path, seed: int) -> None:
+        self.group = WorkerGroup(Trainer, args=(model, seed), world_size=2, placement=placement, name="trainer")
         seed_rng(seed)
         self.loader, self.progress = make_loader("own", 0, 1), Meter()
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None)
@@ -114,7 +114,7 @@ def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, fir
 
 @pytest.mark.slow
 def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
-    model: str, placement: PlacementGroup, tmp_path: Path
+    model: str, placement: Placement, tmp_path: Path
 ) -> None:
     driver = Driver(model, placement, tmp_path, seed=7)
     assert driver.info is None
@@ -148,7 +148,7 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
 
 @pytest.mark.slow
 def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(
-    model: str, placement: PlacementGroup, tmp_path: Path
+    model: str, placement: Placement, tmp_path: Path
 ) -> None:
     driver = Driver(model, placement, tmp_path, seed=1)
     assert driver.dump(0)

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -56,6 +57,26 @@ def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int
 def test_a_relative_fileroot_is_that_of_the_leader(tmp_path: Path) -> None:
     assert run_ranks(_with_a_relative_fileroot, 2, str(tmp_path)) == [[-1, 0], [-1, 0]]
     assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
+
+
+def _with_folders_of_their_own(rank: int, world_size: int, root: str) -> str:
+    own = Path(root) / str(rank)
+    (own / "runs" / "e" / "t").mkdir(parents=True)
+    os.chdir(own)
+    handler = make_handler("/proc/self/cwd/runs", freq_steps=1)  # one path, and another folder for each process
+    with pytest.raises(ConfigError) as refusal:
+        handler.load(Tiny().state)
+    handler.close()
+    assert rank != 0 or [path.name for path in own.rglob(".shared-*")] == []
+    return str(refusal.value)
+
+
+def test_ranks_that_do_not_see_the_leaders_folder_are_told_at_the_start(tmp_path: Path) -> None:
+    told = run_ranks(_with_folders_of_their_own, 2, str(tmp_path))
+    assert told[0] == told[1]
+    host = socket.gethostname()
+    assert told[0].startswith(f"rank 1 on {host} does not see /proc/self/cwd/runs/e/t/.shared-")
+    assert f"which the leader sees on {host}; all ranks need the same folder" in told[0]
 
 
 def test_a_run_that_went_back_and_moved_does_not_go_back_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ray.util import placement_group_table
 
 import holdfast.recover.supervisor
 from holdfast.engine.workers.group import WorkerGroup
+from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, FolderInUseError, Preempted, RetriesExhausted, WorkerLost
@@ -48,7 +49,7 @@ def lose(group: WorkerGroup) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> None:
+def test_a_job_that_loses_workers_runs_again_in_the_same_places() -> None:
     pids: list[int] = []
     placements, numbers, losses, counts = [], [], [], []
 
@@ -57,7 +58,7 @@ def test_a_job_that_loses_workers_runs_again_on_the_same_placement_groups() -> N
         losses.append(attempt.last_loss)
         trainer = attempt.worker_group(Worker, name="trainer", world_size=2, kwargs={"base": 5})
         rollout = attempt.worker_group(Server, name="rollout", process_group=False)
-        placements.append([trainer.placement_group.id, rollout.placement_group.id])
+        placements.append([trainer.placement.ids(), rollout.placement.ids()])
         counts.append(live_placements())
         assert not any(running(pid) for pid in pids)
         pids.extend(trainer.pids() + rollout.pids())
@@ -96,7 +97,7 @@ def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
             attempt.restart(WorkerLost("critic", [0], "says who"))
 
         restarted = attempt.restart(lost.value)
-        assert (restarted.name, restarted.placement_group.id) == ("rollout", rollout.placement_group.id)
+        assert (restarted.name, restarted.placement.ids()) == ("rollout", rollout.placement.ids())
         assert restarted.pids() != old and not running(old[0])
         assert trainer.pids() == pids and all(running(pid) for pid in pids)
         assert live_placements() == 2
@@ -363,6 +364,44 @@ def test_a_group_that_comes_after_its_attempt_is_refused() -> None:
             attempts[0].worker_group(Server, name="rollout", process_group=False)
 
     Supervisor().run(job)
+    assert live_placements() == 0
+
+
+def test_an_attempt_that_begins_again_is_no_loss_and_no_retry() -> None:
+    numbers: list[tuple[int, WorkerLost | None]] = []
+
+    def job(attempt: Attempt) -> str:
+        numbers.append((attempt.number, attempt.last_loss))
+        assert not attempt.can_grow()
+        if attempt.number < 2:
+            attempt.start_again()
+        return "done"
+
+    supervisor = Supervisor(RecoverConfig(mode="off", retries=0))
+    assert supervisor.run(job) == "done"
+    assert numbers == [(0, None), (1, None), (2, None)] and supervisor.events == []
+
+
+@pytest.mark.slow
+def test_a_group_with_too_few_ranks_grows_in_the_next_attempt() -> None:
+    blocker = place(PlacementRequest("blocker", 2, WorkerResources()), 60)
+    sizes: list[int] = []
+
+    def job(attempt: Attempt) -> list[float]:
+        group = attempt.worker_group(Worker, name="trainer", world_size=4, min_world_size=1)
+        sizes.append(group.world_size)
+        assert group.call_all("reduce") == [float(group.world_size)] * group.world_size
+        if attempt.number == 0:
+            assert not attempt.can_grow()
+            blocker.remove()
+            while not attempt.can_grow():
+                time.sleep(0.05)
+            attempt.start_again()
+        return group.call_all("reduce")
+
+    supervisor = Supervisor(RecoverConfig(mode="off", retries=0, shrink_after_s=0.0))
+    assert supervisor.run(job) == [4.0] * 4
+    assert sizes == [2, 4] and supervisor.events == []
     assert live_placements() == 0
 
 

@@ -15,11 +15,11 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from holdfast.engine.workers.actor import device_index
-from holdfast.engine.workers.group import WorkerGroup, WorkerResources
-from holdfast.engine.workers.ray_adapter import Answers, headline, place
+from holdfast.engine.workers.group import WorkerGroup
+from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
+from holdfast.engine.workers.ray_adapter import Answers, headline
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.ray_helpers import ROOT, Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running
 
@@ -28,17 +28,17 @@ pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
-def placement(local_ray: None) -> Iterator[PlacementGroup]:
+def placement(local_ray: None) -> Iterator[Placement]:
     """Three bundles that most tests share, one after the other."""
-    group = place("test", 3, WorkerResources(), 30)
+    group = place(PlacementRequest("test", 3, WorkerResources()), 30)
     yield group
-    remove_placement_group(group)
+    group.remove()
 
 
 @pytest.fixture
-def pair(placement: PlacementGroup) -> Iterator[WorkerGroup]:
+def pair(placement: Placement) -> Iterator[WorkerGroup]:
     """A fresh group of two ranks."""
-    group = WorkerGroup(Worker, args=(10,), world_size=2, name="pair", placement_group=placement)
+    group = WorkerGroup(Worker, args=(10,), world_size=2, name="pair", placement=placement)
     yield group
     group.kill()
 
@@ -88,9 +88,9 @@ def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: Worker
             call.result(timeout=20)
 
 
-def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: PlacementGroup) -> None:
+def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Placement) -> None:
     env = {"HOLDFAST_TEST_EXTRA": "here"}
-    group = WorkerGroup(Worker, world_size=2, name="calls", placement_group=placement, env=env, kwargs={"base": 10})
+    group = WorkerGroup(Worker, world_size=2, name="calls", placement=placement, env=env, kwargs={"base": 10})
     descriptions = group.call_all("describe")
     for rank, described in enumerate(descriptions):
         env_values = [str(rank), "2", str(rank)]
@@ -144,8 +144,8 @@ def test_a_rank_killed_while_idle_is_lost_at_the_next_call(pair: WorkerGroup) ->
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: PlacementGroup) -> None:
-    group = WorkerGroup(Worker, world_size=3, name="ring", placement_group=placement)
+def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: Placement) -> None:
+    group = WorkerGroup(Worker, world_size=3, name="ring", placement=placement)
     moment = kill_after(0.5, group.pids()[2])
     # Rank 1 is well but never comes to the collective, so only Ray can tell that rank 2 is dead.
     assert_lost(group, [2], lambda: group.call_all("reduce_except", 1), moment, "died")
@@ -172,8 +172,8 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
 
 
 @pytest.mark.slow
-def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: PlacementGroup) -> None:
-    group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
+def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: Placement) -> None:
+    group = WorkerGroup(Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5)
     group.call_all("nap", 3.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
     start = time.monotonic()
@@ -185,8 +185,8 @@ def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: Pla
 
 
 @pytest.mark.slow
-def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: PlacementGroup) -> None:
-    group = WorkerGroup(Worker, world_size=2, name="watched", placement_group=placement, hang_timeout_s=1.5)
+def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: Placement) -> None:
+    group = WorkerGroup(Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
     with pytest.raises(WorkerLost, match="no answer to a ping") as caught:
         group.call_all("fail", 0, deadline=60)
@@ -195,12 +195,10 @@ def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: PlacementGr
 
 
 @pytest.mark.slow
-def test_building_has_a_bound_of_its_own(placement: PlacementGroup, tmp_path: Path) -> None:
+def test_building_has_a_bound_of_its_own(placement: Placement, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with pytest.raises(WorkerLost, match=r"no answer to the constructor within 0.5 s"):
-        WorkerGroup(
-            SlowToBuild, args=(str(pid_file),), placement_group=placement, process_group=False, build_timeout_s=0.5
-        )
+        WorkerGroup(SlowToBuild, args=(str(pid_file),), placement=placement, process_group=False, build_timeout_s=0.5)
     assert not running(int(pid_file.read_text()))
 
 
@@ -253,9 +251,9 @@ def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
     assert not any(running(pid) for pid in group.pids())
 
 
-def test_an_error_in_the_constructor_keeps_its_type(placement: PlacementGroup) -> None:
+def test_an_error_in_the_constructor_keeps_its_type(placement: Placement) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        WorkerGroup(Worker, placement_group=placement, kwargs={"colour": "red"})
+        WorkerGroup(Worker, placement=placement, kwargs={"colour": "red"})
 
 
 class Named:
@@ -268,9 +266,9 @@ class Named:
         return self.given
 
 
-def test_workers_have_arguments_of_the_names_that_a_group_has(placement: PlacementGroup) -> None:
+def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placement) -> None:
     kwargs = {"name": "the worker's", "env": {"key": "value"}}
-    group = WorkerGroup(Named, args=(7,), kwargs=kwargs, name="named", placement_group=placement, process_group=False)
+    group = WorkerGroup(Named, args=(7,), kwargs=kwargs, name="named", placement=placement, process_group=False)
     assert group.call(0, "tell") == (7, "the worker's", {"key": "value"}) and group.name == "named"
     group.kill()
 
@@ -303,7 +301,7 @@ def test_a_remote_server_answers_raises_or_dies_as_its_groups_loss(pair: WorkerG
 
 
 def test_resources_that_cannot_be_had_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"needs 2 x \{'CPU': 64\}.*within 0.5 s"):
+    with pytest.raises(ConfigError, match=r"needs 2 x \{'CPU': 64\}.* more than this Ray has, which the job itself"):
         WorkerGroup(Worker, world_size=2, resources=WorkerResources(cpus=64), start_timeout_s=0.5)
     with pytest.raises(ConfigError, match="expected at least one"):
         WorkerGroup(Worker, world_size=0)

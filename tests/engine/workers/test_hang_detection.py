@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from holdfast.engine.collective_errors import collective_broke
-from holdfast.engine.workers.group import WorkerGroup, WorkerResources
-from holdfast.engine.workers.ray_adapter import place
+from holdfast.engine.workers.group import WorkerGroup
+from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from holdfast.utils.errors import PeerError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
 from tests.ray_helpers import Server, UserBugError, Worker, local_ray, running
@@ -27,23 +26,21 @@ StartGroup = Callable[..., WorkerGroup]
 
 
 @pytest.fixture(scope="module")
-def placement(local_ray: None) -> Iterator[PlacementGroup]:
+def placement(local_ray: None) -> Iterator[Placement]:
     """Three bundles that the tests share, one after the other."""
-    group = place("hangs", 3, WorkerResources(), 30)
+    group = place(PlacementRequest("hangs", 3, WorkerResources()), 30)
     yield group
-    remove_placement_group(group)
+    group.remove()
 
 
 @pytest.fixture
-def start(placement: PlacementGroup) -> Iterator[StartGroup]:
+def start(placement: Placement) -> Iterator[StartGroup]:
     """Starts the group of a test, quick to find a hang, and ends it."""
     started: list[WorkerGroup] = []
 
     def start_group(world_size: int = 2, stall_timeout_s: float = 1.5, **options: Any) -> WorkerGroup:
         limits = {"stall_timeout_s": stall_timeout_s, **options}
-        group = WorkerGroup(
-            Worker, args=(10,), world_size=world_size, name="watched", placement_group=placement, **limits
-        )
+        group = WorkerGroup(Worker, args=(10,), world_size=world_size, name="watched", placement=placement, **limits)
         started.append(group)
         return group
 

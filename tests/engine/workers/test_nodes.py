@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -19,7 +18,9 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.termination import end_on_nodes
 from holdfast.utils.errors import HoldfastError, WorkerLost
 from holdfast.utils.processes import ProcessId
-from tests.ray_helpers import SMALLEST_STORE_BYTES, Worker, running, worker_environment
+from tests.limits import stretched
+from tests.ray_clusters import NODE, cluster_of, node_of, raylet_pid, stop_raylet
+from tests.ray_helpers import Worker, running, worker_environment
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,21 +28,28 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes on this machine, each with room for one rank; the driver is on the first."""
-    ray.shutdown()  # the one that the modules share
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": SMALLEST_STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.add_node(**node)
-    ray.init(
-        address=cluster.address,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env=worker_environment(),
-    )
-    cluster.wait_for_nodes()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with cluster_of(2) as cluster:
+        ray.init(
+            address=cluster.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env=worker_environment(),
+        )
+        yield cluster
+
+
+class Diary:
+    """A worker that keeps writing to a file, which no call waits for."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder, os.environ["RANK"])
+        threading.Thread(target=self.write_on, daemon=True).start()
+
+    def write_on(self) -> None:
+        while True:
+            with self.path.open("a") as file:
+                file.write(".")
+            time.sleep(0.02)
 
 
 def pid_elsewhere(group: WorkerGroup) -> int:
@@ -74,6 +82,33 @@ def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: p
         group.call_all("idle")
     assert time.monotonic() - began < 30 and not running(elsewhere)
     assert f"node {node} is dead or does not answer" in caplog.text and "of worker group 'pair'" in caplog.text
+    group.shutdown()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.add_node(**NODE)  # the one of the test before is gone
+    group = WorkerGroup(Diary, args=(str(tmp_path),), world_size=2, process_group=False, hang_timeout_s=4.0)
+    elsewhere = pid_elsewhere(group)
+    (rank,) = (str(rank) for rank, pid in enumerate(group.pids()) if pid == elsewhere)
+    time.sleep(6.0)  # longer than a lease: it has been renewed
+    assert running(elsewhere)
+    node = node_of(cluster, elsewhere)
+    stop_raylet(node)
+    time.sleep(0.5)
+    assert running(elsewhere), "the raylet's workers go on without it"
+    began = time.monotonic()
+    group.kill()
+    print(f"gone {time.monotonic() - began:.1f} s after the raylet was stopped, with a lease of 4 s")
+    written = (tmp_path / rank).stat().st_size
+    assert not running(elsewhere)
+    assert time.monotonic() - began < stretched(10)
+    os.kill(raylet_pid(node), signal.SIGCONT)  # back from the dead
+    time.sleep(1.0)
+    assert (tmp_path / rank).stat().st_size == written
+    assert "count as gone when their lease is over" in caplog.text
     group.shutdown()
 
 
@@ -112,5 +147,5 @@ def test_a_process_that_outlives_the_timeout_is_an_error_with_advice(
     stuck: tuple[subprocess.Popen[bytes], Deathless],
 ) -> None:
     process, found = stuck
-    with pytest.raises(HoldfastError, match=rf"\[{process.pid}\] on node here .* still run 1 s after SIGKILL.*dmesg"):
+    with pytest.raises(HoldfastError, match=rf"\[{process.pid}\] on node here .* still run \d+ s after SIGKILL.*dmesg"):
         end_on_nodes({"here": [found]}, "here", "trainer", timeout_s=1.0)

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ray.util.placement_group import remove_placement_group
 
 from holdfast.engine import save_hf
 from holdfast.engine.api import SaveLoadMeta
@@ -20,7 +19,8 @@ from holdfast.engine.collective_errors import collective_broke
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging.background_job import JobState
 from holdfast.engine.staging.staged_state import Staging
-from holdfast.engine.workers.group import WorkerGroup, WorkerResources, place
+from holdfast.engine.workers.group import WorkerGroup
+from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import exports as export_writing
 from holdfast.recover.saving.rank_session import RankSession
@@ -379,8 +379,8 @@ def _reference(job: Job, path: str) -> None:
 @pytest.mark.usefixtures("local_ray")
 def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
-    placement = place("trainer", 2, WorkerResources(), 30)
-    group = WorkerGroup(Job, args=(str(tmp_path / "model"),), world_size=2, placement_group=placement, name="trainer")
+    placement = place(PlacementRequest("trainer", 2, WorkerResources()), 30)
+    group = WorkerGroup(Job, args=(str(tmp_path / "model"),), world_size=2, placement=placement, name="trainer")
     try:
         with make(tmp_path, freq_steps=2) as handler:
             handler.load(group)
@@ -395,7 +395,7 @@ def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path)
             group.run_all(_wait_for_save)
     finally:
         group.shutdown()
-        remove_placement_group(placement)
+        placement.remove()
     assert exports(tmp_path) == [f"global_step_{step}" for step in range(3)]
     for step in range(3):
         found = _contents(tmp_path / f"e/t/hf/global_step_{step}")

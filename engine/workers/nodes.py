@@ -1,0 +1,147 @@
+"""The nodes of the cluster: which of them can be given work, and tasks that run on each of some.
+
+Ray takes 15 s or more to find that a node is dead: its control process asks every raylet, the process that stands for a
+node, every 3 s, and believes the fifth failure. Until then Ray places ranks there, and they fail. So the raylets are
+asked here too, whenever something is to be placed or ended: a raylet is a gRPC server, and as such greets every client
+that greets it. A port where nobody listens any more says that the raylet has ended, and so have its workers, which
+the kernel kills with their parent (see `RankActor`). Silence says nothing of the workers: the raylet is stopped, or the
+node is cut off or without power.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ...utils.logging import get_logger
+from ..compat.ray_private import draining_deadlines
+from .ray_adapter import headline
+
+PROBE_S = 2.0
+"""How long a raylet may take to answer before its node counts as silent. One that is well takes a millisecond."""
+PROBES_AT_A_TIME = 64
+"""Raylets that are asked side by side."""
+_NODES_EVERY_S = 1.0
+"""How often is asked which nodes are dead while their tasks are waited for."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What an HTTP/2 client says first: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
+
+logger = get_logger(__name__)
+
+
+class Raylet(Enum):
+    """What became of asking the raylet of a node."""
+
+    WELL = "answers"
+    ENDED = "nobody listens at its raylet's port"
+    SILENT = f"its raylet does not answer within {PROBE_S:g} s"
+
+
+def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
+    """Ask the raylet of each of ``nodes`` (Ray's names), whether or not Ray says that they are dead."""
+    if not (wanted := set(nodes)):
+        return {}
+    found = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in wanted}
+    with ThreadPoolExecutor(PROBES_AT_A_TIME) as pool:
+        return dict(zip(found, pool.map(_ask, found.values()), strict=True))
+
+
+def _ask(node: Mapping[str, Any]) -> Raylet:
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    for _ in range(2):  # one that ends at this moment resets the first connection and refuses the second
+        try:
+            with socket.create_connection(address, PROBE_S) as connection:
+                connection.sendall(_GREETING)
+                connection.recv(1)  # nothing, from one with TLS, is an answer too
+            return Raylet.WELL
+        except ConnectionRefusedError:
+            return Raylet.ENDED
+        except (ConnectionResetError, BrokenPipeError):
+            continue
+        except OSError:  # a timeout, or no route
+            return Raylet.SILENT
+    return Raylet.WELL
+
+
+def nodes_to_avoid() -> dict[str, str]:
+    """Nodes that Ray takes for alive, but that should be given nothing: node -> why. Milliseconds when all are well."""
+    alive = alive_nodes()
+    states = ask_raylets(alive)
+    avoided = {node: state.value for node, state in states.items() if state is not Raylet.WELL}
+    return avoided | {node: "it is being drained" for node in draining_nodes() if node in alive}
+
+
+def alive_nodes() -> dict[str, Mapping[str, float]]:
+    """The resources of the nodes that Ray takes for alive, by Ray's name of each."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
+    """Nodes that Ray was told to drain: node id -> unix time when each will be gone, None when nobody said.
+
+    None of them when Ray does not answer in time. Ray shows this only to its own libraries (Serve, Train), so a version
+    that does so in another way is warned about, and has none.
+    """
+    try:
+        deadlines = draining_deadlines(timeout_s)
+    except RayError as error:
+        logger.warning("Ray could not say which nodes are drained: %s", headline(error))
+        return {}
+    if deadlines is None:
+        _warn_of_no_drain_notices()
+        return {}
+    return {node: end_ms / 1000 or None for node, end_ms in deadlines.items()}
+
+
+@cache
+def _warn_of_no_drain_notices() -> None:
+    logger.warning("Ray %s does not say which nodes are drained; its notices will not stop the run", ray.__version__)
+
+
+class NodeTasks:
+    """A function called once on each of some nodes, in a task that takes no resources.
+
+    Args:
+        fn: called; importable on the nodes.
+        args: Ray's name of a node -> the arguments there.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
+        self._refs: dict[Any, str] = {}
+        for node, given in args.items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(fn)  # type: ignore[call-overload]
+            self._refs[task.remote(*given)] = node
+
+    def collect(self, limits_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the nodes answered, each within its limit; and of those that did not, why."""
+        answers, silent, began = {}, {}, time.monotonic()
+        while self._refs:
+            silent |= self._drop_dead()
+            waited_s = time.monotonic() - began
+            for ref, node in list(self._refs.items()):
+                if waited_s >= limits_s[node]:
+                    silent[self._refs.pop(ref)] = f"no answer within {limits_s[node]:.0f} s"
+            ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=_NODES_EVERY_S)
+            for ref in ready:
+                node = self._refs.pop(ref)
+                try:
+                    answers[node] = ray.get(ref)
+                except RayError as error:
+                    silent[node] = headline(error)
+        return answers, silent
+
+    def _drop_dead(self) -> dict[str, str]:
+        """Wait no longer for nodes that are dead; which, and how that is known."""
+        alive, states, dead = alive_nodes(), ask_raylets(self._refs.values()), {}
+        for ref, node in list(self._refs.items()):
+            if node not in alive or states.get(node) is Raylet.ENDED:
+                dead[self._refs.pop(ref)] = "Ray says that it is dead" if node not in alive else Raylet.ENDED.value
+        return dead

@@ -1,0 +1,305 @@
+"""Bundles of the cluster, reserved for the ranks of a worker group: asked for, waited for, given back.
+
+A request that waits is a pending placement group of Ray's, which is what autoscalers look at. No bundle is reserved on
+a node that is being drained or does not answer, although Ray may still take it for alive (see `nodes`): such nodes are
+excluded by label; where this Ray knows no labels, a group that came to lie on one is given back and asked for again.
+
+A request may say that fewer ranks will do. Then the rest of it stays pending when the ranks that there is room for
+start, and once Ray has reserved that too the group can be built on both.
+"""
+
+import contextlib
+import inspect
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...utils.config import require_choice
+from ...utils.errors import ConfigError, ResourcesUnavailable, WorkerLost
+from ...utils.logging import get_logger
+from ..compat.ray_private import free_by_node, started_here
+from .nodes import alive_nodes, nodes_to_avoid
+from .ray_adapter import headline
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+"""Ray's: on as few nodes as possible, on as many as possible, on one node, on a node each."""
+_ROUND_S = 2
+"""How long Ray is waited for before nodes and limits are looked at again; whole seconds, for Ray."""
+_LOCAL_WAIT_S = 30.0
+"""How long to wait in a cluster that no node joins: what is busy there is given back soon, or never."""
+_RETRY_S = 1.0
+"""How long a group that came to lie on a bad node is left alone."""
+_REPORT_EVERY_S = 30.0
+"""How often the log says what is still missing."""
+_KNOWS_LABELS = "bundle_label_selector" in inspect.signature(placement_group).parameters
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerResources:
+    """What one rank needs: Ray's logical resources, ``custom`` ones by name. ``cpus`` is also its torch threads."""
+
+    cpus: float = 1
+    gpus: float = 0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def bundle(self) -> dict[str, float]:
+        """The placement group bundle of one rank."""
+        return {name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n}
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """What a worker group asks of the cluster.
+
+    Attributes:
+        name: of the group.
+        world_size: ranks, a bundle each.
+        resources: of each rank.
+        strategy: one of `STRATEGIES`.
+        min_world_size: how few ranks will do; None: all are needed.
+
+    Raises:
+        ConfigError: there is nothing to ask for, or fewer ranks will do of a strategy that knows all or none.
+    """
+
+    name: str
+    world_size: int
+    resources: WorkerResources
+    strategy: str = "PACK"
+    min_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("strategy", self.strategy, STRATEGIES)
+        if self.world_size < 1 or not self.resources.bundle():
+            raise ConfigError(
+                f"worker group {self.name!r} asks for {self.world_size} rank(s) of {self.resources}; expected at least "
+                "one"
+            )
+        if not 1 <= self.least <= self.world_size:
+            raise ConfigError(
+                f"worker group {self.name!r} has min_world_size {self.min_world_size}; expected 1 to world_size, "
+                f"{self.world_size}"
+            )
+        if self.least < self.world_size and self.strategy.startswith("STRICT"):
+            raise ConfigError(
+                f"worker group {self.name!r} has min_world_size {self.min_world_size} and strategy {self.strategy}, "
+                "which places all ranks at once; use PACK or SPREAD"
+            )
+
+    @property
+    def least(self) -> int:
+        """The fewest ranks that will do."""
+        return self.world_size if self.min_world_size is None else self.min_world_size
+
+    def __str__(self) -> str:
+        return f"{self.world_size} x {self.resources.bundle()} ({self.strategy})"
+
+
+class Placement:
+    """Bundles that Ray has reserved, one for each rank of a worker group; the group can be built on them again.
+
+    Args:
+        request: what was asked for.
+        groups: reserved; together a bundle for each rank that can start.
+        rest: the bundles of the other ranks, not reserved yet.
+    """
+
+    def __init__(
+        self, request: PlacementRequest, groups: Sequence[PlacementGroup], rest: PlacementGroup | None = None
+    ) -> None:
+        self.request, self._groups, self._rest = request, list(groups), rest
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that there are bundles for."""
+        return sum(group.bundle_count for group in self._groups)
+
+    def slot(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where Ray has to put the actor of ``rank``."""
+        for group in self._groups:
+            if rank < group.bundle_count:
+                return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            rank -= group.bundle_count
+        raise ConfigError(f"worker group {self.request.name!r} has more ranks than the {self.world_size} placed")
+
+    def ids(self) -> list[str]:
+        """Ray's names of the placement groups in use."""
+        return [group.id.hex() for group in self._groups]
+
+    def is_sound(self) -> bool:
+        """Whether every bundle is on a node that can be given work."""
+        return _on_good_nodes(self._groups)
+
+    def can_grow(self) -> bool:
+        """Whether the bundles of ranks that were left out have been reserved since, as far as Ray says."""
+        with contextlib.suppress(RayError):
+            return self._rest is not None and _on_good_nodes([self._rest])
+        return False
+
+    def grow(self) -> None:
+        """Have the next worker group use those, too."""
+        assert self._rest is not None, "nobody was left out"
+        self._groups.append(self._rest)
+        self._rest = None
+
+    def remove(self) -> None:
+        """Give everything back to Ray, if it still runs."""
+        for group in [*self._groups, self._rest]:
+            _give_back(group)
+
+
+def place(
+    request: PlacementRequest,
+    timeout_s: float,
+    *,
+    shrink_after_s: float | None = None,
+    stop: threading.Event | None = None,
+) -> Placement:
+    """Reserve bundles for the ranks, waiting for those that the cluster does not have yet.
+
+    Args:
+        request: what for.
+        timeout_s: how long to wait.
+        shrink_after_s: how long to wait for all of them, where fewer will do; None: as long.
+        stop: set to give up.
+
+    Raises:
+        ConfigError: this process has started the cluster, which no node will join, and it is too small.
+        ResourcesUnavailable: there was not enough within ``timeout_s``.
+        WorkerLost: ``stop`` was set.
+    """
+    shrink_after_s = timeout_s if shrink_after_s is None else min(shrink_after_s, timeout_s)
+    if started_here():
+        timeout_s = min(timeout_s, _LOCAL_WAIT_S)
+        shrink_after_s = shrink_after_s if _fits_here(request) else 0.0
+    began, reported_s, stop = time.monotonic(), -math.inf, stop or threading.Event()
+    group, avoided = None, {}
+    try:
+        while True:
+            now_avoided = nodes_to_avoid()
+            if group is None or now_avoided != avoided:
+                _give_back(group)
+                avoided = now_avoided
+                group = _reserve(request, request.world_size, avoided)
+            if group.wait(_ROUND_S):
+                if _on_good_nodes([group]):
+                    return Placement(request, [group])
+                _give_back(group)
+                group = None
+                stop.wait(_RETRY_S)
+            if stop.is_set():
+                raise WorkerLost(request.name, range(request.world_size), "the job has ended")
+            waited_s = time.monotonic() - began
+            if request.least < request.world_size and waited_s >= shrink_after_s:
+                _give_back(group)
+                group = None
+                if (placement := _place_fewer(request, avoided)) is not None:
+                    return placement
+            if waited_s >= timeout_s:
+                raise ResourcesUnavailable(_too_late(request, avoided, timeout_s))
+            if waited_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = waited_s
+                logger.warning(
+                    "worker group %r has waited %.0f s, of up to %g s, for %s: %s",
+                    request.name, waited_s, timeout_s, request, _shortage(request, avoided),
+                )  # fmt: skip
+    except BaseException:
+        _give_back(group)
+        raise
+
+
+def _fits_here(request: PlacementRequest) -> bool:
+    """Whether a cluster that no node joins has room for all ranks, and not only for as few as will do.
+
+    Raises:
+        ConfigError: it has not even that.
+    """
+    room = _room(request, alive_nodes())
+    if room < request.least:
+        raise ConfigError(
+            f"worker group {request.name!r} needs {request}, more than this Ray has, which the job itself has started: "
+            f"{_shortage(request, {})}. Ask for less, or start Ray with more"
+        )
+    return room >= request.world_size
+
+
+def _too_late(request: PlacementRequest, avoided: Mapping[str, str], timeout_s: float) -> str:
+    return (
+        f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} s: "
+        f"{_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer (recover.node_wait_s, without a "
+        "Supervisor start_timeout_s); checkpoints are intact, and the same command resumes from the newest"
+    )
+
+
+def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Placement | None:
+    """As many ranks as there is room for now, if that will do; the others are asked for and not waited for."""
+    free, usable = free_by_node(), alive_nodes().keys() - avoided.keys()
+    most = min(_room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1)
+    for world_size in range(most, request.least - 1, -1):
+        group = _reserve(request, world_size, avoided)
+        if group.wait(_ROUND_S) and _on_good_nodes([group]):
+            logger.warning(
+                "worker group %r goes on with %d of %d ranks, %s: %s",
+                request.name, world_size, request.world_size, request, _shortage(request, avoided),
+            )  # fmt: skip
+            return Placement(request, [group], _reserve(request, request.world_size - world_size, {}))
+        _give_back(group)
+    return None
+
+
+def _reserve(request: PlacementRequest, world_size: int, avoided: Mapping[str, str]) -> PlacementGroup:
+    bundles = [request.resources.bundle()] * world_size
+    options = {}
+    if avoided and _KNOWS_LABELS:
+        options["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}] * world_size
+    return placement_group(bundles, strategy=request.strategy, **options)
+
+
+def _give_back(group: PlacementGroup | None) -> None:
+    if group is not None and ray.is_initialized():
+        try:
+            remove_placement_group(group)
+        except RayError as error:  # its control process has been started anew, and knows of none
+            logger.warning("Ray does not take back the resources of a worker group: %s", headline(error))
+
+
+def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
+    """Whether all that was asked for is reserved, on nodes that can be given work."""
+    tables = [placement_group_table(group) for group in groups]
+    if any(table["state"] != "CREATED" for table in tables):
+        return False
+    nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
+    return nodes <= alive_nodes().keys() - nodes_to_avoid().keys()
+
+
+def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> int:
+    """How many ranks the resources of these nodes are enough for."""
+    bundle = request.resources.bundle()
+    ranks = [min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items()) for has in nodes.values()]
+    if request.strategy == "STRICT_PACK":
+        return max(ranks, default=0)
+    return sum(min(1, n) if request.strategy == "STRICT_SPREAD" else n for n in ranks)
+
+
+def _shortage(request: PlacementRequest, avoided: Mapping[str, str]) -> str:
+    """What is there, what of it is free, and for how many ranks that is enough."""
+    there, free_now = {node: has for node, has in alive_nodes().items() if node not in avoided}, free_by_node()
+    free = {node: free_now.get(node, {}) for node in there}
+    sums = [
+        {name: sum(has.get(name, 0.0) for has in nodes.values()) for name in request.resources.bundle()}
+        for nodes in (there, free)
+    ]
+    passed_over = "".join(f"; node {node} is given nothing, because {why}" for node, why in avoided.items())
+    return (
+        f"{len(there)} node(s) have {sums[0]}, room for {_room(request, there)} rank(s); free are {sums[1]}, room for "
+        f"{_room(request, free)}{passed_over}"
+    )
