@@ -67,9 +67,9 @@ class ServerFleet:
     ) -> list[ServerReport]:
         """Have every server load a published folder; return when enough have confirmed it.
 
-        All are told at once, whatever they said before: a label may be right and the server paused. Those that served
-        until now are waited for until they have answered, the others only while they are needed. Who has not confirmed
-        is left to the prober, also when this raises.
+        All are told at once, whatever they said before: a label may be right and the server paused. Those that missed
+        the update before are waited for only while they are needed, the others until they have answered. Who has not
+        confirmed is left to the prober, also when this raises.
 
         Args:
             path: folder of the version, as `publish_weights` writes it; the servers must see it under this path.
@@ -91,7 +91,7 @@ class ServerFleet:
         with self._updating:
             deadline = time.monotonic() + timeout_s
             self._folder = folder
-            awaited = {member for member in self._members if member.report.state is ServerState.SERVING}
+            awaited = {member for member in self._members if member.expected}
             for member in self._members:
                 member.want(folder)
             told = {

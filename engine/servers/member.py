@@ -79,6 +79,11 @@ class FleetMember:
         """The folder that it is loading at this moment."""
         return self._loading
 
+    @property
+    def expected(self) -> bool:
+        """Whether it should answer to the next update: it serves, or it could not have missed one."""
+        return self._wanted is None or self._report.state is ServerState.SERVING
+
     def want(self, folder: PublishedFolder | None) -> None:
         """Set what it is to serve from now on; it is not told yet. None: what it serves is not to be used any more."""
         with self._changed:
@@ -187,7 +192,9 @@ class FleetMember:
                 self._failures += 1
                 pause_s = self._retry_s * 2.0 ** (self._failures - 2) if self._failures > 1 else 0.0
                 self._retry_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
-            self._note(ServerState.GONE if isinstance(error, WorkerLost) else ServerState.BEHIND, text)
+            # One that is known as gone stays that until it has said otherwise.
+            gone = isinstance(error, WorkerLost) or self._report.state is ServerState.GONE
+            self._note(ServerState.GONE if gone else ServerState.BEHIND, text)
         if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
             self._note_unready(status, text)
 

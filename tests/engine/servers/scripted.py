@@ -1,5 +1,6 @@
 """Servers in this process that do what a test tells them, and published folders for them to load."""
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Lock
@@ -19,6 +20,14 @@ def write_published(root: Path, version: int, contents: str = "weights") -> Path
     folder.mkdir(parents=True)
     write_manifest(folder, [write_entry(folder, "model.safetensors", contents.encode())], {"weight_version": version})
     return folder
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as ``condition`` holds."""
+    end = time.monotonic() + stretched(20)
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
 
 
 class PlainServer:

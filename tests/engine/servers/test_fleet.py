@@ -15,7 +15,7 @@ from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
 from holdfast.engine.servers.states import ServerState
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
-from tests.engine.servers.scripted import PlainServer, ScriptedServer, refuse, write_published
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, refuse, wait_until, write_published
 from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,13 +45,6 @@ def make_fleet() -> Iterator[MakeFleet]:
 
 def states(fleet: ServerFleet) -> list[ServerState]:
     return [report.state for report in fleet.states()]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def hang(server: PlainServer, fleet: ServerFleet, folder: Path, version: int) -> None:
@@ -280,8 +273,8 @@ def test_a_folder_that_is_being_loaded_is_not_deleted(tmp_path: Path, make_fleet
     good, slow = ScriptedServer("good"), ScriptedServer("slow")
     fleet = make_fleet(good, slow)
     slow.go.clear()
-    for version in (1, 2, 3):
-        fleet.update(write_published(tmp_path, version), version, LIMIT_S, min_servers=1)
+    for version, limit_s in ((1, 0.2), (2, LIMIT_S), (3, LIMIT_S)):
+        fleet.update(write_published(tmp_path, version), version, limit_s, min_servers=1)
         delete_old(str(tmp_path), 1, fleet.loading())
     assert published_versions(tmp_path) == [1, 3]
     slow.go.set()
