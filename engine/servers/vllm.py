@@ -103,8 +103,8 @@ class VLLMServer(CheckedServer):
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             spans = choice["weight_versions"]
             response = response_of(request, choice["token_ids"], logprobs, spans, choice["finish_reason"])
-        self._salt = spans[-1]["version"]
-        return response
+            self._salt = spans[-1]["version"]
+            return response
 
     def _status(self, calls: Calls) -> ServerStatus:
         label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
