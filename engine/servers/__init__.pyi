@@ -1,5 +1,6 @@
 # The public names and where they are; `lazy_loader` imports each when it is first used.
 
+from .fleet import ServerFleet as ServerFleet
 from .sglang import SGLangServer as SGLangServer
 from .transformers_serve import TransformersServer as TransformersServer
 from .vllm import VLLMServer as VLLMServer
