@@ -76,6 +76,18 @@ class PublishError(ServerError):
     """A server did not confirm the weight version it was told to serve."""
 
 
+class RolloutError(HoldfastError, RuntimeError):
+    """A ticket cannot be finished; the message names it, its sample of the dataset, and the last cause."""
+
+
+class RolloutTimeout(RolloutError, TimeoutError):
+    """The tickets of a step were not finished in time; the message says which."""
+
+
+class CallLost(HoldfastError, RuntimeError):
+    """A call in a `CallPool` hung, or ended its process, as often as it was tried."""
+
+
 class PeerError(HoldfastError, RuntimeError):
     """This rank is well, but others failed in the same collective step.
 
