@@ -24,6 +24,7 @@ class Gated(Server):
         self.open = lambda first: True
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self.seen.append(request)
         await asyncio.sleep(0.0 if self.open(request.input_ids[0]) else 3600.0)
         return await super().agenerate(request)
 
