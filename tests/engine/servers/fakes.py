@@ -21,7 +21,7 @@ from tests.helpers import PRELOAD
 from tests.limits import stretched
 
 _APPLICATIONS = {"vllm": fake_vllm.application, "sglang": fake_sglang.application}
-_ENGINE_OPTIONS = ("dtype", "token_s", "folder")
+_ENGINE_OPTIONS = ("dtype", "token_s", "folder", "of_version")
 
 
 class FakeServer:
