@@ -7,21 +7,16 @@ given up. ``concurrent.futures.ProcessPoolExecutor`` cannot end a call, and is b
 
 import asyncio
 import multiprocessing
-import os
 import pickle
-import signal
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from ...utils.config import require_range
 from ...utils.errors import CallLost, ConfigError
 from ...utils.logging import get_logger
+from .call_process import serve
 
 logger = get_logger(__name__)
 
@@ -129,7 +124,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(theirs,), name="call-pool", daemon=True)
+        self._process = _CONTEXT.Process(target=serve, args=(theirs,), name="call-pool", daemon=True)
         self._process.start()
         theirs.close()
 
@@ -163,47 +158,3 @@ class _Process:
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
-
-
-def _serve(pipe: Connection) -> None:
-    """Be such a process: read a call, say that it begins, make it, answer; until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EOFError):
-        while True:
-            call = _unpickled(pipe.recv_bytes())
-            pipe.send_bytes(b"begun")
-            pipe.send_bytes(_answer(call))
-
-
-def _unpickled(work: bytes) -> Callable[[], Any]:
-    try:
-        fn, args, kwargs = pickle.loads(work)
-    except Exception as error:
-        return partial(_raise, error)
-    return partial(fn, *args, **kwargs)
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _answer(call: Callable[[], Any]) -> bytes:
-    """``(True, result)`` or ``(False, error)``, pickled."""
-    try:
-        return pickle.dumps((True, call()))
-    except Exception as error:
-        error.add_note(traceback.format_exc())
-        with suppress(Exception):
-            data = pickle.dumps((False, error))
-            pickle.loads(data)
-            return data
-        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
-
-
-def _end_with_parent() -> None:
-    """A call may hang when the process that asked for it is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
