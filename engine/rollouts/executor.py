@@ -95,7 +95,7 @@ class RolloutExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waited_s, self._staleness = 0.0, torch.zeros(0)
         self._loop = LoopThread("rollouts")
-        self._closed = False
+        self._restored = self._closed = False
 
     def set_version(self, version: int) -> None:
         """The servers in use serve the weights after ``version`` steps: start what may start now.
@@ -119,6 +119,9 @@ class RolloutExecutor:
             if last is None and version > 0:
                 logger.warning("no state of rollouts was restored: tickets are numbered from 0, at step %d", version)
             self._ledger.set_version(version)
+            if self._restored:
+                self._ledger.resample_stale(self.config.max_head_offpolicyness)
+                self._restored = False
             for step in range(self._ledger.next_step, self._end_of_steps()):
                 self._hand_out(step, self._ledger.batch_size)
         self._start()
@@ -160,7 +163,8 @@ class RolloutExecutor:
                 f"step {step} lacks {missing} of {self._ledger.batch_size} tickets after {self.config.max_rounds} "
                 "rounds of replacements: the workflow, or should_accept, rejects almost all of them"
             )
-        accepted = self._ledger.accepted(step)
+        with self._changed:
+            accepted = self._ledger.accepted(step)
         self._staleness = step - torch.cat([sampled_versions(each) for _, each in accepted])
         return accepted
 
@@ -211,7 +215,8 @@ class RolloutExecutor:
             return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a ledger; its unfinished tickets start with the next `set_version`.
+        """Take over a ledger; its unfinished tickets start with the next `set_version`, and finished ones that are too
+        stale for this executor's ``max_head_offpolicyness`` are sampled again.
 
         Raises:
             CheckpointMismatchError: see `Ledger.load_state_dict`.
@@ -220,7 +225,8 @@ class RolloutExecutor:
         with self._changed:
             if self._ledger.version is not None:
                 raise ConfigError("the RolloutExecutor has begun already; load into a new one, before set_version")
-            self._ledger.load_state_dict(state_dict, self.config.max_head_offpolicyness)
+            self._ledger.load_state_dict(state_dict)
+            self._restored = True
 
     # Tickets, in the caller's thread
 
@@ -261,7 +267,7 @@ class RolloutExecutor:
 
     def _wait_until_decided(self, step: int, given_up_s: float) -> None:
         def decided() -> bool:
-            return self._failure is not None or not self._ledger.outstanding([step])
+            return self._failure is not None or self._ledger.decided(step)
 
         with self._changed:
             in_time = self._changed.wait_for(decided, max(0.0, given_up_s - time.monotonic()))
@@ -315,7 +321,8 @@ class RolloutExecutor:
             else:
                 kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trajectory.items()}
                 self._ledger.finish(ticket.number, kept)
-            self._changed.notify_all()
+            if self._ledger.decided(ticket.step):
+                self._changed.notify_all()
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         logger.error("%s failed", ticket, exc_info=error)

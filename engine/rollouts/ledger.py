@@ -8,6 +8,7 @@ stays on record.
 Which sample of the dataset a ticket gets depends on the order of `Ledger.hand_out` alone. Nothing here locks.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -67,11 +68,13 @@ class Ledger:
         self.next_number = self.next_step = self.finished = self.rejected = 0
         self.drawn: list[int] = []
         self._entries: dict[int, Entry] = {}
+        self._n_outstanding: Counter[int] = Counter()  # by step
 
     def set_version(self, version: int) -> None:
         """Weights after ``version`` steps are there: leave the tickets of earlier steps behind."""
         self.version, self.next_step = version, max(self.next_step, version)
         self._entries = {n: entry for n, entry in self._entries.items() if entry.ticket.step >= version}
+        self._count()
 
     def hand_out(self, step: int, count: int) -> None:
         """Make tickets for a step of the next ``count`` of `drawn`: its first round, or its next."""
@@ -82,6 +85,7 @@ class Ledger:
             number = self.next_number
             self._entries[number] = Entry(Ticket(number, index, derive_seed(self.seed, number), step, round))
             self.next_number += 1
+        self._n_outstanding[step] += count
         self.next_step = max(self.next_step, step + 1)
 
     def finish(self, number: int, trajectory: Trajectory) -> None:
@@ -112,6 +116,10 @@ class Ledger:
         for ticket in tickets:
             self._entries[ticket.number].started = True
 
+    def decided(self, step: int) -> bool:
+        """Whether no ticket of ``step`` is outstanding."""
+        return not self._n_outstanding[step]
+
     def accepted(self, step: int) -> list[tuple[Ticket, Trajectory]]:
         """The finished tickets of a step, by number."""
         return [(e.ticket, e.trajectory) for e in self.of_step(step) if e.trajectory is not None]
@@ -119,6 +127,15 @@ class Ledger:
     def missing(self, step: int) -> int:
         """How many accepted tickets a step lacks."""
         return self.batch_size - len(self.accepted(step))
+
+    def resample_stale(self, max_head_offpolicyness: int) -> None:
+        """Make finished tickets outstanding again that have staler tokens, of a run with a larger bound."""
+        for number, entry in self._entries.items():
+            oldest = entry.ticket.step - max_head_offpolicyness
+            if entry.trajectory is not None and bool((sampled_versions(entry.trajectory) < oldest).any()):
+                self._entries[number] = Entry(entry.ticket)
+                self.finished -= 1
+        self._count()
 
     def require_trained(self, step: int) -> None:
         """See that a step could have been trained, if it had tickets.
@@ -137,6 +154,11 @@ class Ledger:
         entry = self._entries[number]
         assert entry.outcome is Outcome.OUTSTANDING, f"{entry.ticket} is {entry.outcome} already"
         entry.outcome, entry.trajectory = outcome, trajectory
+        self._n_outstanding[entry.ticket.step] -= 1
+
+    def _count(self) -> None:
+        outstanding = (e.ticket.step for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)
+        self._n_outstanding = Counter(outstanding)
 
     # State
 
@@ -148,13 +170,8 @@ class Ledger:
         ]
         return {"format": _FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "tickets": entries}
 
-    def load_state_dict(self, state_dict: dict[str, Any], max_head_offpolicyness: int) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a state back.
-
-        Args:
-            state_dict: of a `state_dict`.
-            max_head_offpolicyness: the bound from now on. A trajectory with an older token, of a run with a larger one,
-                is sampled again.
 
         Raises:
             CheckpointMismatchError: not a state of this class, or of another batch size or seed. The ledger is as it
@@ -174,7 +191,7 @@ class Ledger:
                 )
         entries = {}
         for found in state_dict["tickets"]:
-            entry = _read_entry(found, max_head_offpolicyness)
+            entry = _read_entry(found)
             ticket, steps = entry.ticket, range(state_dict["version"] or 0, state_dict["next_step"])
             if ticket.number in entries or ticket.number >= state_dict["next_number"] or ticket.step not in steps:
                 raise CheckpointMismatchError(
@@ -185,6 +202,7 @@ class Ledger:
         for name in _PLAIN:
             setattr(self, name, state_dict[name])
         self.drawn, self._entries = list(self.drawn), dict(sorted(entries.items()))
+        self._count()
 
 
 _PLAIN = {
@@ -200,7 +218,7 @@ _PLAIN = {
 """The attributes of a `Ledger` that a state holds as they are, and their types."""
 
 
-def _read_entry(found: Any, max_head_offpolicyness: int) -> Entry:
+def _read_entry(found: Any) -> Entry:
     ticket_types: dict[str, Any] = dict.fromkeys((field.name for field in fields(Ticket)), int)
     _require_types("a ticket", found, ticket_types | {"outcome": str, "trajectory": (dict, type(None))})
     ticket = Ticket(**{name: found[name] for name in ticket_types})
@@ -213,8 +231,6 @@ def _read_entry(found: Any, max_head_offpolicyness: int) -> Entry:
         check_trajectory(trajectory)
     except BatchError as error:
         raise CheckpointMismatchError(f"the trajectory of {ticket} cannot be trained on: {error}") from error
-    if bool((sampled_versions(trajectory) < ticket.step - max_head_offpolicyness).any()):
-        return Entry(ticket)
     return Entry(ticket, Outcome.FINISHED, trajectory)
 
 

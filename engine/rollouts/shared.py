@@ -11,7 +11,13 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ...utils.config import require_range
-from ...utils.distributed import get_rank, get_world_size, rank_zero_decides, rank_zero_decides_slowly
+from ...utils.distributed import (
+    all_ranks_succeed,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+    rank_zero_decides_slowly,
+)
 from ..api import Batch
 from .executor import RolloutExecutor
 from .trajectory import concat_trajectories
@@ -26,7 +32,10 @@ class SharedRollouts:
     """
 
     def __init__(self, make: Callable[[], RolloutExecutor], group: dist.ProcessGroup | None = None) -> None:
-        self._group, self._executor = group, make() if get_rank(group) == 0 else None
+        self._group, self._executor = group, None
+        with all_ranks_succeed("making the RolloutExecutor", group):
+            if get_rank(group) == 0:
+                self._executor = make()
 
     def set_version(self, version: int) -> None:
         """See `RolloutExecutor.set_version`."""

@@ -7,6 +7,7 @@ shows in its weights. Every step is also written to a file, with what the ledger
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 from dataclasses import asdict, dataclass
@@ -117,13 +118,26 @@ class Policy:
         self.optimizer.zero_grad()
 
 
-def drive(job: Job, kill_after_s: float | None) -> None:
-    """Run the job from wherever it is; killed ``kill_after_s`` seconds after the beginning, or never."""
+@dataclass(frozen=True)
+class Kill:
+    """When a driver is killed: ``delay_s`` after it begins step ``step`` of its life (0, 1 ...), or its life (-1)."""
+
+    step: int
+    delay_s: float
+
+    def begin(self, step: int) -> None:
+        """Step ``step`` begins."""
+        if step == self.step:
+            timer = threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+def drive(job: Job, kill: Kill | None) -> None:
+    """Run the job from wherever it is, and be killed."""
     torch.set_num_threads(1)
-    if kill_after_s is not None:
-        timer = threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+    begin = (lambda _: None) if kill is None else kill.begin
+    begin(-1)
     policy, loader = Policy(), make_loader()
     servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
     config = RolloutConfig(job.ahead, max_concurrent_rollouts=4, total_steps=job.steps, batch_timeout_s=stretched(30))
@@ -135,8 +149,9 @@ def drive(job: Job, kill_after_s: float | None) -> None:
     ):
         handler.register("rollouts", executor)
         info = handler.load(policy.state, dataloader=loader)
-        step = info.last_step_info.next() if info else StepInfo(0, 0, 0, job.spec.steps_per_epoch)
+        step = first = info.last_step_info.next() if info else StepInfo(0, 0, 0, job.spec.steps_per_epoch)
         while step.global_step < job.steps:
+            begin(step.global_step - first.global_step)
             _publish(job, servers, step.global_step)
             executor.set_version(step.global_step)
             batch = executor.next_batch(step.global_step)
@@ -151,7 +166,8 @@ def drive(job: Job, kill_after_s: float | None) -> None:
 def _publish(job: Job, servers: list[VLLMServer], version: int) -> None:
     """Have all servers serve ``version``, one after the other: for a while they serve different ones."""
     folder = version_path(f"{job.root}/weights", version)
-    path = str(folder) if (folder / "manifest.json").exists() else publish_hashed(folder.parent, version)
+    shutil.rmtree(folder, ignore_errors=True)  # of a life that was killed
+    path = publish_hashed(folder.parent, version)
     for server in servers:
         server.update_weights_from_disk(path, version)
 
@@ -172,11 +188,11 @@ def _note(job: Job, executor: RolloutExecutor, step: int) -> None:
     os.close(file)
 
 
-def live(job: Job, kill_after_s: float | None = None) -> int | None:
+def live(job: Job, kill: Kill | None = None) -> int | None:
     """A driver's life, in a process of its own; its exit code."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
-    process: Any = context.Process(target=drive, args=(job, kill_after_s))
+    process: Any = context.Process(target=drive, args=(job, kill))
     process.start()
     process.join(stretched(120))
     if process.is_alive():

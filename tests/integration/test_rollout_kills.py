@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.engine.servers.fakes import FakeServer
-from tests.integration.rollout_job import BATCH_SIZE, N_SAMPLES, WEIGHTS, Job, live, make_loader, trained
+from tests.integration.rollout_job import BATCH_SIZE, N_SAMPLES, WEIGHTS, Job, Kill, live, make_loader, trained
 
 SIGKILLED = -9
 
@@ -43,20 +43,18 @@ KINDS = {
 }
 
 
-def run(root: Path, kind: Kind, steps: int, kills: int, step_s: float = 0.0) -> tuple[float, int, list[dict[str, Any]]]:
-    """Drive a run to its end through ``kills`` lives that are killed; seconds a step, how many were killed, and what
-    the servers wrote down."""
+def run(root: Path, kind: Kind, steps: int, kills: int = 0, step_s: float = 0.0) -> tuple[float, list[dict[str, Any]]]:
+    """Drive a run to its end through ``kills`` lives that are killed; seconds a step, and what the servers wrote."""
     root.mkdir()
-    draw, killed, options = random.Random(kills), 0, {"token_s": 0.002, "of_version": kind.versioned}
+    draw, options = random.Random(kills), {"token_s": 0.002, "of_version": kind.versioned}
     with FakeServer("vllm", root, **options) as one, FakeServer("vllm", root, **options) as other:
         job = Job(str(root), [one.url, other.url], steps, kind.ahead, kind.picky)
         for _ in range(kills):
-            code = live(job, draw.uniform(0.0, 6 * step_s))
-            assert code in (0, SIGKILLED), "the driver failed"
-            killed += code == SIGKILLED
+            kill = Kill(draw.choice([-1, 0, 1, 1, 2, 2]), draw.uniform(0.0, 2 * step_s))
+            assert live(job, kill) == SIGKILLED
         started_s = time.monotonic()
         assert live(job) == 0
-        return (time.monotonic() - started_s) / steps, killed, one.tokens() + other.tokens()
+        return (time.monotonic() - started_s) / steps, one.tokens() + other.tokens()
 
 
 def assert_exact(root: Path, kind: Kind, steps: int, tokens: list[dict[str, Any]]) -> None:
@@ -95,10 +93,9 @@ def tickets(root: Path) -> list[list[int]]:
 
 def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
     kind = KINDS[name]
-    step_s, _, tokens = run(tmp_path / "untouched", kind, steps, kills=0)
+    step_s, tokens = run(tmp_path / "untouched", kind, steps)
     assert_exact(tmp_path / "untouched", kind, steps, tokens)
-    _, killed, tokens = run(tmp_path / "killed", kind, steps, kills, step_s)
-    assert killed >= kills // 2, "most lives came to the end of the run"
+    _, tokens = run(tmp_path / "killed", kind, steps, kills, step_s)
     assert_exact(tmp_path / "killed", kind, steps, tokens)
     one, other = (torch.load(tmp_path / life / WEIGHTS) for life in ("untouched", "killed"))
     if name != "versioned":
@@ -115,4 +112,4 @@ def test_a_killed_driver_trains_every_ticket_once_in_its_step(tmp_path: Path) ->
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", KINDS)
 def test_fifty_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, name: str) -> None:
-    check(tmp_path, name, steps=150, kills=50)
+    check(tmp_path, name, steps=120, kills=50)

@@ -12,6 +12,7 @@ from holdfast.engine.rollouts.trajectory import TokenSequence, to_trajectory
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from holdfast.recover import ResumableDataLoader
 from holdfast.utils.errors import ServerError
+from tests.limits import stretched
 
 N_PROMPTS = 24
 
@@ -97,5 +98,6 @@ class Echo:
 def make_executor(
     servers: Any, workflow: Any = None, loader: ResumableDataLoader | None = None, accept: Any = None, **options: Any
 ) -> RolloutExecutor:
-    config = RolloutConfig(**{"batch_timeout_s": 20.0} | options)
+    options.setdefault("batch_timeout_s", stretched(20))
+    config = RolloutConfig(**options)
     return RolloutExecutor(config, loader or make_loader(), workflow or Echo(), servers, should_accept=accept)

@@ -319,7 +319,7 @@ def test_seeds_of_a_ticket_depend_on_call_and_sample_only() -> None:
             executor.next_batch(0)
     one, other = ({(tuple(r.input_ids), r.seed) for r in server.seen} for server in servers)
     assert one == other and len({seed for _, seed in one}) == 12
-    assert all(0 <= seed < 2**31 for _, seed in one)
+    assert all(seed is not None and 0 <= seed < 2**31 for _, seed in one)
 
 
 def test_without_offpolicyness_the_order_of_calls_is_the_synchronous_one() -> None:

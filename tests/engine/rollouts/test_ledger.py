@@ -76,17 +76,20 @@ def test_finished_tickets_come_back_and_the_others_are_sampled_with_their_seeds(
     assert n_replaced == sum(outcome == "rejected" for outcome in outcomes.values()) > 0
 
 
+def _divides_by_three(index: int) -> bool:
+    return index % 3 == 0
+
+
 def test_a_run_that_is_restored_draws_the_tickets_of_one_that_is_not() -> None:
     def tickets(restart_at: int | None) -> list[list[Ticket]]:
         loader, found = make_loader(), []
-        rejects = {"rejects": lambda index: index % 3 == 0}
-        options = {"max_head_offpolicyness": 2, "max_concurrent_rollouts": 3}
-        executor = make_executor([server := Server(jitter=restart_at)], Echo(**rejects), loader, **options)
+        options: Any = {"max_head_offpolicyness": 2, "max_concurrent_rollouts": 3}
+        executor = make_executor([server := Server(jitter=restart_at)], Echo(_divides_by_three), loader, **options)
         for step in range(6):
             if step == restart_at:
                 states = saved(executor, loader)
                 executor.close()
-                executor = restored(states, server, Echo(**rejects), **options)
+                executor = restored(states, server, Echo(_divides_by_three), **options)
             server.version = step
             executor.set_version(step)
             found.append([ticket for ticket, _ in executor.next_trajectories(step)])
@@ -129,6 +132,23 @@ def test_a_smaller_bound_samples_again_what_would_be_too_stale() -> None:
             executor.set_version(step)
             versions = executor.next_batch(step)["versions"]
             assert set(versions.flatten().tolist()) == {-1, step}
+
+
+def test_a_smaller_bound_asks_for_nothing_of_a_step_that_is_trained() -> None:
+    loader, server, workflow = make_loader(), Server(), Echo()
+    with make_executor([server], None, loader, max_head_offpolicyness=2) as executor:
+        executor.set_version(0)
+        for step in range(3):
+            executor.next_batch(step)
+            server.version = min(step + 1, 2)
+            executor.set_version(server.version)
+        states = saved(executor, loader)  # of step 2, whose tokens are of version 0
+    server.version = 3
+    with restored(states, server, workflow, max_head_offpolicyness=0) as executor:
+        executor.set_version(3)
+        assert set(executor.next_batch(3)["versions"].flatten().tolist()) == {-1, 3}
+    trained = {ticket["index"] for ticket in states[0]["tickets"] if ticket["step"] == 2}
+    assert not trained & set(workflow.indices)
 
 
 def test_a_larger_bound_keeps_everything() -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def add(one: int, other: int) -> int:
@@ -21,7 +21,7 @@ def hang(started: str) -> None:
         time.sleep(0.01)
 
 
-def die(*_: Any, **__: Any) -> None:
+def die(*_: Any, **__: Any) -> NoReturn:
     os._exit(7)
 
 
@@ -32,7 +32,7 @@ def die_once(marker: str) -> str:
     return "done"
 
 
-def refuse(value: int) -> None:
+def refuse(value: int) -> NoReturn:
     raise ValueError(f"{value} is no good")
 
 
