@@ -4,32 +4,30 @@ One update is pause, load, reset the prefix cache, label, resume, read back, and
 whole cycle, whatever the label says: a publisher that was killed leaves the server paused. Requests in flight are kept;
 their KV cache is computed again by the new weights, and the server records which label sampled which token.
 
-A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused, and
-the next good load repairs it.
+A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused. The
+next good load repairs it, unless a part of the bad folder had been read already: the server may then fail once more, or
+serve a mixture, which the comparison of contents finds, and has to be restarted.
 
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-from ...utils.errors import PoisonedServerError, ServerError, WrongContentError
-from ...utils.logging import get_logger
-from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
-from .completions import response_of, samples_plainly, untempered
-from .http import Calls, HTTPServer, Json
-from .probe import ContentCheck
-
-logger = get_logger(__name__)
+from ...utils.errors import PoisonedServerError, ServerError
+from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
+from .checked import CheckedServer
+from .completions import response_of
+from .http import Calls, Json
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _POISONED = (
     "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
-    "the folder, and tell it again; a good load repairs it"
+    "the folder, and tell it again; if that fails too, restart it"
 )
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
 _NO_LABEL = "default"
@@ -37,7 +35,7 @@ _NO_LABEL = "default"
 
 
 @dataclass(eq=False, repr=False)
-class VLLMServer(HTTPServer):
+class VLLMServer(CheckedServer):
     """A client of one vLLM server: an `ObservableServer` and a `GenerationServer`; picklable.
 
     Attributes:
@@ -49,12 +47,10 @@ class VLLMServer(HTTPServer):
             dtype that folders are stored in; None: the same.
     """
 
-    _: KW_ONLY
-    dtype: str | None = None
+    _how_to_temper: ClassVar[str] = "start the server with --logprobs-mode processed_logprobs"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._content = ContentCheck(self.dtype)
         self._salt: str | None = None
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
@@ -67,7 +63,7 @@ class VLLMServer(HTTPServer):
             WrongContentError: it answers by other weights; it was paused again.
             PublishError: it refused, or says something else than expected; it may be paused.
         """
-        label, probe = weights_label(path, version), self._probe(path)
+        label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
             load = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
@@ -77,13 +73,7 @@ class VLLMServer(HTTPServer):
             calls.post("resume", "/resume")
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
                 raise calls.refuse(f"after it, the server says {status}; expected the label {label}, not paused")
-            if probe is not None:
-                answer = self._prompt_logprobs(calls, probe.prompt_ids)
-                if problem := self._content.problem(path, probe, answer):
-                    self._withdraw(calls)
-                    raise calls.refuse(
-                        f"{problem}. It was paused again: tell it again, or restart it", WrongContentError
-                    )
+            self._check_content(calls, path, probe)
         return version
 
     def status(self) -> ServerStatus:
@@ -109,28 +99,13 @@ class VLLMServer(HTTPServer):
         if self._salt is not None:  # blocks of the prefix cache that other weights computed are not found under it
             body["cache_salt"] = self._salt
         answer = await self._ask("/inference/v1/generate", body)
-        try:
+        with self._reading("a completion"):
             choice = answer["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             spans = choice["weight_versions"]
             response = response_of(request, choice["token_ids"], logprobs, spans, choice["finish_reason"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.name}: a completion cannot be used: {type(error).__name__}: {error}") from error
-        self._salt = spans[-1]["version"]
-        return response
-
-    def check_generation(self, gconfig: GenerationHyperparameters) -> None:
-        """See that the server completes prompts of token ids, and tells the log-probabilities of what it samples from.
-
-        To be called once, before the first completion. It samples two tokens.
-
-        Raises:
-            ServerError: it does not; the message says how to start it.
-        """
-        with self._calls(", asked for two tokens", self.timeout_s, ServerError) as calls:
-            plain = self._top_logprobs(calls, 1.0)
-            if not samples_plainly(gconfig) and (problem := untempered(plain, self._top_logprobs(calls, 0.5))):
-                raise calls.refuse(f"{problem}; start the server with --logprobs-mode processed_logprobs")
+            self._salt = spans[-1]["version"]
+            return response
 
     def _status(self, calls: Calls) -> ServerStatus:
         label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
@@ -156,32 +131,20 @@ class VLLMServer(HTTPServer):
         return calls.post("check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT)
 
     def _prompt_logprobs(self, calls: Calls, ids: Sequence[int]) -> list[float]:
-        """Those of all but the first token; the prefix cache is not read for them."""
-        answer = self._generate(calls, ids, prompt_logprobs=0)
-        try:
+        answer = self._generate(calls, ids, prompt_logprobs=0)  # for which the prefix cache is not read
+        with calls.reading("its log-probabilities of the prompt"):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
-        except (KeyError, TypeError, ValueError) as error:
-            raise calls.refuse(
-                f"no log-probabilities of the prompt came back ({type(error).__name__}: {error})"
-            ) from error
 
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
-        """The most likely first tokens behind some prompt, with their log-probabilities."""
         answer = self._generate(calls, [1], temperature=temperature, logprobs=5)
-        try:
+        with calls.reading("its log-probabilities"):
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return {entry["token_id"]: entry["logprob"] for entry in entries}
-        except (KeyError, IndexError, TypeError) as error:
-            raise calls.refuse(f"no log-probabilities came back ({type(error).__name__}: {error})") from error
 
     def _withdraw(self, calls: Calls) -> None:
-        """Have the server answer nothing, and abort what it has begun: those tokens are of other weights."""
-        try:
-            calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
-            calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
-        except ServerError as error:
-            logger.warning("could not be paused after wrong content was found: %s", error)
+        calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
+        calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
 
 
 def _sampling_params(request: ModelRequest) -> Json:

@@ -169,7 +169,8 @@ class FakeEngine:
         try:
             while request.reason is None:
                 await asyncio.sleep(self._token_s)
-                await self._running.wait()
+                while self.paused and request.reason is None:
+                    await asyncio.sleep(0.002)
                 if request.reason is None:
                     self._step(request)
         finally:
@@ -217,6 +218,9 @@ class FakeEngine:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Write down each call, and do wrong what the fake was told to."""
+        if request.path == "/fake" and request.method == "GET":
+            state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
+            return web.json_response(state | {"in_flight": len(self.requests), "in_pieces": self.in_pieces})
         if request.path == "/fake":
             self.faults, self.calls_seen = Faults(**await request.json()), 0
             return web.json_response({})
