@@ -229,7 +229,8 @@ class RecoverHandler:
         Args:
             engine: as for `load`.
             step_info: the step that was just trained.
-            dataloader: as for `load`; its cursor must be that of the last trained batch.
+            dataloader: as for `load`; its cursor must be that of the last trained batch, or what it is ahead of that be
+                in the state of a registered object (`holdfast.engine.rollouts`).
             force: snapshot although none is due (but never one step twice); one rank that says so is enough.
             metrics: numbers that ``keep_best`` chooses by; rank 0's count.
 

@@ -93,6 +93,18 @@ class WrongContentError(PublishError):
     """A server says that it serves a version, but its answers are those of other weights. It was paused again."""
 
 
+class RolloutError(HoldfastError, RuntimeError):
+    """A ticket cannot be finished; the message names it, its sample of the dataset, and the last cause."""
+
+
+class RolloutTimeout(RolloutError, TimeoutError):
+    """The tickets of a step were not finished in time; the message says which."""
+
+
+class CallLost(HoldfastError, RuntimeError):
+    """A call in a `CallPool` hung, or ended its process, as often as it was tried."""
+
+
 class PeerError(HoldfastError, RuntimeError):
     """This rank is well, but others failed in the same collective step.
 

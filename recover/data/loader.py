@@ -45,6 +45,8 @@ class ResumableDataLoader:
     Leaving a ``for`` loop early and starting another goes on in the same epoch, with the next batch.
 
     Attributes:
+        dataset: see below.
+        batch_size: see below.
         rank_independent: the state is the same on every rank and can be resumed by any number of them. A loader that
             does not say so (torchdata's) is only resumed by as many processes as it was saved by.
     """
@@ -90,8 +92,8 @@ class ResumableDataLoader:
                 f"batch_size {batch_size} is larger than the dataset of {self._samples} samples, so an epoch would "
                 f"have no batch; use a smaller batch_size or drop_last=False"
             )
-        self._dataset, self._collate = dataset, collate_fn
-        self._batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
+        self.dataset, self._collate = dataset, collate_fn
+        self.batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
         self._rank, self._world_size = rank, world_size
         self._check_shares()
         self._epoch = self._cursor = 0
@@ -104,7 +106,7 @@ class ResumableDataLoader:
 
     def __len__(self) -> int:
         """Batches in a whole epoch, wherever the cursor is."""
-        full, rest = divmod(self._samples, self._batch_size)
+        full, rest = divmod(self._samples, self.batch_size)
         return full if self._drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,6 +122,14 @@ class ResumableDataLoader:
         while True:
             yield from self
 
+    def index_batches(self) -> Iterator[list[int]]:
+        """`batches` of indices into the dataset, for who reads the samples itself (`holdfast.engine.rollouts`)."""
+        while True:
+            if not self._has_batch():
+                self._seek(self._epoch + 1, 0)
+            indices, self._cursor = self._next_share()
+            yield indices
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, in plain values that are the same on every rank.
 
@@ -130,7 +140,7 @@ class ResumableDataLoader:
             "version": _STATE_VERSION,
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "batch_size": self._batch_size,
+            "batch_size": self.batch_size,
             "dataset_fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -172,17 +182,22 @@ class ResumableDataLoader:
         self._seek(epoch, cursor)
 
     def _has_batch(self) -> bool:
-        return self._samples - self._cursor >= (self._batch_size if self._drop_last else 1)
+        return self._samples - self._cursor >= (self.batch_size if self._drop_last else 1)
 
     def _take(self) -> Any:
         """This rank's share of the next batch. The cursor moves only after every sample was read."""
-        end = min(self._cursor + self._batch_size, self._samples)
-        indices = self._order[self._cursor : end]
-        first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
-        samples = [self._dataset[int(index)] for index in indices[first:last]]
+        indices, end = self._next_share()
+        samples = [self.dataset[index] for index in indices]
         batch = samples if self._collate is None else self._collate(samples)
         self._cursor = end
         return batch
+
+    def _next_share(self) -> tuple[list[int], int]:
+        """Indices of this rank's share of the next batch, and the cursor after it."""
+        end = min(self._cursor + self.batch_size, self._samples)
+        indices = self._order[self._cursor : end].tolist()
+        first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
+        return indices[first:last], end
 
     def _seek(self, epoch: int, cursor: int) -> None:
         if epoch != self._epoch:
@@ -196,11 +211,11 @@ class ResumableDataLoader:
 
     def _check_shares(self) -> None:
         """Every rank must get a sample of every batch, the last one of an epoch included."""
-        last = 0 if self._drop_last else self._samples % self._batch_size
-        smallest = last or self._batch_size
+        last = 0 if self._drop_last else self._samples % self.batch_size
+        smallest = last or self.batch_size
         if smallest < self._world_size:
             raise ConfigError(
                 f"a batch of {smallest} samples cannot be shared by {self._world_size} ranks "
-                f"(batch_size {self._batch_size}, drop_last {self._drop_last}, {self._samples} samples); "
+                f"(batch_size {self.batch_size}, drop_last {self._drop_last}, {self._samples} samples); "
                 f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
             )

@@ -79,6 +79,7 @@ class FakeEngine:
         dtype: of the model; None: `HashedWeights`.
         token_s: seconds that a token takes.
         folder: what it serves at first; None: hashed weights of version -1.
+        of_version: whether hashed tokens depend on the version of the weights.
         dies_of_pieces: a token sampled by weights in pieces ends the process (vLLM), or is garbage (SGLang).
     """
 
@@ -89,14 +90,16 @@ class FakeEngine:
         dtype: str | None = None,
         token_s: float = 0.0,
         folder: str | None = None,
+        of_version: bool = True,
         dies_of_pieces: bool = True,
     ) -> None:
         self.faults, self.calls_seen = Faults(), 0
         self.label, self.in_pieces = "default", False
-        self.weights: Weights = HashedWeights(-1)
+        self._of_version = of_version
+        self.weights: Weights = HashedWeights(-1, of_version)
         self.weights_id = "default"
         if folder is not None:
-            self.weights_id, self.weights = load_weights(folder, dtype)
+            self.weights_id, self.weights = load_weights(folder, dtype, of_version)
         self.requests: set[Generation] = set()
         self._log = open(log, "a", buffering=1)  # noqa: SIM115 - as long as the process
         self._dtype, self._token_s, self._dies_of_pieces = dtype, token_s, dies_of_pieces
@@ -146,7 +149,7 @@ class FakeEngine:
             self.faults.lie -= 1
             return
         try:
-            self.weights_id, self.weights = load_weights(folder, self._dtype)
+            self.weights_id, self.weights = load_weights(folder, self._dtype, self._of_version)
             self.in_pieces = False
         except Exception:
             self.weights_id, self.weights, self.in_pieces = "pieces", HashedWeights(None), True

@@ -44,13 +44,14 @@ def hashed_token(prompt: Sequence[int], seed: int, version: int | None, position
 
 
 class HashedWeights:
-    """Weights without a model, that give `hashed_token`."""
+    """Weights without a model, that give `hashed_token`: of their version, or of none without ``of_version``."""
 
-    def __init__(self, version: int | None) -> None:
+    def __init__(self, version: int | None, of_version: bool = True) -> None:
         self.version = version
+        self._hashed_version = version if of_version else None
 
     def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
-        return hashed_token(ids[: len(ids) - position], seed, self.version, position)
+        return hashed_token(ids[: len(ids) - position], seed, self._hashed_version, position)
 
     def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
         return {token: -(1 + token) / temperature for token in range(count)}
@@ -93,12 +94,12 @@ class ModelWeights:
         return [float(row[token]) for row, token in zip(self._logprobs(ids), ids[1:], strict=False)]
 
 
-def load_weights(folder: str, dtype: str | None) -> tuple[str, Weights]:
+def load_weights(folder: str, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
     """What is in a published folder, and its digest; without a ``dtype`` as `HashedWeights`.
 
     Raises:
         Exception: the folder is not there, or is damaged.
     """
     version = int(verify_folder(folder)["weight_version"] if dtype else read_manifest(folder)["weight_version"])
-    weights = ModelWeights(folder, dtype, version) if dtype else HashedWeights(version)
+    weights = ModelWeights(folder, dtype, version) if dtype else HashedWeights(version, of_version)
     return file_digest(Path(folder) / MANIFEST_NAME), weights

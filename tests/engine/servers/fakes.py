@@ -26,7 +26,7 @@ _APPLICATIONS: dict[str, Callable[..., web.Application]] = {
     "sglang": fake_sglang.application,
     "transformers": fake_transformers.application,
 }
-_ENGINE_OPTIONS = ("dtype", "token_s", "folder")
+_ENGINE_OPTIONS = ("dtype", "token_s", "folder", "of_version")
 
 
 class FakeServer:

@@ -1,0 +1,243 @@
+"""The ledger: every ticket that was handed out and not yet left behind, and what became of it.
+
+It holds the tickets of the steps from ``version`` to ``version + max_head_offpolicyness``: weights of version v are
+those after v steps, so tickets of earlier steps are trained. A finished ticket keeps its trajectory here, because no
+server would sample it again bit for bit. A rejected one is replaced by another of the same step in the next round, and
+stays on record.
+
+Which sample of the dataset a ticket gets depends on the order of `Ledger.hand_out` alone. Nothing here locks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError
+from .ticket import Ticket, derive_seed
+from .trajectory import Trajectory, check_trajectory, sampled_versions
+
+_FORMAT = 1
+
+
+class Outcome(StrEnum):
+    """What became of a ticket."""
+
+    OUTSTANDING = "outstanding"
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+@dataclass
+class Entry:
+    """A ticket and what became of it.
+
+    Attributes:
+        ticket: the ticket.
+        outcome: what became of it.
+        trajectory: of a finished one; else None.
+        started: whether its episode runs, or has run, in this process.
+    """
+
+    ticket: Ticket
+    outcome: Outcome = Outcome.OUTSTANDING
+    trajectory: Trajectory | None = None
+    started: bool = False
+
+
+class Ledger:
+    """Tickets and their outcomes.
+
+    Args:
+        batch_size: tickets that a step trains on.
+        seed: of the tickets' seeds.
+
+    Attributes:
+        version: of the weights, as they were told last; None: not yet.
+        next_number: number of the next ticket.
+        next_step: first step that no ticket was handed out for.
+        drawn: dataset indices that came from the loader and are of no ticket yet.
+        finished: tickets that were finished so far, in the whole run.
+        rejected: tickets that were rejected so far, in the whole run.
+    """
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        self.batch_size, self.seed = batch_size, seed
+        self.version: int | None = None
+        self.next_number = self.next_step = self.finished = self.rejected = 0
+        self.drawn: list[int] = []
+        self._entries: dict[int, Entry] = {}
+        self._n_outstanding: Counter[int] = Counter()  # by step
+
+    def set_version(self, version: int) -> None:
+        """Weights after ``version`` steps are there: leave the tickets of earlier steps behind."""
+        self.version, self.next_step = version, max(self.next_step, version)
+        self._entries = {n: entry for n, entry in self._entries.items() if entry.ticket.step >= version}
+        self._count()
+
+    def hand_out(self, step: int, count: int) -> None:
+        """Make tickets for a step of the next ``count`` of `drawn`: its first round, or its next."""
+        indices, self.drawn = self.drawn[:count], self.drawn[count:]
+        assert len(indices) == count, "the caller draws first"
+        round = 1 + max((entry.ticket.round for entry in self.of_step(step)), default=-1)
+        for index in indices:
+            number = self.next_number
+            self._entries[number] = Entry(Ticket(number, index, derive_seed(self.seed, number), step, round))
+            self.next_number += 1
+        self._n_outstanding[step] += count
+        self.next_step = max(self.next_step, step + 1)
+
+    def finish(self, number: int, trajectory: Trajectory) -> None:
+        """Keep what an outstanding ticket came to."""
+        self._settle(number, Outcome.FINISHED, trajectory)
+        self.finished += 1
+
+    def reject(self, number: int) -> None:
+        """Note that an outstanding ticket is not trained on."""
+        self._settle(number, Outcome.REJECTED, None)
+        self.rejected += 1
+
+    def of_step(self, step: int) -> list[Entry]:
+        """The tickets of a step, by number."""
+        return [entry for entry in self._entries.values() if entry.ticket.step == step]
+
+    def outstanding(self, steps: Iterable[int]) -> list[Ticket]:
+        """The unfinished tickets of ``steps``, by number."""
+        tickets = (e.ticket for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)
+        return [ticket for ticket in tickets if ticket.step in steps]
+
+    def not_started(self, steps: Iterable[int]) -> list[Ticket]:
+        """Those of the `outstanding` ones that nobody samples in this process."""
+        return [ticket for ticket in self.outstanding(steps) if not self._entries[ticket.number].started]
+
+    def note_started(self, tickets: Iterable[Ticket]) -> None:
+        """Their episodes run."""
+        for ticket in tickets:
+            self._entries[ticket.number].started = True
+
+    def decided(self, step: int) -> bool:
+        """Whether no ticket of ``step`` is outstanding."""
+        return not self._n_outstanding[step]
+
+    def accepted(self, step: int) -> list[tuple[Ticket, Trajectory]]:
+        """The finished tickets of a step, by number."""
+        return [(e.ticket, e.trajectory) for e in self.of_step(step) if e.trajectory is not None]
+
+    def missing(self, step: int) -> int:
+        """How many accepted tickets a step lacks."""
+        return self.batch_size - len(self.accepted(step))
+
+    def resample_stale(self, max_head_offpolicyness: int) -> None:
+        """Make finished tickets outstanding again that have staler tokens, of a run with a larger bound."""
+        for number, entry in self._entries.items():
+            oldest = entry.ticket.step - max_head_offpolicyness
+            if entry.trajectory is not None and bool((sampled_versions(entry.trajectory) < oldest).any()):
+                self._entries[number] = Entry(entry.ticket)
+                self.finished -= 1
+        self._count()
+
+    def require_trained(self, step: int) -> None:
+        """See that a step could have been trained, if it had tickets.
+
+        Raises:
+            ConfigError: it lacks some.
+        """
+        tickets = self.of_step(step)
+        if tickets and self.missing(step):
+            raise ConfigError(
+                f"weights after step {step} cannot be: {self.missing(step)} of its {self.batch_size} tickets are not "
+                f"finished, among {tickets[0].ticket}. Train on next_batch({step}) first"
+            )
+
+    def _settle(self, number: int, outcome: Outcome, trajectory: Trajectory | None) -> None:
+        entry = self._entries[number]
+        assert entry.outcome is Outcome.OUTSTANDING, f"{entry.ticket} is {entry.outcome} already"
+        entry.outcome, entry.trajectory = outcome, trajectory
+        self._n_outstanding[entry.ticket.step] -= 1
+
+    def _count(self) -> None:
+        outstanding = (e.ticket.step for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)
+        self._n_outstanding = Counter(outstanding)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it in plain values; trajectories are not copied, nothing changes them."""
+        entries = [
+            asdict(entry.ticket) | {"outcome": entry.outcome.value, "trajectory": entry.trajectory}
+            for entry in self._entries.values()
+        ]
+        return {"format": _FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "tickets": entries}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a state back.
+
+        Raises:
+            CheckpointMismatchError: not a state of this class, or of another batch size or seed. The ledger is as it
+                was.
+        """
+        if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
+            raise CheckpointMismatchError(
+                f"the state of the rollouts is not one of format {_FORMAT}: it has "
+                f"{sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__}"
+            )
+        _require_types("the state of the rollouts", state_dict, _PLAIN | {"format": int, "tickets": list})
+        for name in ("batch_size", "seed"):
+            if state_dict[name] != getattr(self, name):
+                raise CheckpointMismatchError(
+                    f"the rollouts were saved with {name} {state_dict[name]}, this job has {getattr(self, name)}; "
+                    f"tickets would be lost or repeated. Resume with {state_dict[name]}"
+                )
+        entries = {}
+        for found in state_dict["tickets"]:
+            entry = _read_entry(found)
+            ticket, steps = entry.ticket, range(state_dict["version"] or 0, state_dict["next_step"])
+            if ticket.number in entries or ticket.number >= state_dict["next_number"] or ticket.step not in steps:
+                raise CheckpointMismatchError(
+                    f"the rollouts hold {ticket} twice, or it is not among {state_dict['next_number']} tickets of "
+                    f"steps {steps.start} to {steps.stop - 1}"
+                )
+            entries[ticket.number] = entry
+        for name in _PLAIN:
+            setattr(self, name, state_dict[name])
+        self.drawn, self._entries = list(self.drawn), dict(sorted(entries.items()))
+        self._count()
+
+
+_PLAIN = {
+    "version": (int, type(None)),
+    "next_number": int,
+    "next_step": int,
+    "drawn": list,
+    "finished": int,
+    "rejected": int,
+    "batch_size": int,
+    "seed": int,
+}
+"""The attributes of a `Ledger` that a state holds as they are, and their types."""
+
+
+def _read_entry(found: Any) -> Entry:
+    ticket_types: dict[str, Any] = dict.fromkeys((field.name for field in fields(Ticket)), int)
+    _require_types("a ticket", found, ticket_types | {"outcome": str, "trajectory": (dict, type(None))})
+    ticket = Ticket(**{name: found[name] for name in ticket_types})
+    outcome, trajectory = found["outcome"], found["trajectory"]
+    if outcome not in list(Outcome) or (outcome == Outcome.FINISHED) != (trajectory is not None):
+        raise CheckpointMismatchError(f"{ticket} is {outcome!r} with{'' if trajectory else 'out'} a trajectory")
+    if trajectory is None:
+        return Entry(ticket, Outcome(outcome))
+    try:
+        check_trajectory(trajectory)
+    except BatchError as error:
+        raise CheckpointMismatchError(f"the trajectory of {ticket} cannot be trained on: {error}") from error
+    return Entry(ticket, Outcome.FINISHED, trajectory)
+
+
+def _require_types(what: str, found: Any, types: dict[str, Any]) -> None:
+    if not isinstance(found, dict) or found.keys() != types.keys():
+        keys = sorted(found) if isinstance(found, dict) else type(found).__name__
+        raise CheckpointMismatchError(f"{what} has {keys}; expected {sorted(types)}")
+    for name, expected in types.items():
+        if not isinstance(found[name], expected) or isinstance(found[name], bool):
+            raise CheckpointMismatchError(f"{what} has {name} {found[name]!r}, which is a {type(found[name]).__name__}")

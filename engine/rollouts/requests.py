@@ -1,0 +1,158 @@
+"""Requests of episodes, sent to servers that may be used now, and sent again elsewhere when they fail."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
+
+from ...utils.errors import RolloutError, ServerError
+from ...utils.logging import get_logger
+from ..servers.api import GenerationServer, ModelRequest, ModelResponse
+from .config import RolloutConfig
+from .ticket import Ticket, derive_seed
+
+logger = get_logger(__name__)
+
+Servers = Sequence[GenerationServer] | Callable[[], Sequence[GenerationServer]]
+"""The servers, or what returns those that may be used now: that serve the newest weights and are not paused."""
+
+_LOOK_AGAIN_S = 0.1
+
+
+class RequestSender:
+    """Sends the requests of all episodes; on one asyncio loop.
+
+    Args:
+        servers: to send to. Requests of an episode stay at one server, which has its prefix in a cache.
+        config: how patient to be.
+
+    Attributes:
+        retried: requests that were sent again so far.
+    """
+
+    def __init__(self, servers: Servers, config: RolloutConfig) -> None:
+        self.retried = 0
+        self._servers, self._config = servers, config
+        self._in_flight: Counter[int] = Counter()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def pause(self) -> None:
+        """Send nothing until `resume`; what is under way goes on."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Send again."""
+        self._open.set()
+
+    async def send(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
+        """The answer of a server; see `TicketEngine.agenerate`."""
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self._config.request_attempts),
+            wait=wait_exponential(multiplier=0.1, max=10.0),  # no jitter: it draws from the training's generator
+            retry=retry_if_exception_type(ServerError),
+            before_sleep=self._count,
+            reraise=True,
+        )
+        return await retrying(self._send_once, request, episode)
+
+    async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
+        server = await self._choose(episode)
+        episode.server = server
+        self._in_flight[id(server)] += 1
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                response = await server.agenerate(request)
+            episode.check(response)
+        except TimeoutError as error:
+            episode.failed = server
+            raise ServerError(
+                f"{_name(server)} has not answered within {self._config.request_timeout_s:g} s"
+            ) from error
+        except ServerError:
+            episode.failed = server
+            raise
+        finally:
+            self._in_flight[id(server)] -= 1
+        return response
+
+    async def _choose(self, episode: "TicketEngine") -> GenerationServer:
+        """The server of the episode, or else the one with the fewest requests in flight; not the one that failed last,
+        if there is another."""
+        await self._open.wait()
+        given_up_s = time.monotonic() + self._config.server_wait_s
+        while not (serving := list(self._servers() if callable(self._servers) else self._servers)):
+            if time.monotonic() > given_up_s:
+                raise RolloutError(f"no server could be used for {self._config.server_wait_s:g} s")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._open.wait()
+        others = [server for server in serving if server is not episode.failed] or serving
+        if any(server is episode.server for server in others):
+            return episode.server
+        return min(others, key=lambda server: self._in_flight[id(server)])
+
+    def _count(self, attempt: RetryCallState) -> None:
+        self.retried += 1
+        error = None if attempt.outcome is None else attempt.outcome.exception()
+        logger.warning("%s: request %d failed: %s", attempt.args[1], attempt.attempt_number, error)
+
+
+class TicketEngine:
+    """The `EpisodeEngine` of one ticket.
+
+    Args:
+        ticket: whose seed the requests' are derived from.
+        oldest: version of the weights that may have sampled a token at least.
+        sender: sends the requests.
+
+    Attributes:
+        server: that answers this episode.
+        failed: the one that failed to, last.
+    """
+
+    def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
+        self.server: Any = None
+        self.failed: Any = None
+        self._ticket, self._oldest, self._sender, self._calls = ticket, oldest, sender, 0
+
+    def __str__(self) -> str:
+        return str(self._ticket)
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """See `EpisodeEngine`."""
+        number = self._calls if request.seed is None else request.seed
+        self._calls += 1
+        seed = derive_seed(self._ticket.seed, number)
+        request = replace(request, seed=seed, rid=request.rid or f"ticket-{self._ticket.number}-{number}")
+        try:
+            return await self._sender.send(request, self)
+        except ServerError as error:
+            raise RolloutError(f"no server completed request {request.rid}, the last one said: {error}") from error
+
+    def check(self, response: ModelResponse) -> None:
+        """See that weights of the right versions have sampled the answer, whatever the server was told.
+
+        Raises:
+            ServerError: a token is staler than may be trained, or of weights that come after the step; or its version
+                or log-probability is missing.
+        """
+        lengths = {len(each) for each in (response.output_tokens, response.output_logprobs, response.output_versions)}
+        if len(lengths) > 1:
+            raise ServerError(
+                f"{_name(self.server)} answered {len(response.output_tokens)} tokens, {len(response.output_logprobs)} "
+                f"log-probabilities and {len(response.output_versions)} versions; expected as many of each"
+            )
+        versions = response.output_versions
+        if wrong := [version for version in versions if not self._oldest <= version <= self._ticket.step]:
+            raise ServerError(
+                f"{_name(self.server)} sampled with weights of version {wrong[0]}; {self._ticket} takes versions "
+                f"{self._oldest} to {self._ticket.step}"
+            )
+
+
+def _name(server: object) -> str:
+    return getattr(server, "name", type(server).__name__)

@@ -1,0 +1,109 @@
+"""Calls in processes of their own: results, errors, calls that hang or end their process, and what is left behind."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.rollouts import CallPool
+from holdfast.utils.errors import CallLost, ConfigError
+from holdfast.utils.processes import ProcessId, still_alive
+from tests.engine.rollouts import user_code
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def call(pool: CallPool, fn: object, *args: object) -> object:
+    return asyncio.run(pool.call(fn, *args))  # type: ignore[arg-type]
+
+
+def test_a_call_returns_what_its_function_does_in_another_process() -> None:
+    with CallPool(n_processes=1) as pool:
+        assert call(pool, user_code.add, 1, 2) == 3
+        first, second = (call(pool, user_code.process_id) for _ in range(2))
+        assert first == second != os.getpid()
+
+
+def test_calls_are_made_at_the_same_time() -> None:
+    async def two() -> list[int]:
+        return await asyncio.gather(*(pool.call(user_code.process_id) for _ in range(16)))
+
+    with CallPool(n_processes=2) as pool:
+        assert len(set(asyncio.run(two()))) <= 2
+
+
+def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
+    with CallPool(n_processes=1) as pool:
+        with pytest.raises(ValueError, match="3 is no good") as caught:
+            call(pool, user_code.refuse, 3)
+        assert "in refuse" in caught.value.__notes__[0]
+        with pytest.raises(RuntimeError, match="Odd: odd"):
+            call(pool, user_code.raise_odd)
+        assert call(pool, user_code.add, 1, 1) == 2 and pool.n_lost == 0
+
+
+def test_a_call_that_hangs_is_ended_and_made_once_more(tmp_path: Path) -> None:
+    with CallPool(n_processes=1, timeout_s=0.3) as pool:
+        with pytest.raises(CallLost, match=r"hang has not returned within 0\.3 s, 2 times"):
+            call(pool, user_code.hang, str(tmp_path / "started"))
+        pids = [int(line) for line in (tmp_path / "started").read_text().split()]
+        assert len(set(pids)) == 2 and pool.n_lost == 2
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert call(pool, user_code.add, 1, 1) == 2, "the pool survives"
+
+
+def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
+    with CallPool(n_processes=1) as pool:
+        assert call(pool, user_code.die_once, str(tmp_path / "died")) == "done"
+        with pytest.raises(CallLost, match=r"die has ended its process \(exit code 7\), 2 times"):
+            call(pool, user_code.die)
+        assert pool.n_lost == 3 and call(pool, user_code.add, 1, 1) == 2
+
+
+def test_what_cannot_be_pickled_is_refused() -> None:
+    with CallPool() as pool, pytest.raises(ConfigError, match="cannot be sent to another process"):
+        call(pool, lambda: 1)
+
+
+def test_a_closed_pool_ends_its_calls_and_takes_none(tmp_path: Path) -> None:
+    async def close_while_it_hangs() -> None:
+        task = asyncio.create_task(pool.call(user_code.hang, str(tmp_path / "started")))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        pool.close()
+        with pytest.raises(ConfigError, match="closed"):
+            await task
+
+    pool = CallPool(n_processes=1, timeout_s=3600)
+    asyncio.run(close_while_it_hangs())
+    with pytest.raises(ConfigError, match="closed"):
+        call(pool, user_code.add, 1, 1)
+
+
+def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys\nfrom holdfast.engine.rollouts import CallPool\n"
+        "from tests.engine.rollouts import user_code\n"
+        "if __name__ == '__main__':\n    asyncio.run(CallPool(timeout_s=3600).call(user_code.hang, sys.argv[1]))\n"
+    )
+    (tmp_path / "job.py").write_text(script)
+    started = tmp_path / "started"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    }
+    job = subprocess.Popen([sys.executable, str(tmp_path / "job.py"), str(started)], env=environment)
+    deadline = time.monotonic() + stretched(30)
+    while not started.exists() or not started.read_text().endswith("\n"):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(started.read_text())
+    child = ProcessId(pid, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert child.alive()
+    job.kill()
+    job.wait()
+    assert still_alive([child], stretched(10)) == []

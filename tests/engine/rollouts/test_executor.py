@@ -1,0 +1,378 @@
+"""Which tickets a batch is made of, when they start, and what becomes of requests and tickets that fail."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.rollouts import RolloutConfig, Ticket, rewards_differ
+from holdfast.engine.servers.api import ModelRequest, ModelResponse
+from holdfast.utils.errors import ConfigError, RolloutError, RolloutTimeout
+from holdfast.utils.rng import capture_rng, rng_digest
+from tests.engine.rollouts.servers import Echo, Prompts, Server, make_executor, make_loader
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def run(steps: int, server: Server, executor: Any) -> list[list[tuple[Ticket, Any]]]:
+    """Tickets and trajectories of the steps, each version served before its step."""
+    found = []
+    for step in range(steps):
+        server.version = step
+        executor.set_version(step)
+        found.append(executor.next_trajectories(step))
+    executor.close()
+    return found
+
+
+def test_a_batch_is_the_tickets_of_its_step_whatever_arrives_first() -> None:
+    found = []
+    for jitter in (1, 2, 3):
+        server = Server(jitter=jitter)
+        executor = make_executor([server], max_head_offpolicyness=2, max_concurrent_rollouts=5)
+        found.append(run(8, server, executor))
+    for steps in found:
+        assert [[t.number for t, _ in step] for step in steps] == [list(range(4 * s, 4 * s + 4)) for s in range(8)]
+        assert [t for step in steps for t, _ in step] == [t for step in found[0] for t, _ in step]
+        for step, first in zip(steps, found[0], strict=True):
+            for (_, one), (_, other) in zip(step, first, strict=True):
+                assert torch.equal(one["input_ids"], other["input_ids"]) and torch.equal(
+                    one["rewards"], other["rewards"]
+                )
+    indices = [ticket.index for step in found[0] for ticket, _ in step]
+    batches = make_loader().index_batches()
+    assert indices == [index for _ in range(8) for index in next(batches)]
+
+
+def test_a_batch_has_the_shapes_that_training_expects() -> None:
+    with make_executor([Server()], Echo(n_samples=3)) as executor:
+        executor.set_version(0)
+        batch = executor.next_batch(0)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
+        "input_ids": ((12, 6), torch.int64),
+        "attention_mask": ((12, 6), torch.int64),
+        "loss_mask": ((12, 6), torch.int64),
+        "logprobs": ((12, 6), torch.float32),
+        "versions": ((12, 6), torch.int64),
+        "rewards": ((12,), torch.float32),
+    }
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 1]] * 12
+    assert batch["versions"].tolist() == [[-1, -1, 0, 0, 0, 0]] * 12
+    assert batch["rewards"].tolist() == batch["input_ids"][:, 2].float().tolist()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_no_ticket_starts_earlier_than_staleness_allows(ahead: int) -> None:
+    server, workflow = Server(), Echo()
+    with make_executor([server], workflow, max_head_offpolicyness=ahead) as executor:
+        for step in range(5):
+            server.version = step
+            executor.set_version(step)
+            executor.next_batch(step)
+            wait_until(lambda step=step: executor.stats()["rollouts/running"] == 0)
+            assert len(workflow.indices) == 4 * (step + 1 + ahead)
+            assert executor.stats()["rollouts/staleness_max"] == min(step, ahead)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + stretched(5)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_no_ticket_is_handed_out_for_a_step_after_the_last() -> None:
+    server, workflow = Server(), Echo()
+    with make_executor([server], workflow, max_head_offpolicyness=4, total_steps=2) as executor:
+        executor.set_version(0)
+        executor.next_batch(1)
+        assert len(workflow.indices) == 8
+        with pytest.raises(ConfigError, match="total_steps is 2"):
+            executor.next_batch(2)
+
+
+def test_no_more_tickets_run_at_a_time_than_allowed() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    class Counting(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            answer = await super().agenerate(request)
+            with lock:
+                running -= 1
+            return answer
+
+    server = Counting(jitter=0)
+    run(4, server, make_executor([server], max_head_offpolicyness=3, max_concurrent_rollouts=3))
+    assert most == 3
+
+
+def test_rejected_tickets_are_replaced_in_an_order_that_arrival_does_not_change() -> None:
+    found = []
+    for jitter in (1, 2, 3):
+        server, workflow = Server(jitter=jitter), Echo(rejects=lambda index: index % 3 == 0)
+        executor = make_executor([server], workflow, max_head_offpolicyness=2, max_concurrent_rollouts=3)
+        found.append([[ticket for ticket, _ in step] for step in run(6, server, executor)])
+    assert found[0] == found[1] == found[2]
+    for step in found[0]:
+        assert len(step) == 4 and all(ticket.index % 3 for ticket in step)
+        assert [ticket.number for ticket in step] == sorted(ticket.number for ticket in step)
+    assert {ticket.round for step in found[0] for ticket in step} > {0, 1}
+
+
+def test_every_prompt_is_trained_or_rejected_once_an_epoch() -> None:
+    server, workflow = Server(), Echo(rejects=lambda index: index % 4 == 0)
+    executor = make_executor([server], workflow, max_head_offpolicyness=1)
+    steps = run(3, server, executor)  # with those that are ahead, 20 of the 24 prompts
+    trained = [ticket.index for step in steps for ticket, _ in step]
+    assert len(set(trained)) == len(trained) == 12
+    assert len(set(workflow.indices)) == len(workflow.indices), "no prompt was drawn twice"
+    assert set(workflow.indices) >= set(trained)
+
+
+def test_groups_with_equal_rewards_are_drawn_again() -> None:
+    server = Server()
+    executor = make_executor([server], Echo(n_samples=2), accept=rewards_differ)
+    steps = run(3, server, executor)
+    assert all(rewards_differ(trajectory) for step in steps for _, trajectory in step)
+    assert executor.stats()["rollouts/rejected"] > 0
+
+
+def test_a_step_that_rejects_everything_ends_in_an_error() -> None:
+    with make_executor([Server()], Echo(rejects=lambda _: True), max_rounds=3) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match="step 0 lacks 4 of 4 tickets after 3 rounds"):
+            executor.next_batch(0)
+
+
+def test_a_failed_request_moves_to_another_server() -> None:
+    broken, sound = Server(), Server()
+    broken.broken = True
+    with make_executor([broken, sound]) as executor:
+        executor.set_version(0)
+        batch = executor.next_batch(0)
+        assert executor.stats()["rollouts/retried"] > 0
+    with make_executor([sound]) as alone:
+        alone.set_version(0)
+        assert torch.equal(alone.next_batch(0)["input_ids"], batch["input_ids"])
+    assert broken.seen and {r.seed for r in broken.seen} <= {r.seed for r in sound.seen}
+
+
+def test_a_request_that_fails_everywhere_ends_in_one_error_with_the_ticket() -> None:
+    server = Server()
+    server.broken = True
+    with make_executor([server], request_attempts=2) as executor:
+        executor.set_version(0)
+        expected = r"ticket \d of step 0 \(dataset index \d+\) cannot be finished: .*server-\d+ is broken"
+        with pytest.raises(RolloutError, match=expected):
+            executor.next_batch(0)
+
+
+def test_a_server_that_hangs_is_given_up_for_another() -> None:
+    class Hanging(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            self.delay = lambda: 3600.0
+            return await super().agenerate(request)
+
+    with make_executor([Hanging(), Server()], request_timeout_s=0.2) as executor:
+        executor.set_version(0)
+        executor.next_batch(0)
+
+
+def test_servers_that_come_back_are_waited_for() -> None:
+    serving: list[Server] = []
+    with make_executor(lambda: serving) as executor:
+        executor.set_version(0)
+        threading.Timer(0.2, serving.append, [Server()]).start()
+        executor.next_batch(0)
+
+
+def test_no_server_at_all_ends_in_an_error() -> None:
+    with make_executor([], server_wait_s=0.1) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=r"no server could be used for 0\.1 s"):
+            executor.next_batch(0)
+
+
+@pytest.mark.parametrize("version", [2, 6])
+def test_an_answer_of_stale_or_future_weights_is_not_taken(version: int) -> None:
+    liar, sound = Server(version), Server(4)
+    with make_executor([liar, sound], max_head_offpolicyness=1) as executor:
+        executor.set_version(4)
+        batch = executor.next_batch(4)
+    assert liar.seen and set(batch["versions"].flatten().tolist()) == {-1, 4}
+
+
+def test_an_answer_without_a_version_for_each_token_is_not_taken() -> None:
+    class Silent(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            answer = await super().agenerate(request)
+            answer.output_versions.pop()
+            return answer
+
+    with make_executor([Silent()], request_attempts=1) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match="4 tokens, 4 log-probabilities and 3 versions"):
+            executor.next_batch(0)
+
+
+def test_a_workflow_that_raises_ends_the_wait_at_once() -> None:
+    class Raising(Echo):
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            raise KeyError("answer")
+
+    with make_executor([Server()], Raising()) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=r"ticket 0 of step 0 .*KeyError: 'answer'") as caught:
+            executor.next_batch(0)
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_workflow_whose_result_cannot_be_trained_on_is_refused() -> None:
+    class Bare(Echo):
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            return {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}
+
+    with make_executor([Server()], Bare()) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=r"the trajectory has no .*'rewards'"):
+            executor.next_batch(0)
+
+
+def test_tickets_that_are_not_finished_in_time_are_named() -> None:
+    server = Server()
+    server.delay = lambda: 3600.0
+    with make_executor([server], batch_timeout_s=0.2) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutTimeout, match=r"4 of the tickets of step 0 .* the first is ticket 0"):
+            executor.next_batch(0)
+
+
+def test_no_request_is_sent_while_paused() -> None:
+    server = Server()
+    with make_executor([server], batch_timeout_s=0.3) as executor:
+        executor.pause()
+        executor.set_version(0)
+        with pytest.raises(RolloutTimeout):
+            executor.next_batch(0)
+        assert not server.seen
+        executor.resume()
+        wait_until(lambda: executor.stats()["rollouts/running"] == 0)
+        assert len(server.seen) == 4 and len(executor.next_batch(0)["rewards"]) == 4
+
+
+def test_steps_that_may_not_be_asked_for_are_refused() -> None:
+    server = Server()
+    with make_executor([server], max_head_offpolicyness=1) as executor:
+        with pytest.raises(ConfigError, match="before set_version"):
+            executor.next_batch(0)
+        executor.set_version(0)
+        with pytest.raises(ConfigError, match="expected a step from 0 to 1"):
+            executor.next_batch(2)
+        executor.next_batch(0)
+        executor.set_version(1)
+        with pytest.raises(ConfigError, match="expected a step from 1 to 2"):
+            executor.next_batch(0)
+        with pytest.raises(ConfigError, match=r"set_version\(0\) after version 1"):
+            executor.set_version(0)
+    with pytest.raises(ConfigError, match="closed"):
+        executor.set_version(1)
+
+
+def test_a_version_after_a_step_that_was_not_sampled_is_refused() -> None:
+    server, workflow = Server(), Echo()
+    server.delay = lambda: 3600.0
+    with make_executor([server], workflow) as executor:
+        executor.set_version(0)
+        with pytest.raises(ConfigError, match=r"4 of its 4 tickets are not finished.*next_batch\(0\)"):
+            executor.set_version(1)
+
+
+def test_a_batch_may_be_changed_by_the_training() -> None:
+    with make_executor([Server()]) as executor:
+        executor.set_version(0)
+        executor.next_batch(0)["input_ids"].zero_()
+        assert executor.next_batch(0)["input_ids"].any()
+
+
+def test_sampling_draws_from_no_generator_of_the_training() -> None:
+    before = rng_digest(capture_rng())
+    broken, sound = Server(), Server(jitter=1)
+    broken.broken = True
+    with make_executor([broken, sound]) as executor:
+        executor.set_version(0)
+        executor.next_batch(0)
+    assert rng_digest(capture_rng()) == before
+
+
+def test_seeds_of_a_ticket_depend_on_call_and_sample_only() -> None:
+    servers = [Server(jitter=1), Server(jitter=2)]
+    for server in servers:
+        with make_executor([server], Echo(n_samples=3)) as executor:
+            executor.set_version(0)
+            executor.next_batch(0)
+    one, other = ({(tuple(r.input_ids), r.seed) for r in server.seen} for server in servers)
+    assert one == other and len({seed for _, seed in one}) == 12
+    assert all(seed is not None and 0 <= seed < 2**31 for _, seed in one)
+
+
+def test_without_offpolicyness_the_order_of_calls_is_the_synchronous_one() -> None:
+    calls: list[str] = []
+
+    class Noting(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            calls.append(f"generate {self.version}")
+            return await super().agenerate(request)
+
+    server = Noting(jitter=5)
+    with make_executor([server]) as executor:
+        for step in range(3):
+            server.version = step
+            calls.append(f"publish {step}")
+            executor.set_version(step)
+            executor.next_batch(step)
+            calls.append(f"train {step}")
+    assert calls == [
+        call for step in range(3) for call in (f"publish {step}", *[f"generate {step}"] * 4, f"train {step}")
+    ]
+
+
+def test_a_value_out_of_range_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="max_head_offpolicyness"):
+        RolloutConfig(max_head_offpolicyness=-1)
+
+
+def test_samples_of_the_dataset_are_read_in_the_thread_that_calls() -> None:
+    threads = set()
+
+    class Watched(Prompts):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            threads.add(threading.get_ident())
+            return super().__getitem__(index)
+
+    loader = make_loader()
+    loader.dataset = Watched()
+    with make_executor([Server()], Echo(rejects=lambda index: index % 2 == 0), loader) as executor:
+        executor.set_version(0)
+        executor.next_batch(0)
+    assert threads == {threading.get_ident()}
+
+
+def test_an_error_that_is_no_server_error_is_not_tried_again() -> None:
+    class Wrong(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            self.seen.append(request)
+            raise OSError("a fault of the client")
+
+    server = Wrong()
+    with make_executor([server], max_concurrent_rollouts=1) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match="OSError: a fault of the client"):
+            executor.next_batch(0)
+    assert len(server.seen) == 1

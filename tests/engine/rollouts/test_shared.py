@@ -1,0 +1,72 @@
+"""One executor for the ranks of a torchrun job: shares of a batch, errors, a resume with another number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.rollouts import SharedRollouts
+from holdfast.utils.errors import ConfigError, RolloutError
+from tests.engine.rollouts.servers import Echo, Server, make_executor, make_loader
+from tests.helpers import run_ranks
+from tests.recover.runs import make_handler, step_info
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _steps(rank: int, world_size: int, root: str, steps: list[int]) -> list[Any]:
+    """Sample and snapshot the steps; the share of each, and the log's numbers."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+    state, loader, server = DCPState(model, torch.optim.AdamW(model.parameters())), make_loader(), Server(jitter=rank)
+    echo = Echo(rejects=lambda index: index % 4 == 0)
+    shared = SharedRollouts(lambda: make_executor([server], echo, loader, max_head_offpolicyness=1))
+    handler, found = make_handler(root, freq_steps=1), []
+    handler.register("rollouts", shared)
+    with shared, handler:
+        info = handler.load(state, loader)
+        assert (info.last_step_info.next().global_step if info else 0) == steps[0]
+        for step in steps:
+            server.version = step
+            shared.set_version(step)
+            found.append((shared.next_batch(step)["input_ids"].tolist(), shared.stats()["rollouts/finished"]))
+            handler.dump(state, step_info(step), loader)
+    return found
+
+
+def _whole(shares: list[list[Any]]) -> list[list[list[int]]]:
+    """The batches of the steps, from the shares of all ranks."""
+    assert len({tuple(n for _, n in share) for share in shares}) == 1, "all ranks log the same"
+    return [[row for share in shares for row in share[step][0]] for step in range(len(shares[0]))]
+
+
+def test_ranks_share_a_batch_and_any_number_of_them_resumes(tmp_path: Path) -> None:
+    untouched = _whole(run_ranks(_steps, 1, str(tmp_path / "untouched"), [0, 1, 2, 3]))
+    first = run_ranks(_steps, 2, str(tmp_path / "run"), [0, 1])
+    assert [len(share[0][0]) for share in first] == [2, 2]
+    rest = _whole(run_ranks(_steps, 1, str(tmp_path / "run"), [2]))
+    last = run_ranks(_steps, 3, str(tmp_path / "run"), [3])
+    assert [len(share[0][0]) for share in last] == [1, 1, 2]
+    assert _whole(first) + rest + _whole(last) == untouched
+
+
+def _failing(rank: int, world_size: int) -> None:
+    with SharedRollouts(lambda: make_executor([], server_wait_s=0.1)) as shared:
+        shared.set_version(0)
+        with pytest.raises(RolloutError, match="no server could be used"):
+            shared.next_batch(0)
+    with SharedRollouts(lambda: make_executor([Server()], loader=make_loader(batch_size=1))) as shared:
+        shared.pause()
+        shared.set_version(0)
+        shared.resume()
+        with pytest.raises(ConfigError, match="'batch_size' is 1; expected a value from 2"):
+            shared.next_batch(0)
+
+
+def test_what_fails_on_rank_0_fails_on_all() -> None:
+    run_ranks(_failing, 2)

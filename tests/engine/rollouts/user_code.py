@@ -1,0 +1,70 @@
+"""Functions as users write them for a `CallPool`: good, slow, raising and fatal."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def hang(started: str) -> None:
+    with open(started, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    while True:
+        time.sleep(0.01)
+
+
+def die(*_: Any, **__: Any) -> NoReturn:
+    os._exit(7)
+
+
+def die_once(marker: str) -> str:
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os._exit(7)
+    return "done"
+
+
+def refuse(value: int) -> NoReturn:
+    raise ValueError(f"{value} is no good")
+
+
+class Odd(Exception):
+    """Cannot be pickled and read back."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("odd")
+
+
+def raise_odd() -> None:
+    raise Odd(1, 2)
+
+
+def length_reward(
+    prompt: str | None, completion: str | None, prompt_ids: list[int], completion_ids: list[int], answer: int, **_: Any
+) -> float:
+    assert prompt is None and completion is None
+    return float(100 * answer + len(completion_ids))
+
+
+def text_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
+    return float(prompt == "<user>2+2</user><assistant>" and completion == " ".join(map(str, completion_ids)))
+
+
+def say_answer(
+    conversation: str | None, completion: str | None, conversation_ids: list[int], completion_ids: list[int], **_: Any
+) -> list[int] | None:
+    """Says ``[77, number of tokens so far]``, until there are more than 20."""
+    length = len(conversation_ids) + len(completion_ids)
+    return None if length > 14 else [77, length]
+
+
+def say_text(*_: Any, **__: Any) -> str:
+    return "abc"

@@ -1,0 +1,211 @@
+"""A driver that samples from servers while it trains a tiny policy, for tests that kill it.
+
+The policy is trained on the tokens that the servers sent, so that a token that is lost, repeated or of another sample
+shows in its weights. Every step is also written to a file, with what the ledger said of it.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.engine import FinetuneSpec
+from holdfast.engine.api import Batch, StepInfo
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.hf.publish import version_path
+from holdfast.engine.rollouts import EpisodeEngine, RolloutConfig, RolloutExecutor, Trajectory
+from holdfast.engine.rollouts.trajectory import TokenSequence, to_trajectory
+from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from tests.engine.servers.fake_weights import VOCABULARY
+from tests.engine.servers.folders import publish_hashed
+from tests.helpers import PRELOAD
+from tests.limits import stretched
+
+N_SAMPLES = 2
+N_TOKENS = 4
+TRAINED = "trained.jsonl"
+WEIGHTS = "final.pt"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run.
+
+    Attributes:
+        root: folder of all that it writes.
+        urls: of its servers.
+        steps: length.
+        ahead: ``max_head_offpolicyness``.
+        picky: whether groups are rejected whose rewards agree.
+    """
+
+    root: str
+    urls: list[str]
+    steps: int
+    ahead: int
+    picky: bool = False
+
+    @property
+    def spec(self) -> FinetuneSpec:
+        return FinetuneSpec(total_train_epochs=100, dataset_size=len(Prompts()), train_batch_size=BATCH_SIZE)
+
+
+BATCH_SIZE = 3
+
+
+class Prompts:
+    """Sample i is the prompt ``[i, 7]``."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [index, 7]
+
+
+def make_loader() -> ResumableDataLoader:
+    return ResumableDataLoader(Prompts(), BATCH_SIZE, seed=5)
+
+
+async def _sample(engine: EpisodeEngine, prompt: list[int]) -> TokenSequence:
+    response = await engine.agenerate(ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=N_TOKENS)))
+    sequence = TokenSequence()
+    sequence.extend_given(prompt)
+    sequence.extend_sampled(response)
+    return sequence
+
+
+class Workflow:
+    """Samples each prompt `N_SAMPLES` times; rewarded is an even first token."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: list[int]) -> Trajectory:
+        sequences = await asyncio.gather(*(_sample(engine, data) for _ in range(N_SAMPLES)))
+        return to_trajectory(sequences, [float(sequence.input_ids[2] % 2 == 0) for sequence in sequences])
+
+
+def _rewards_differ(trajectory: Trajectory) -> bool:
+    return bool(trajectory["rewards"].min() < trajectory["rewards"].max())
+
+
+class Policy:
+    """Next-token logits from the token before, and how they are trained."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state = DCPState(self.model, self.optimizer)
+
+    def train(self, batch: Batch) -> None:
+        """One step of policy gradient with the mean reward as baseline; it draws a number, too."""
+        ids, mask = batch["input_ids"], batch["loss_mask"][:, 1:].float()
+        logprobs = self.model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        advantages = batch["rewards"] - batch["rewards"].mean() + 0.1 * torch.rand(len(ids))
+        ratio = (logprobs - batch["logprobs"][:, 1:]).clamp(-1, 1).exp()
+        (-(advantages[:, None] * ratio * mask).sum() / mask.sum()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a driver is killed: ``delay_s`` after it begins step ``step`` of its life (0, 1 ...), or its life (-1)."""
+
+    step: int
+    delay_s: float
+
+    def begin(self, step: int) -> None:
+        """Step ``step`` begins."""
+        if step == self.step:
+            timer = threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+def drive(job: Job, kill: Kill | None) -> None:
+    """Run the job from wherever it is, and be killed."""
+    torch.set_num_threads(1)
+    begin = (lambda _: None) if kill is None else kill.begin
+    begin(-1)
+    policy, loader = Policy(), make_loader()
+    servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
+    config = RolloutConfig(job.ahead, max_concurrent_rollouts=4, total_steps=job.steps, batch_timeout_s=stretched(30))
+    accept = _rewards_differ if job.picky else None
+    recover = RecoverConfig(experiment_name="e", trial_name="t", fileroot=job.root, freq_steps=1)
+    with (
+        RolloutExecutor(config, loader, Workflow(), servers, should_accept=accept) as executor,
+        RecoverHandler(recover, job.spec) as handler,
+    ):
+        handler.register("rollouts", executor)
+        info = handler.load(policy.state, dataloader=loader)
+        step = first = info.last_step_info.next() if info else StepInfo(0, 0, 0, job.spec.steps_per_epoch)
+        while step.global_step < job.steps:
+            begin(step.global_step - first.global_step)
+            _publish(job, servers, step.global_step)
+            executor.set_version(step.global_step)
+            batch = executor.next_batch(step.global_step)
+            _note(job, executor, step.global_step)
+            policy.train(batch)
+            handler.dump(policy.state, step, dataloader=loader)
+            step = step.next()
+        handler.wait()
+    torch.save(policy.model.state_dict(), f"{job.root}/{WEIGHTS}")
+
+
+def _publish(job: Job, servers: list[VLLMServer], version: int) -> None:
+    """Have all servers serve ``version``, one after the other: for a while they serve different ones."""
+    folder = version_path(f"{job.root}/weights", version)
+    shutil.rmtree(folder, ignore_errors=True)  # of a life that was killed
+    path = publish_hashed(folder.parent, version)
+    for server in servers:
+        server.update_weights_from_disk(path, version)
+
+
+def _note(job: Job, executor: RolloutExecutor, step: int) -> None:
+    rejected = [
+        entry["number"]
+        for entry in executor.state_dict()["tickets"]
+        if entry["step"] == step and entry["outcome"] == "rejected"
+    ]
+    samples = [
+        asdict(ticket) | {name: each[name][:, 2:].tolist() for name in ("input_ids", "logprobs", "versions")}
+        for ticket, each in executor.next_trajectories(step)
+    ]
+    line = {"life": os.getpid(), "step": step, "rejected": rejected, "samples": samples, "stats": executor.stats()}
+    file = os.open(f"{job.root}/{TRAINED}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.write(file, f"{json.dumps(line)}\n".encode())
+    os.close(file)
+
+
+def live(job: Job, kill: Kill | None = None) -> int | None:
+    """A driver's life, in a process of its own; its exit code."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    process: Any = context.Process(target=drive, args=(job, kill))
+    process.start()
+    process.join(stretched(120))
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError("the driver did not end")
+    return process.exitcode
+
+
+def trained(root: str | Path) -> list[dict[str, Any]]:
+    """What the final weights were trained on: steps that a later life did again count from that life."""
+    kept: dict[int, Any] = {}
+    for line in (Path(root) / TRAINED).read_text().splitlines():
+        entry = json.loads(line)
+        kept = {step: one for step, one in kept.items() if step < entry["step"]} | {entry["step"]: entry}
+    return [kept[step] for step in sorted(kept)]

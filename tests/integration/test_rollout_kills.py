@@ -1,0 +1,115 @@
+"""The driver of asynchronous rollouts killed at any moment, with real processes, sockets and files.
+
+What holds whatever the servers do: the batch of a step is the tickets of that step, each ticket is trained once, no
+token is staler than allowed, and every token is trained under the version that the server itself wrote down for it.
+
+What holds of the weights: they are bitwise those of a run that nobody killed, if the servers answer a request that is
+made again with the same tokens. Then when a sample is drawn again, which happens to those that were not finished in the
+generation resumed from, the same comes of it. Without off-policyness that needs servers that repeat themselves under
+the same weights, because a step is always sampled by its own version (`synchronous`). With it, a sample that is drawn
+again may meet other versions than before, so the fakes' tokens must not depend on the version (`asynchronous`). Where
+they do (`versioned`), two runs are two samples of the same process, and nothing is said of their weights.
+"""
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.servers.fakes import FakeServer
+from tests.integration.rollout_job import BATCH_SIZE, N_SAMPLES, WEIGHTS, Job, Kill, live, make_loader, trained
+
+SIGKILLED = -9
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run is like; see the module."""
+
+    ahead: int
+    versioned: bool
+    picky: bool = False
+
+
+KINDS = {
+    "synchronous": Kind(ahead=0, versioned=True),
+    "asynchronous": Kind(ahead=2, versioned=False),
+    "picky": Kind(ahead=2, versioned=False, picky=True),
+    "versioned": Kind(ahead=2, versioned=True),
+}
+
+
+def run(root: Path, kind: Kind, steps: int, kills: int = 0, step_s: float = 0.0) -> tuple[float, list[dict[str, Any]]]:
+    """Drive a run to its end through ``kills`` lives that are killed; seconds a step, and what the servers wrote."""
+    root.mkdir()
+    draw, options = random.Random(kills), {"token_s": 0.002, "of_version": kind.versioned}
+    with FakeServer("vllm", root, **options) as one, FakeServer("vllm", root, **options) as other:
+        job = Job(str(root), [one.url, other.url], steps, kind.ahead, kind.picky)
+        for _ in range(kills):
+            kill = Kill(draw.choice([-1, 0, 1, 1, 2, 2]), draw.uniform(0.0, 2 * step_s))
+            assert live(job, kill) == SIGKILLED
+        started_s = time.monotonic()
+        assert live(job) == 0
+        return (time.monotonic() - started_s) / steps, one.tokens() + other.tokens()
+
+
+def assert_exact(root: Path, kind: Kind, steps: int, tokens: list[dict[str, Any]]) -> None:
+    """What holds of every run."""
+    found = trained(root)
+    assert [entry["step"] for entry in found] == list(range(steps))
+    numbers = [sample["number"] for entry in found for sample in entry["samples"]]
+    rejected = [number for entry in found for number in entry["rejected"]]
+    assert len(numbers) == steps * BATCH_SIZE and len(set(numbers)) == len(numbers)
+    assert sorted(numbers + rejected) == list(range(len(numbers) + len(rejected))), "a ticket was lost or repeated"
+    if not kind.picky:
+        batches = make_loader().index_batches()
+        order = [next(batches) for _ in range(steps)]
+        assert [[sample["index"] for sample in entry["samples"]] for entry in found] == order
+        assert numbers == list(range(steps * BATCH_SIZE)) and rejected == []
+    keys = ("rid", "position", "token", "version")
+    sampled = {tuple(token[key] for key in keys): token["logprob"] for token in tokens if not token["mixed"]}
+    staleness = []
+    for entry in found:
+        for sample in entry["samples"]:
+            assert sample["step"] == entry["step"]
+            for n in range(N_SAMPLES):
+                rows = [sample[name][n] for name in ("input_ids", "logprobs", "versions")]
+                for position, (token, logprob, version) in enumerate(zip(*rows, strict=True)):
+                    theirs = sampled[f"ticket-{sample['number']}-{n}", position, token, version]
+                    assert logprob == pytest.approx(theirs, abs=1e-6)
+                    staleness.append(entry["step"] - version)
+    assert min(staleness) >= 0 and max(staleness) <= kind.ahead
+    assert max(entry["stats"]["rollouts/staleness_max"] for entry in found) == max(staleness)
+
+
+def tickets(root: Path) -> list[list[int]]:
+    """Their numbers, by step."""
+    return [[sample["number"] for sample in entry["samples"]] for entry in trained(root)]
+
+
+def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
+    kind = KINDS[name]
+    step_s, tokens = run(tmp_path / "untouched", kind, steps)
+    assert_exact(tmp_path / "untouched", kind, steps, tokens)
+    _, tokens = run(tmp_path / "killed", kind, steps, kills, step_s)
+    assert_exact(tmp_path / "killed", kind, steps, tokens)
+    one, other = (torch.load(tmp_path / life / WEIGHTS) for life in ("untouched", "killed"))
+    if name != "versioned":
+        assert all(torch.equal(one[key], other[key]) for key in one), "the weights are not those of the untouched run"
+        assert tickets(tmp_path / "untouched") == tickets(tmp_path / "killed")
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_driver_trains_every_ticket_once_in_its_step(tmp_path: Path) -> None:
+    check(tmp_path, "picky", steps=12, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", KINDS)
+def test_fifty_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, name: str) -> None:
+    check(tmp_path, name, steps=120, kills=50)
