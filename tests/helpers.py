@@ -25,6 +25,8 @@ PRELOAD = (
     "torchdata.stateful_dataloader",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
+    "aiohttp.web",
+    "httpx2",
     "pytest",
     "rich.console",
     "holdfast.engine.fsdp_engine",

@@ -76,6 +76,23 @@ class PublishError(ServerError):
     """A server did not confirm the weight version it was told to serve."""
 
 
+class UnreachableServerError(PublishError):
+    """A server does not answer: it is down or restarting, or the network to it is. What it serves is not known."""
+
+
+class SlowServerError(PublishError):
+    """A server did not answer in time. It may still do what it was told; what it serves is not known."""
+
+
+class PoisonedServerError(PublishError):
+    """A load failed, so that the weights of the server are in pieces. It is paused, and must not be resumed before a
+    load has succeeded."""
+
+
+class WrongContentError(PublishError):
+    """A server says that it serves a version, but its answers are those of other weights. It was paused again."""
+
+
 class PeerError(HoldfastError, RuntimeError):
     """This rank is well, but others failed in the same collective step.
 

@@ -1,0 +1,262 @@
+"""What the clients of all inference servers share: HTTP calls within one deadline, and errors that name the server.
+
+A client holds a URL, keys and limits, and travels pickled to where it is used. Connections are not kept from one update
+to the next: a publish makes about ten calls, and an idle connection that the server has closed would look like a
+failed load. Generation has a pool of connections for each event loop.
+
+A connection that could not be made is tried again. Nothing else is: a load that was cut off may have happened.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx2
+from tenacity import (
+    AsyncRetrying,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+)
+
+from ...utils.config import require_range
+from ...utils.errors import ConfigError, PublishError, ServerError, SlowServerError, UnreachableServerError
+from ...utils.logging import get_logger
+from ...utils.remote import without_secrets
+from .probe import WeightsProbe, read_probe
+
+logger = get_logger(__name__)
+
+Json = dict[str, Any]
+
+_CONNECT_TIMEOUT_S = 5.0
+_NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
+_KEEPALIVE_S = 2.0
+"""Servers close idle connections after 5 s (uvicorn's default); a request on one that is being closed is lost."""
+_BODY_CHARS = 300
+"""How much of a refusal's body an error quotes."""
+
+
+@dataclass(eq=False, repr=False)
+class HTTPServer:
+    """A client of one server. What travels pickled is what it was made with.
+
+    Attributes:
+        url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
+        api_key: sent as bearer token.
+        timeout_s: longest time that one update, or one question, may take.
+        generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
+
+    Raises:
+        ConfigError: ``url`` is no HTTP URL, or holds a user beside an ``api_key``; a limit is not positive.
+    """
+
+    url: str
+    _: KW_ONLY
+    api_key: str | None = None
+    timeout_s: float = 300.0
+    generation_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port")
+        if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
+            raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
+        require_range("timeout_s", self.timeout_s, low=1e-3)
+        require_range("generation_timeout_s", self.generation_timeout_s, low=1e-3)
+        self._seconds: Mapping[str, float] = {}
+        self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
+        self._updating = Lock()
+        self._told = False
+
+    def __reduce__(self) -> tuple[partial["HTTPServer"], tuple[()]]:
+        return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        """The URL without secrets."""
+        return without_secrets(self.url)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of each phase of the last update."""
+        return self._seconds
+
+    def _calls(self, what: str, limit_s: float, error: type[ServerError] = PublishError) -> "Calls":
+        return Calls(self.url, f"{self.name}{what}", limit_s, error)
+
+    @contextmanager
+    def _update(self, path: str, version: int) -> Iterator["Calls"]:
+        """The calls of one update; updates of one client wait for each other, so that none resumes what another loads.
+
+        Raises:
+            SlowServerError: the update before is still at it.
+        """
+        what = f", told to load version {version} from {path}"
+        if not self._updating.acquire(timeout=self.timeout_s):
+            raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {self.timeout_s:g} s")
+        try:
+            with self._calls(what, self.timeout_s) as calls:
+                self._seconds = calls.seconds
+                yield calls
+        finally:
+            self._updating.release()
+
+    def _probe(self, path: str) -> WeightsProbe | None:
+        """The probe of a published folder; the first one without is told of."""
+        if (probe := read_probe(path)) is None and not self._told:
+            self._told = True
+            logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
+        return probe
+
+    async def _ask(self, path: str, body: Json) -> Json:
+        """POST ``body`` on the connections of this event loop; the JSON that comes back.
+
+        Raises:
+            ServerError: the server could not be reached, refused, or did not answer with JSON.
+        """
+        what = f"{self.name}: POST {path}"
+        try:
+            answer = await AsyncRetrying(**_connecting(self.generation_timeout_s))(
+                self._pool().post, path, json=body, headers=bearer(self.api_key)
+            )
+        except httpx2.RequestError as failure:
+            raise _broken(failure, what, self.generation_timeout_s) from failure
+        return _parsed(answer, what, ServerError, "")
+
+    def _pool(self) -> httpx2.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
+            timeout = httpx2.Timeout(self.generation_timeout_s, connect=_CONNECT_TIMEOUT_S)
+            self._pools[loop] = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout)
+        return self._pools[loop]
+
+
+class Calls:
+    """The calls of one operation on a server, over one connection and within one deadline; a context manager.
+
+    Args:
+        url: of the server.
+        what: the server and what it was asked for, for errors.
+        limit_s: longest time of all calls together.
+        error: what a refusal raises.
+
+    Attributes:
+        seconds: those of each phase, by its name.
+    """
+
+    def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
+        self._what, self._limit_s, self._error = what, limit_s, error
+        self._end = time.monotonic() + limit_s
+        self._client = httpx2.Client(base_url=url)
+        self.seconds: dict[str, float] = {}
+
+    def __enter__(self) -> "Calls":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def get(self, phase: str, path: str, **options: Any) -> Json:
+        """`call` with GET."""
+        return self.call(phase, "GET", path, **options)
+
+    def post(self, phase: str, path: str, body: Json | None = None, **options: Any) -> Json:
+        """`call` with POST."""
+        return self.call(phase, "POST", path, body, **options)
+
+    def call(
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        key: str | None = None,
+        error: type[ServerError] | None = None,
+        advice: str = "",
+    ) -> Json:
+        """The JSON object that the server answers with; an empty one for an answer without a body.
+
+        Args:
+            phase: its time counts towards this phase.
+            method: of HTTP.
+            path: of the endpoint.
+            body: JSON to send.
+            params: query parameters.
+            key: sent as bearer token.
+            error: what a refusal raises; None: as all refusals do.
+            advice: what to do about a refusal.
+
+        Raises:
+            UnreachableServerError: no connection, or it broke.
+            SlowServerError: no answer before the deadline.
+            ServerError: a refusal, or an answer that is no JSON object.
+        """
+        started, what = time.monotonic(), f"{self._what}: {method} {path}"
+        left_s = max(self._end - started, 1e-3)
+        timeout = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
+        try:
+            answer = Retrying(**_connecting(left_s))(
+                self._client.request, method, path, json=body, params=params, headers=bearer(key), timeout=timeout
+            )
+        except httpx2.RequestError as failure:
+            raise _broken(failure, what, self._limit_s) from failure
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+        return _parsed(answer, what, error or self._error, advice)
+
+    def refuse(self, problem: str, error: type[ServerError] | None = None) -> ServerError:
+        """The error that the server answered, but not as it should; to be raised."""
+        return (error or self._error)(f"{self._what}: {problem}")
+
+
+def _connecting(limit_s: float) -> Json:
+    """How often a connection is tried."""
+    return {
+        "retry": retry_if_exception_type(_NOT_CONNECTED),
+        "stop": stop_after_attempt(3) | stop_after_delay(limit_s),
+        "wait": wait_exponential(0.25),
+        "reraise": True,
+    }
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries a key; none without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerError:
+    reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
+    if isinstance(failure, httpx2.TimeoutException) and not isinstance(failure, _NOT_CONNECTED):
+        return SlowServerError(f"{what} was not answered, all together within {limit_s:g} s ({reason})")
+    if isinstance(failure, _NOT_CONNECTED):
+        return UnreachableServerError(f"{what} found no server there ({reason}); start it, or look at the network")
+    return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
+
+
+def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> Json:
+    excerpt = without_secrets(" ".join(answer.text[:_BODY_CHARS].split()))
+    if not answer.is_success:
+        raise error(f"{what} was answered with {answer.status_code} ({excerpt}){advice and '; ' + advice}")
+    try:
+        parsed = answer.json() if answer.content else {}
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise error(f"{what} was answered with {excerpt!r}; expected a JSON object: is it a server of this kind?")
+    return parsed

@@ -1,0 +1,237 @@
+"""What the fakes of vLLM and SGLang have in common: weights, pauses, caches, requests in flight, and a record of all.
+
+A request has a KV cache that certain weights computed. A token that comes from other weights than its cache is *mixed*:
+its log-probability is wrong by `MIXED`, as those of a real server are by about as much.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.engine.servers.fake_weights import MIXED, HashedWeights, Weights, load_weights
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Faults:
+    """What a fake does wrong, from the moment that it is told.
+
+    Attributes:
+        lie: so many updates are answered, and change nothing.
+        fail: path -> so many calls are answered with 500, and do nothing.
+        slow: path -> seconds before a call is looked at.
+        at_call: the number of the call, counted from 0 when it is told, at which ``does`` happens; None: never.
+        does: ``die`` or ``stop`` (SIGKILL or SIGSTOP to itself).
+        when: ``before`` the call is looked at, or ``after`` it has done what it does, unanswered.
+        keep_caches: a pause drops no caches, whatever it is told.
+        deaf: labels are taken, and not kept.
+        flush_fails: so many caches are not flushed (SGLang).
+    """
+
+    lie: int = 0
+    fail: dict[str, int] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    at_call: int | None = None
+    does: str = "die"
+    when: str = "before"
+    keep_caches: bool = False
+    deaf: bool = False
+    flush_fails: int = 0
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request in flight."""
+
+    rid: str
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+    stop: set[int]
+    temperature: float
+    salt: str | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    cache: str | None = None
+    reason: str | None = None
+
+    @property
+    def spans(self) -> list[Json]:
+        """Labels of tokens, as vLLM and SGLang tell them."""
+        ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
+        return [{"version": label, "start": a, "end": b} for (label, a), b in zip(self.starts, ends, strict=True)]
+
+
+class FakeEngine:
+    """One server without its HTTP.
+
+    Args:
+        log: file that takes a line of JSON for each call and each token.
+        dtype: of the model; None: `HashedWeights`.
+        token_s: seconds that a token takes.
+        folder: what it serves at first; None: hashed weights of version -1.
+        dies_of_pieces: a token sampled by weights in pieces ends the process (vLLM), or is garbage (SGLang).
+    """
+
+    def __init__(
+        self,
+        log: str,
+        *,
+        dtype: str | None = None,
+        token_s: float = 0.0,
+        folder: str | None = None,
+        dies_of_pieces: bool = True,
+    ) -> None:
+        self.faults, self.calls_seen = Faults(), 0
+        self.label, self.in_pieces = "default", False
+        self.weights: Weights = HashedWeights(-1)
+        self.weights_id = "default"
+        if folder is not None:
+            self.weights_id, self.weights = load_weights(folder, dtype)
+        self.requests: set[Generation] = set()
+        self._log = open(log, "a", buffering=1)  # noqa: SIM115 - as long as the process
+        self._dtype, self._token_s, self._dies_of_pieces = dtype, token_s, dies_of_pieces
+        self.prefixes: dict[tuple[str | None, tuple[int, ...]], str] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def note(self, **what: Any) -> None:
+        """Write a line of the record."""
+        self._log.write(json.dumps(what) + "\n")
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
+    def pause(self, mode: str, drop_caches: bool) -> None:
+        """``abort`` or ``keep`` the requests in flight; their caches, and that of prefixes, may be dropped."""
+        self._running.clear()
+        drop_caches = drop_caches and not self.faults.keep_caches
+        for request in list(self.requests):
+            if mode == "abort":
+                request.reason = "abort"
+            elif drop_caches:
+                request.cache = None
+        if mode == "abort":
+            self.requests.clear()
+        if drop_caches:
+            self.prefixes.clear()
+
+    def set_label(self, label: str) -> None:
+        """Say from now on that the weights are ``label``."""
+        if not self.faults.deaf:
+            self.label = label
+
+    def resume(self) -> None:
+        self._running.set()
+
+    async def drained(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+    def load(self, folder: str) -> None:
+        """Load a published folder, if the truth is told; weights are in pieces when that fails."""
+        if self.faults.lie > 0:
+            self.faults.lie -= 1
+            return
+        try:
+            self.weights_id, self.weights = load_weights(folder, self._dtype)
+            self.in_pieces = False
+        except Exception:
+            self.weights_id, self.weights, self.in_pieces = "pieces", HashedWeights(None), True
+            raise
+
+    def reset_prefixes(self) -> bool:
+        """Forget cached prefixes; not while a request holds a cache."""
+        if any(request.cache is not None for request in self.requests):
+            return False
+        self.prefixes.clear()
+        return True
+
+    async def generate(self, request: Generation) -> None:
+        """Sample until it ends: ``reason`` is ``stop``, ``length`` or ``abort``."""
+        self.requests.add(request)
+        self._idle.clear()
+        try:
+            while request.reason is None:
+                await asyncio.sleep(self._token_s)
+                await self._running.wait()
+                if request.reason is None:
+                    self._step(request)
+        finally:
+            self.requests.discard(request)
+            if not self.requests:
+                self._idle.set()
+
+    async def ready(self) -> None:
+        """Wait while it is paused, and die of weights in pieces."""
+        await self._running.wait()
+        if self.in_pieces and self._dies_of_pieces:
+            self.note(died="a completion by weights in pieces")
+            os._exit(13)
+
+    def _step(self, request: Generation) -> None:
+        if self.in_pieces and self._dies_of_pieces:
+            self.note(died="a completion by weights in pieces")
+            os._exit(13)
+        if request.cache is None:
+            prefix = (request.salt, tuple(request.prompt))
+            request.cache = self.weights_id if request.tokens else self.prefixes.setdefault(prefix, self.weights_id)
+        position, mixed = len(request.tokens), request.cache != self.weights_id
+        ids = [*request.prompt, *request.tokens]
+        token, logprob = self.weights.next_token(ids, request.seed, position, request.temperature)
+        if mixed:
+            logprob -= MIXED
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        if not request.starts or request.starts[-1][0] != self.label:
+            request.starts.append((self.label, position))
+        version = self.weights.version
+        self.note(rid=request.rid, position=position, token=token, logprob=logprob, version=version, mixed=mixed)
+        if token in request.stop:
+            request.reason = "stop"
+        elif len(request.tokens) == request.max_tokens:
+            request.reason = "length"
+
+    def _fail(self) -> None:
+        signals = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
+        self.note(fault=self.faults.does)
+        os.kill(os.getpid(), signals[self.faults.does])
+
+    @web.middleware
+    async def with_faults(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Write down each call, and do wrong what the fake was told to."""
+        if request.path == "/fake":
+            self.faults, self.calls_seen = Faults(**await request.json()), 0
+            return web.json_response({})
+        struck = self.calls_seen == self.faults.at_call
+        self.calls_seen += 1
+        self.note(call=f"{request.method} {request.path_qs}", body=await request.text())
+        if struck and self.faults.when == "before":
+            self._fail()
+        await asyncio.sleep(self.faults.slow.get(request.path, 0.0))
+        if self.faults.fail.get(request.path, 0) > 0:
+            self.faults.fail[request.path] -= 1
+            return web.json_response({"error": {"message": "told to fail"}}, status=500)
+        answer = await handler(request)
+        if struck and self.faults.when == "after":
+            self._fail()
+        return answer
+
+
+def folder_logprobs(folder: Path, dtype: str, ids: Sequence[int]) -> list[float]:
+    """What a server of this folder answers to a prompt: for tests that compare."""
+    return load_weights(str(folder), dtype)[1].prompt_logprobs(ids)

@@ -1,0 +1,110 @@
+"""A fake of SGLang 0.5: its endpoints for updates and for completions of token ids, after its source."""
+
+from aiohttp import web
+
+from tests.engine.servers.fake_engine import FakeEngine, Generation
+
+
+def application(
+    engine: FakeEngine,
+    *,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    original_logprob: bool = False,
+) -> web.Application:
+    """The HTTP of a fake SGLang.
+
+    Args:
+        engine: what it serves.
+        api_key: ``--api-key``.
+        admin_key: ``--admin-api-key``; the endpoints of updates take no other then.
+        original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: temperature is left out of log-probabilities.
+    """
+
+    def check(request: web.Request, key: str | None) -> None:
+        if key is not None and request.headers.get("Authorization") != f"Bearer {key}":
+            raise web.HTTPUnauthorized(text='{"error": "Unauthorized"}')
+
+    async def pause_generation(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        mode = (await request.json())["mode"]
+        prefixes = dict(engine.prefixes)
+        engine.pause("abort" if mode == "abort" else "keep", drop_caches=mode == "retract")
+        engine.prefixes.update(prefixes)  # only a flush drops those
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        engine.resume()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_weights_from_disk(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        body = await request.json()
+        if not engine.paused:
+            if body.get("abort_all_requests"):
+                for generation in engine.requests:
+                    generation.reason = "abort"
+            await engine.drained()
+        try:
+            engine.load(body["model_path"])
+        except Exception as error:  # what it rolls back to is read from the same path
+            return _updated(False, f"Failed to update weights: {error}.\nRolling back to original weights.")
+        if body.get("flush_cache", True):
+            engine.faults.flush_fails -= 1
+            if engine.faults.flush_fails >= 0 or not engine.reset_prefixes():
+                return _updated(False, "Cache flush failed after updating weights")
+        engine.set_label(body.get("weight_version") or engine.label)
+        return _updated(True, "Succeeded to update model weights.")
+
+    async def model_info(request: web.Request) -> web.Response:
+        check(request, api_key)
+        return web.json_response({"model_path": "/model", "weight_version": engine.label})
+
+    async def generate(request: web.Request) -> web.Response:
+        check(request, api_key)
+        body = await request.json()
+        params, ids = body["sampling_params"], body["input_ids"]
+        await engine.ready()
+        generation = Generation(
+            rid=body.get("rid", ""),
+            prompt=ids,
+            seed=params.get("sampling_seed") or 0,
+            max_tokens=params["max_new_tokens"],
+            stop=set(params.get("stop_token_ids") or ()),
+            temperature=params.get("temperature", 1.0),
+            salt=None,
+        )
+        top = engine.weights.top_logprobs(
+            ids, 1.0 if original_logprob else generation.temperature, body.get("top_logprobs_num") or 1
+        )
+        asked = body.get("logprob_start_len", -1) == 0
+        prompt = engine.weights.prompt_logprobs(ids) if asked else []
+        await engine.generate(generation)
+        meta = {
+            "id": generation.rid,
+            "finish_reason": {"type": generation.reason},
+            "weight_version": engine.label,
+            "weight_versions": generation.spans,
+            "output_token_logprobs": [
+                [logprob, token, None] for token, logprob in zip(generation.tokens, generation.logprobs, strict=True)
+            ],
+            "output_top_logprobs": [[[logprob, token, None] for token, logprob in top.items()]],
+            "input_token_logprobs": [
+                [logprob, token, None] for token, logprob in zip(ids, [None, *prompt], strict=True)
+            ]
+            if asked
+            else [],
+        }
+        return web.json_response({"text": "", "output_ids": generation.tokens, "meta_info": meta})
+
+    app = web.Application(middlewares=[engine.with_faults])
+    posts = [pause_generation, continue_generation, update_weights_from_disk, generate]
+    app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
+    app.add_routes([web.get("/model_info", model_info)])
+    return app
+
+
+def _updated(success: bool, message: str) -> web.Response:
+    body = {"success": success, "message": message, "num_paused_requests": 0}
+    return web.json_response(body, status=200 if success else 400)

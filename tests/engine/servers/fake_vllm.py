@@ -1,0 +1,118 @@
+"""A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, as SERVERS' facts describe them."""
+
+from typing import Any
+
+from aiohttp import web
+
+from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
+
+
+def application(
+    engine: FakeEngine,
+    *,
+    scale_out: bool = True,
+    dev_mode: bool = True,
+    processed_logprobs: bool = True,
+    api_key: str | None = None,
+) -> web.Application:
+    """The HTTP of a fake vLLM.
+
+    Args:
+        engine: what it serves.
+        scale_out: ``--enable-scale-out``.
+        dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
+        processed_logprobs: ``--logprobs-mode processed_logprobs``; else they are raw.
+        api_key: ``--api-key``.
+    """
+
+    async def pause(request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        engine.pause(mode, request.query.get("clear_cache", "true") == "true")
+        return web.json_response({"status": "paused"})
+
+    async def resume(_: web.Request) -> web.Response:
+        engine.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def is_paused(_: web.Request) -> web.Response:
+        return web.json_response({"is_paused": engine.paused})
+
+    async def collective_rpc(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["method"] == "reload_weights", body
+        try:
+            engine.load(body["kwargs"]["weights_path"])
+        except Exception as error:
+            return _error(500, f"{type(error).__name__}: {error}")
+        return web.json_response({"results": [None]})
+
+    async def reset_prefix_cache(_: web.Request) -> web.Response:
+        return web.json_response({"success": engine.reset_prefixes()})
+
+    async def update_weight_version(request: web.Request) -> web.Response:
+        label = (await request.json())["new_version"]
+        engine.set_label(label)
+        return web.json_response({"success": True, "new_version": label})
+
+    async def weight_info(_: web.Request) -> web.Response:
+        return web.json_response({"weight_version": engine.label})
+
+    async def generate(request: web.Request) -> web.Response:
+        if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if not scale_out:
+            return _error(403, "scale-out endpoints are disabled; start with --enable-scale-out")
+        body = await request.json()
+        params = body["sampling_params"]
+        salt = body.get("cache_salt")
+        if salt is not None and (not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0")):
+            return _error(400, "cache_salt")
+        await engine.ready()
+        if params.get("prompt_logprobs") is not None:
+            return web.json_response(_prompt_answer(body["token_ids"]))
+        generation = Generation(
+            rid=body.get("request_id", ""),
+            prompt=body["token_ids"],
+            seed=params.get("seed") or 0,
+            max_tokens=params["max_tokens"],
+            stop=set(params.get("stop_token_ids") or ()),
+            temperature=params["temperature"],
+            salt=salt,
+        )
+        top = engine.weights.top_logprobs(
+            generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1
+        )
+        await engine.generate(generation)
+        entries = [
+            {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            for token, logprob in zip(generation.tokens, generation.logprobs, strict=True)
+        ]
+        if entries:
+            entries[0]["top_logprobs"] = [{"token_id": t, "logprob": p, "rank": 1} for t, p in top.items()]
+        choice = {
+            "index": 0,
+            "token_ids": generation.tokens,
+            "finish_reason": generation.reason,
+            "logprobs": {"content": entries},
+            "weight_versions": generation.spans,
+        }
+        return web.json_response({"request_id": generation.rid, "choices": [choice], "prompt_logprobs": None})
+
+    def _prompt_answer(ids: list[int]) -> Json:
+        logprobs = engine.weights.prompt_logprobs(ids)
+        entries: list[Any] = [None]
+        for token, logprob in zip(ids[1:], logprobs, strict=True):
+            entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
+        return {"choices": [{"index": 0, "token_ids": [0], "finish_reason": "length"}], "prompt_logprobs": entries}
+
+    app = web.Application(middlewares=[engine.with_faults])
+    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
+    if dev_mode:
+        posts = [pause, resume, collective_rpc, reset_prefix_cache, update_weight_version]
+        app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
+        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, weight_info)])
+    return app
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)

@@ -1,0 +1,104 @@
+"""What a fake server answers with: a tiny model of transformers, or tokens hashed from all that they depend on."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.utils.files import file_digest
+from holdfast.utils.manifest import MANIFEST_NAME, read_manifest, verify_folder
+
+VOCABULARY = 1000
+"""Of hashed tokens: 0 ... 999."""
+MIXED = 4.0
+"""By so much a log-probability is wrong that comes from a cache of other weights."""
+
+
+class Weights(Protocol):
+    """Weights that have been loaded.
+
+    Attributes:
+        version: the truth, whatever label the server has; None of what is in pieces.
+    """
+
+    version: int | None
+
+    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+        """A token behind ``ids``, and its log-probability at temperature 1."""
+        ...
+
+    def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
+        """The most likely tokens behind ``ids``, most likely first."""
+        ...
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Of all but the first."""
+        ...
+
+
+def hashed_token(prompt: Sequence[int], seed: int, version: int | None, position: int) -> tuple[int, float]:
+    """The token that hashed weights of ``version`` give at a place of a completion, and its log-probability."""
+    text = repr((list(prompt), seed, version, position)).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return number % VOCABULARY, -(1 + number // VOCABULARY % 4000) / 1000
+
+
+class HashedWeights:
+    """Weights without a model, that give `hashed_token`."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+
+    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+        return hashed_token(ids[: len(ids) - position], seed, self.version, position)
+
+    def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
+        return {token: -(1 + token) / temperature for token in range(count)}
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
+        return [hashed_token(ids[:place], 0, self.version, place)[1] for place in range(1, len(ids))]
+
+
+class ModelWeights:
+    """A model of transformers on the CPU."""
+
+    def __init__(self, folder: str, dtype: str, version: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.version: int | None = version
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def _logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> Any:
+        import torch
+
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float() / temperature, -1)
+
+    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed * 100_003 + position)
+        plain = self._logprobs(ids)[-1]
+        token = int(torch.multinomial((plain / max(temperature, 1e-3)).softmax(-1), 1, generator=generator))
+        return token, float(plain[token])
+
+    def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
+        top = self._logprobs(ids, temperature)[-1].topk(count)
+        return dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
+        return [float(row[token]) for row, token in zip(self._logprobs(ids), ids[1:], strict=False)]
+
+
+def load_weights(folder: str, dtype: str | None) -> tuple[str, Weights]:
+    """What is in a published folder, and its digest; without a ``dtype`` as `HashedWeights`.
+
+    Raises:
+        Exception: the folder is not there, or is damaged.
+    """
+    version = int(verify_folder(folder)["weight_version"] if dtype else read_manifest(folder)["weight_version"])
+    weights = ModelWeights(folder, dtype, version) if dtype else HashedWeights(version)
+    return file_digest(Path(folder) / MANIFEST_NAME), weights

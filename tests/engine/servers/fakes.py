@@ -1,0 +1,127 @@
+"""Fake inference servers in processes of their own, that can be killed, stopped, and told what to do wrong."""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from aiohttp import web
+
+from holdfast.utils.processes import die_with_parent
+from tests.engine.servers import fake_sglang, fake_vllm
+from tests.engine.servers.fake_engine import FakeEngine
+from tests.helpers import PRELOAD
+from tests.limits import stretched
+
+_APPLICATIONS = {"vllm": fake_vllm.application, "sglang": fake_sglang.application}
+_ENGINE_OPTIONS = ("dtype", "token_s", "folder")
+
+
+class FakeServer:
+    """A fake server, running; a context manager that kills it.
+
+    Args:
+        kind: ``vllm`` or ``sglang``.
+        record: folder for the record of its calls and tokens, which outlives it.
+        options: those of `FakeEngine` and of the fake's ``application``.
+
+    Attributes:
+        url: where it listens; a restarted one is at the same place.
+    """
+
+    def __init__(self, kind: str, record: Path, **options: Any) -> None:
+        self._kind, self._options, self._log = kind, options, record / f"{kind}-{uuid.uuid4().hex[:8]}.jsonl"
+        self._port = 0
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (self._kind, self._port, str(self._log), self._options, theirs)
+        self._process = context.Process(target=_main, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        assert ours.poll(stretched(60)), "the fake server did not start"
+        self._port = ours.recv()
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def tell(self, **faults: Any) -> None:
+        """What to do wrong from now on: the fields of `Faults`. Without any: nothing."""
+        httpx2.post(f"{self.url}/fake", json=faults, timeout=stretched(20)).raise_for_status()
+
+    def kill(self) -> None:
+        """End it at once, also when it is stopped."""
+        self._process.kill()
+        self._process.join(stretched(20))
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Start it anew at the same URL, as it was first started."""
+        self.kill()
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def died(self) -> bool:
+        """Whether it ends by itself."""
+        self._process.join(stretched(20))
+        return not self._process.is_alive()
+
+    def _record(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+    def calls(self) -> list[str]:
+        """``"POST /pause?mode=keep"`` ..., in order, since it was first started."""
+        return [line["call"] for line in self._record() if "call" in line]
+
+    def tokens(self) -> list[dict[str, Any]]:
+        """Every token with ``rid``, ``position``, ``token``, ``logprob``, the ``version`` that really sampled it, and
+        whether it is ``mixed``."""
+        return [line for line in self._record() if "token" in line]
+
+    def __enter__(self) -> "FakeServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _main(kind: str, port: int, log: str, options: dict[str, Any], pipe: Connection) -> None:
+    die_with_parent()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(kind, port, log, options, pipe))
+
+
+async def _serve(kind: str, port: int, log: str, options: dict[str, Any], pipe: Connection) -> None:
+    of_engine = {key: options[key] for key in _ENGINE_OPTIONS if key in options}
+    of_application = {key: value for key, value in options.items() if key not in of_engine}
+    engine = FakeEngine(log, dies_of_pieces=kind == "vllm", **of_engine)
+    runner = web.AppRunner(_APPLICATIONS[kind](engine, **of_application), handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+    await site.start()
+    assert runner.addresses
+    pipe.send(runner.addresses[0][1])
+    pipe.close()
+    await asyncio.Event().wait()
