@@ -146,7 +146,7 @@ class HTTPServer:
 
 
 class Calls:
-    """The calls of one operation on a server, over one connection and within one deadline; a context manager.
+    """The calls of one operation on a server, within one deadline; a context manager.
 
     Args:
         url: of the server.
@@ -161,7 +161,8 @@ class Calls:
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
         self._what, self._limit_s, self._error = what, limit_s, error
         self._end = time.monotonic() + limit_s
-        self._client = httpx2.Client(base_url=url)
+        # vLLM closes a kept connection after an error, and does not say so.
+        self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> "Calls":

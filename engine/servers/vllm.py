@@ -13,11 +13,13 @@ The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-from ...utils.errors import PoisonedServerError, ServerError, WrongContentError
+from ...utils.config import require_choice
+from ...utils.errors import PoisonedServerError, PublishError, ServerError, WrongContentError
 from ...utils.logging import get_logger
 from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
 from .completions import response_of, samples_plainly, untempered
@@ -32,6 +34,14 @@ _POISONED = (
     "the folder, and tell it again; a good load repairs it"
 )
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
+HOLDFAST_DISK = "holdfast_disk"
+"""The weight-transfer backend of ``plugins/vllm`` that checks a folder before it loads it."""
+_NO_PLUGIN = (
+    "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
+    """'{"backend": "holdfast_disk"}', or leave out transfer"""
+)
+_REFUSED = "refused, the weights stay as they are"
+"""What the plugin says of a folder that it has not begun to load."""
 _NO_LABEL = "default"
 """What a server that has just been started says of its weights."""
 
@@ -47,13 +57,17 @@ class VLLMServer(HTTPServer):
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
             dtype that folders are stored in; None: the same.
+        transfer: how it loads: `HOLDFAST_DISK`, where the server was started with this backend of the plugin
+            ``holdfast-vllm``; None: by vLLM's ``reload_weights``.
     """
 
     _: KW_ONLY
     dtype: str | None = None
+    transfer: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("transfer", self.transfer, (None, HOLDFAST_DISK))
         self._content = ContentCheck(self.dtype)
         self._salt: str | None = None
 
@@ -65,13 +79,13 @@ class VLLMServer(HTTPServer):
             SlowServerError: it did not finish within ``timeout_s``.
             PoisonedServerError: it failed to load; it stays paused until a load succeeds.
             WrongContentError: it answers by other weights; it was paused again.
-            PublishError: it refused, or says something else than expected; it may be paused.
+            PublishError: it refused, or says something else than expected; it may be paused. Refused by
+                ``holdfast_disk`` it goes on with the weights it has.
         """
         label, probe = weights_label(path, version), self._probe(path)
         with self._update(path, version) as calls:
             calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
-            load = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
-            calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+            self._load(calls, path, label)
             self._reset_prefix_cache(calls)
             calls.post("label", "/update_weight_version", {"new_version": label})
             calls.post("resume", "/resume")
@@ -94,6 +108,31 @@ class VLLMServer(HTTPServer):
         """
         with self._calls("", self.timeout_s, ServerError) as calls:
             return self._status(calls)
+
+    def _load(self, calls: Calls, path: str, label: str) -> None:
+        if self.transfer == HOLDFAST_DISK:
+            self._load_checked(calls, path, label)
+            return
+        load = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
+        calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+
+    def _load_checked(self, calls: Calls, path: str, label: str) -> None:
+        """Load by the plugin, which takes no layer apart before it has compared every file with the manifest."""
+        start = partial(calls.post, "load", "/start_weight_update", advice=_NO_PLUGIN)
+        try:
+            start()
+        except PublishError:  # a publisher that was killed has left its update open; if not, this says why
+            calls.post("load", "/finish_weight_update", {}, advice=_NO_PLUGIN)
+            start()
+        folder = {"path": os.fspath(path), "manifest": label.partition("-")[2]}
+        try:
+            calls.post("load", "/update_weights", {"update_info": folder}, error=PoisonedServerError, advice=_POISONED)
+        except PoisonedServerError as error:
+            if _REFUSED not in str(error):
+                raise
+            calls.post("resume", "/resume")
+            raise calls.refuse(f"it goes on with the weights it has: {error}") from error
+        calls.post("load", "/finish_weight_update", {})
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of its own, in an environment of its own (``HOLDFAST_VLLM``, or ``.venv-vllm``)."""
+"""A vLLM server as a process of its own, in an environment of its own: ``HOLDFAST_VLLM``, or ``.venv-vllm``."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from tests.helpers import free_port
 from tests.limits import stretched
 from tests.live_vllm import liar
 
-VLLM = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "vllm"))
-"""The command; its environment has the plugin."""
+PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
+"""Of the environment with vLLM and the plugin."""
 
 _START_S = 300
 _ENVIRONMENT = {
@@ -34,7 +34,7 @@ class LiveServer:
     Args:
         model: folder to start from.
         scratch: for its log.
-        options: of ``vllm serve``, beside those of all tests.
+        options: of vLLM, beside those of all tests.
     """
 
     def __init__(self, model: Path, scratch: Path, *options: str) -> None:
@@ -44,7 +44,8 @@ class LiveServer:
         self._lie = scratch / f"lie-{self.port}"
         self._plugins = _liar_distribution(scratch / f"plugins-{self.port}")
         self._command: Sequence[str | Path] = (
-            *(VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
+            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm` is not in the CPU build
+            *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
             *("--max-model-len", "512", "--max-num-seqs", "16", *options),
         )
@@ -96,6 +97,7 @@ class LiveServer:
             self._lie.touch()
         else:
             self._lie.unlink(missing_ok=True)
+
 
     def post(self, route: str, body: object = None, timeout_s: float = 60) -> httpx2.Response:
         """One request, by hand."""

@@ -5,14 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from holdfast_vllm.published import FolderError, check_files, check_sizes, read_manifest
+from holdfast_vllm.published import FolderError, check_files, check_model, read_manifest
 
 from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, sync_entries, write_manifest
 
 pytestmark = pytest.mark.timeout(30)
 
-FILES = {"config.json": b"{}", "model-00001-of-00002.safetensors": b"one" * 1000, "model-00002-of-00002.safetensors": b""}
+FILES = {
+    "config.json": b"{}",
+    "model-00001-of-00002.safetensors": b"one" * 1000,
+    "model-00002-of-00002.safetensors": b"",
+}
 
 
 def publish(folder: Path, version: int = 3, files: dict[str, bytes] = FILES) -> str:
@@ -78,6 +82,6 @@ def test_every_file_is_read_by_one_of_the_workers(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_model_is_refused() -> None:
     served = {"hidden_size": 64, "dtype": "float32", "text_config": {"num_hidden_layers": 2}, "num_labels": 2}
-    check_sizes({"hidden_size": 64, "dtype": "bfloat16", "text_config": {"num_hidden_layers": 2}}, served, "v3")
+    check_model({"hidden_size": 64, "dtype": "bfloat16", "text_config": {"num_hidden_layers": 2}}, served, "v3")
     with pytest.raises(FolderError, match="v3, text_config: num_hidden_layers is 4, this server's model has 2"):
-        check_sizes({"hidden_size": 64, "text_config": {"num_hidden_layers": 4}}, served, "v3")
+        check_model({"hidden_size": 64, "text_config": {"num_hidden_layers": 4}}, served, "v3")

@@ -1,8 +1,8 @@
 """vLLM plugin: weight-transfer engines that check everything before they take a layer of the model apart.
 
-``vllm serve ... --weight-transfer-config '{"backend": "holdfast_disk"}'`` loads published folders,
-``"holdfast_broadcast"`` receives tensors over a process group. vLLM's own ``reload_weights`` takes the model apart first
-and reads after that: what cannot be read leaves a server whose next completion ends it.
+``--weight-transfer-config '{"backend": "holdfast_disk"}'`` loads published folders, ``"holdfast_broadcast"`` receives
+tensors over a process group. vLLM's own ``reload_weights`` takes the model apart first and reads after that: a folder
+that cannot be read leaves a server whose next completion ends it.
 """
 
 _ENGINES = {

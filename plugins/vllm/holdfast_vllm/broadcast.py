@@ -16,13 +16,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 import xxhash
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from .loading import all_workers_agree, load_weights
+from .checked import CheckedEngine, Weights
 
 _SENDER = 0
 
@@ -61,7 +57,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class BroadcastWeightTransferEngine(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
+class BroadcastWeightTransferEngine(CheckedEngine):
     """Receives all tensors on all workers, then loads them."""
 
     init_info_cls = BroadcastInitInfo
@@ -78,25 +74,17 @@ class BroadcastWeightTransferEngine(WeightTransferEngine[BroadcastInitInfo, Broa
         rank = init_info.rank_offset + worker
         self._group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timeout)
 
-    def start_weight_update(self) -> None:
-        """Do nothing: the model is taken apart once all tensors are there."""
-
-    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Receive all tensors, then load them; raises as `all_workers_agree` and `load_weights` do."""
-        received: list[torch.Tensor] = []
-        all_workers_agree(lambda *_: received.extend(self._receive(update_info)))
-        load_weights(self.model, self.model_config, zip(update_info.names, received, strict=True))
-
-    def _receive(self, info: BroadcastUpdateInfo) -> list[torch.Tensor]:
+    def checked_weights(self, update_info: BroadcastUpdateInfo, rank: int, world_size: int) -> Weights:
+        """The tensors that the sender broadcasts, in host memory, once their digest is that of what was sent."""
         digest, received = xxhash.xxh3_128(), []
-        for dtype_name, shape in zip(info.dtype_names, info.shapes, strict=True):
+        for dtype_name, shape in zip(update_info.dtype_names, update_info.shapes, strict=True):
             dtype = getattr(torch, dtype_name)
             flat = self._next(prod(shape) * dtype.itemsize)
             digest.update(flat.numpy())
             received.append(flat.view(dtype).view(shape))
         if bytes(self._next(digest.digest_size).numpy()) != digest.digest():
             raise ValueError("the tensors that arrived have another digest than those that were sent")
-        return received
+        return zip(update_info.names, received, strict=True)
 
     def _next(self, n_bytes: int) -> torch.Tensor:
         if self._group is None:
@@ -106,9 +94,6 @@ class BroadcastWeightTransferEngine(WeightTransferEngine[BroadcastInitInfo, Broa
         options.rootRank = _SENDER
         self._group.broadcast([flat], options).wait()
         return flat
-
-    def finish_weight_update(self) -> None:
-        """Do nothing: everything is in place."""
 
     def shutdown(self) -> None:
         """Leave the group."""

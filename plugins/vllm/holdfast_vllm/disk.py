@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from .loading import all_workers_agree, load_weights
-from .published import check_files, check_sizes, read_manifest
+from .checked import CheckedEngine, Weights
+from .published import check_files, check_model, read_manifest
 
 
 @dataclass
@@ -44,7 +40,7 @@ class DiskUpdateInfo(WeightTransferUpdateInfo):
     manifest: str
 
 
-class DiskWeightTransferEngine(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
+class DiskWeightTransferEngine(CheckedEngine):
     """Checks a folder on all workers, then loads it."""
 
     init_info_cls = DiskInitInfo
@@ -53,24 +49,14 @@ class DiskWeightTransferEngine(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         """Do nothing."""
 
-    def start_weight_update(self) -> None:
-        """Do nothing: the model is taken apart once the folder is checked."""
-
-    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
-        """Check the folder, then load it; raises as `all_workers_agree` and `load_weights` do."""
-        folder, files = Path(update_info.path), {}
-
-        def check(rank: int, world_size: int) -> None:
-            files.update(read_manifest(folder, update_info.manifest))
-            check_files(folder, files, rank, world_size)
-            stored: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-            check_sizes(stored, self.model_config.hf_config.to_dict(), folder)
-
-        all_workers_agree(check)
-        load_weights(self.model, self.model_config, _stored_tensors(folder, files))
-
-    def finish_weight_update(self) -> None:
-        """Do nothing: everything is in place."""
+    def checked_weights(self, update_info: DiskUpdateInfo, rank: int, world_size: int) -> Weights:
+        """The weights in a folder that is the published one, of the model that is served."""
+        folder = Path(update_info.path)
+        files = read_manifest(folder, update_info.manifest)
+        check_files(folder, files, rank, world_size)
+        stored: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        check_model(stored, self.model_config.hf_config.to_dict(), folder)
+        return _stored_tensors(folder, files)
 
     def shutdown(self) -> None:
         """Do nothing."""

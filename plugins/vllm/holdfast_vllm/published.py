@@ -79,11 +79,19 @@ def check_files(
             raise FolderError(f"{folder}: {name} has digest {found}, the manifest says {entry['digest']}")
 
 
-def check_sizes(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
-    """Raise `FolderError` where the config of a folder has another size than that of the model that is served."""
+def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
+    """See that the config of a folder is one of the model that is served, as far as its tensors depend on it.
+
+    Raises:
+        FolderError: it has another size, or is of another architecture.
+    """
     for key in sorted(stored.keys() & served.keys()):
         here, there = stored[key], served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):
-            check_sizes(here, there, f"{where}, {key}")
-        elif (key.startswith("num_") or key.endswith(("_dim", "_size"))) and here != there:
+            check_model(here, there, f"{where}, {key}")
+        elif _shapes_tensors(key) and here != there:
             raise FolderError(f"{where}: {key} is {here!r}, this server's model has {there!r}; it is another model")
+
+
+def _shapes_tensors(key: str) -> bool:
+    return key in ("model_type", "tie_word_embeddings") or key.startswith("num_") or key.endswith(("_dim", "_size"))
