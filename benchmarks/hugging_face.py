@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.engine import WeightUpdateMeta
-from holdfast.engine.hf.publish import version_path
+from holdfast.engine.hf.versions import version_path
 from holdfast.utils.processes import die_with_parent
 
 from . import ours

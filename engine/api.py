@@ -135,6 +135,7 @@ class WeightUpdateMeta:
         keep: how many of the newest versions stay.
         timeout_s: how long the servers may take to load a version; it may be longer than the engine's own timeout.
         dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from.
+        min_servers: how many servers have to confirm a version; None: what their `ServerFleet` says, else all of them.
     """
 
     type: str
@@ -143,6 +144,7 @@ class WeightUpdateMeta:
     keep: int = 2
     timeout_s: float = 300.0
     dtype: str | None = None
+    min_servers: int | None = None
 
     def __post_init__(self) -> None:
         if self.type != "disk":
@@ -152,6 +154,7 @@ class WeightUpdateMeta:
         object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
+        require_range("min_servers", self.min_servers, low=1)
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
 
 

@@ -39,11 +39,13 @@ from .dcp.save import save_dcp
 from .dcp.state import DCPState
 from .devices import free_cached_memory
 from .hf.export import export_hf
-from .hf.publish import publish_weights
 from .hf.sidecars import adopt_base
 from .initial_model import build_initial_model, load_weights
 from .model_folder import find_model_folder
 from .rl.logprobs import token_logprobs
+from .servers.connection import ServerConnection
+from .servers.fleet import ServerFleet
+from .servers.publish import PublishedWeights
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
 from .training.distributed import clip_grad_norm, close_process_groups, open_process_groups
@@ -71,8 +73,7 @@ class FSDPEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
-        self._servers: Sequence[InferenceServer] = ()
-        self._update_meta: WeightUpdateMeta | None = None
+        self._servers = ServerConnection()
 
     # Lifecycle
 
@@ -117,7 +118,8 @@ class FSDPEngine:
             if self._groups is not None:
                 last.callback(close_process_groups, self._groups)
                 last.callback(free_cached_memory, self._groups.device)
-            self._groups, self._servers = None, ()
+            self._groups = None
+            self._servers.close()
             self._drop_model()
 
     def _drop_model(self) -> None:
@@ -367,25 +369,19 @@ class FSDPEngine:
         """The version of the policy the weights are."""
         return self.counters.version
 
-    def connect_engine(self, servers: Sequence[InferenceServer], meta: WeightUpdateMeta) -> None:
-        """Name the servers that `update_weights` tells; rank 0's are used."""
-        self._servers, self._update_meta = servers, meta
+    def connect_engine(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
+        """Name the servers that `update_weights` tells; rank 0's are used, and looked after until `destroy`."""
+        self._servers.connect(servers, meta)
 
-    def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
-        """Publish the weights as ``meta.version`` (or the engine's own) and wait until every server confirms it.
+    def update_weights(self, meta: WeightUpdateMeta | None = None) -> PublishedWeights:
+        """Publish the weights as ``meta.version`` (or the engine's own) and wait until the servers confirm it.
 
         Raises:
             ConfigError: neither given a meta nor connected.
             CheckpointWriteError: any rank could not write; no server was told.
-            PublishError: a server serves another version than it was told to.
+            PublishError: too few servers confirmed it. WorkerLost: one of them because its worker was lost.
         """
-        meta = meta or self._update_meta
-        if meta is None:
-            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
-        version = self.get_version() if meta.version is None else meta.version
-        publish_weights(
-            self.model, meta, version, self._servers, self.control_group, str(self.model_folder), self.base_dtype
-        )
+        return self._servers.publish(self, meta)
 
     def _require_groups(self) -> Any:
         if self._groups is None:

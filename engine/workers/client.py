@@ -26,6 +26,11 @@ class RemoteServer:
     timeout_s: float
     hang_timeout_s: float | None
 
+    @property
+    def name(self) -> str:
+        """What logs and errors call it."""
+        return f"rank {self.rank} of worker group {self.group!r}"
+
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Have the worker load the Hugging Face folder ``path``; the version it serves from now on.
 

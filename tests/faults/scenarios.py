@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.engine import WeightUpdateMeta, save_hf
-from holdfast.engine.hf.publish import publish_weights, published_versions, version_path
+from holdfast.engine.hf.versions import published_versions, version_path
+from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.recover.storage.generations import Generation
 from holdfast.recover.storage.mirror import Mirror
@@ -164,7 +165,7 @@ class Publication:
     def _publish(self, folder: str, version: int, model: Any = None) -> Path:
         model = sharded_model(self.model, version) if model is None else model
         meta = WeightUpdateMeta("disk", folder, keep=2)
-        return publish_weights(model, meta, version, [Server()], base_model_path=self.model)
+        return publish_weights(model, meta, version, [Server()], base_model_path=self.model).path
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine import WeightUpdateMeta, save_hf
-from holdfast.engine.hf.publish import publish_weights, published_versions, version_path
+from holdfast.engine.hf.versions import published_versions, version_path
+from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,23 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.copy_task import write_model_folder
-from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta, full_state_dict
-from holdfast.engine.hf.publish import published_versions, version_path
-from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, PublishError
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    ServerFleet,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+    full_state_dict,
+    publish_weights,
+)
+from holdfast.engine.hf.versions import published_versions, version_path
+from holdfast.engine.servers.api import weights_label
+from holdfast.engine.servers.publish import PublishedWeights
+from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, PublishError, WorkerLost
 from holdfast.utils.manifest import verify_folder
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until
 from tests.helpers import run_ranks
+from tests.limits import stretched
 
 
 class Server:
@@ -65,6 +77,10 @@ def publish(engine: FSDPEngine, version: int) -> None:
             param.mul_(1.5)
     engine.set_version(version)
     engine.update_weights()
+
+
+def names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
 def check_contents(engine: FSDPEngine, path: Path) -> None:
@@ -116,7 +132,7 @@ def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: 
         publish(engine, 3)
     assert published_versions(root) == [1, 2, 3], "a server may still serve 1 or 2"
     engine.connect_engine([Server(fails=True), late], meta)
-    with pytest.raises(TimeoutError, match="did not answer"):
+    with pytest.raises(PublishError, match=r"by [01] of 2 .*TimeoutError: the server did not answer"):
         publish(engine, 4)
     assert published_versions(root) == [1, 2, 3, 4]
     wanted, end = [3, 4] if rank == 0 else [], time.monotonic() + 10
@@ -171,7 +187,7 @@ def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str,
         publish(engine, version)
         waited.append(time.monotonic() - started)
     engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", root, timeout_s=2.5))
-    with pytest.raises(PublishError, match=r"did not load .* within 2.5 s"):
+    with pytest.raises(PublishError, match=r"is gone: it did not load .* within 2.5 s"):
         publish(engine, 3)
     engine.connect_engine([], WeightUpdateMeta("disk", root, version=4))
     engine.update_weights()
@@ -214,16 +230,111 @@ def test_versions_are_complete_when_rank_zero_tells_and_survive_every_failure(tm
     assert second == ([], []), "only rank 0 tells"
 
 
+def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: str, root: str) -> None:
+    engine, (good, lost) = make_engine(folder), (ScriptedServer("good"), ScriptedServer("lost"))
+    meta = WeightUpdateMeta("disk", root, min_servers=1)
+    with closing(ServerFleet([good, lost], probe_interval_s=0.05)) as fleet:
+        engine.connect_engine(fleet, meta)
+        engine.set_version(1)
+        done = engine.update_weights()
+        assert (done.path, done.version) == (version_path(root, 1), 1)
+        assert [report.state for report in done.servers] == ["serving", "serving"], "on both ranks"
+        stats = done.stats()
+        phases = {"publish_write_s", "publish_digest_s", "publish_tell_s", "update_total_s", "update_load_s"}
+        assert all(0 < stats[phase] < 60 for phase in phases)
+        assert sum(stats[phase] for phase in phases if phase[0] == "p") <= stats["publish_total_s"]
+        assert stats["servers_serving"] == 2 and stats["servers_gone"] == 0
+
+        lost.alive = False
+        publish(engine, 2)
+        if rank == 0:
+            assert fleet.serving() == [good]
+            lost.restart()
+            assert fleet.wait_serving(2, stretched(10)), "nobody published again"
+            assert lost.label == weights_label(version_path(root, 2), 2)
+        dist.barrier()
+
+        good.alive = lost.alive = False
+        with pytest.raises(PublishError, match="confirmed by 0 of 2 inference servers, 1 are needed"):
+            publish(engine, 3)
+        assert published_versions(root) == [1, 2, 3], "a server may still serve 1 or 2"
+        good.restart()
+        lost.restart()
+        assert rank != 0 or fleet.wait_serving(2, stretched(10)), "they are brought to the version of the failed one"
+
+        with (
+            largest_file(100_000 if rank == 1 else resource.RLIM_INFINITY),
+            pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="File too large"),
+        ):
+            publish(engine, 4)
+        assert rank != 0 or fleet.serving() == [good, lost], "they serve 3, whose folder is still there"
+        publish(engine, 2)  # as after a recovery
+        if rank == 0:
+            label = weights_label(version_path(root, 2), 2)
+            assert fleet.serving() == [good, lost] and good.label == lost.label == label
+        assert published_versions(root) == [1, 2]
+        engine.destroy()
+        if rank == 0:
+            lost.restart()
+            wait_until(lambda: lost.label == label)  # who made the fleet closes it
+
+
+def _servers_that_were_named_are_looked_after(rank: int, world_size: int, folder: str, root: str) -> None:
+    engine, server = make_engine(folder), ScriptedServer()
+    engine.connect_engine([server], WeightUpdateMeta("disk", root))
+    publish(engine, 1)
+    assert ("inference server prober" in names_of_threads()) == (rank == 0)
+    engine.connect_engine([server, server], WeightUpdateMeta("disk", root))
+    assert "inference server prober" not in names_of_threads()
+    with pytest.raises(ConfigError if rank == 0 else PeerError, match="is named twice"):
+        publish(engine, 2)
+    engine.connect_engine([server], WeightUpdateMeta("disk", root))
+    publish(engine, 2)
+    engine.destroy()
+    assert "inference server prober" not in names_of_threads()
+
+
+def _the_loss_of_a_worker_reaches_every_rank(rank: int, world_size: int, folder: str, root: str) -> None:
+    def die(version: int) -> None:
+        raise WorkerLost("rollout", [0], "died during the update")
+
+    engine = make_engine(folder)
+    engine.connect_engine([PlainServer("lost", die)], WeightUpdateMeta("disk", root))
+    with pytest.raises(WorkerLost) as caught:
+        publish(engine, 1)
+    assert caught.value.group == "rollout"
+
+
+def _what_goes_along_is_sealed(rank: int, world_size: int, folder: str, root: str) -> None:
+    engine, extra = make_engine(folder), {"notes.json": f"of rank {rank}".encode()}
+    meta = WeightUpdateMeta("disk", root)
+    done = publish_weights(engine.model, meta, 1, [], engine.control_group, extra_files=extra)
+    assert done.servers == () and "notes.json" in verify_folder(done.path)["files"]
+    assert (done.path / "notes.json").read_text() == "of rank 0"
+
+
+def _all_of_a_fleet(rank: int, world_size: int, folder: str, root: str) -> PublishedWeights:
+    _a_fleet_outlives_the_loss_of_a_server(rank, world_size, folder, f"{root}/a")
+    _servers_that_were_named_are_looked_after(rank, world_size, folder, f"{root}/b")
+    _the_loss_of_a_worker_reaches_every_rank(rank, world_size, folder, f"{root}/c")
+    _what_goes_along_is_sealed(rank, world_size, folder, f"{root}/d")
+    engine = make_engine(folder)
+    engine.connect_engine([], WeightUpdateMeta("disk", f"{root}/e", version=5))
+    return engine.update_weights()  # for a driver to tell the servers of
+
+
+@pytest.mark.timeout(90)
+def test_ranks_publish_to_a_fleet_that_loses_servers(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    written, _ = run_ranks(_all_of_a_fleet, 2, str(folder), str(tmp_path / "weights"))
+    server = ScriptedServer()
+    with closing(ServerFleet([server])) as fleet:
+        fleet.update(written.path, written.version, stretched(10))
+    assert server.label == weights_label(written.path, 5)
+
+
 def test_a_url_is_no_place_to_publish_to(tmp_path: Path) -> None:
     expected = r"WeightUpdateMeta\.path is s3://bucket/w; publishing needs a folder of this machine: give one"
     with pytest.raises(ConfigError, match=expected):
         WeightUpdateMeta("disk", "s3://me:secret@bucket/w")
     assert WeightUpdateMeta("disk", f"file://{tmp_path}/w").path == f"{tmp_path}/w"
-
-
-def test_published_versions_sees_only_complete_ones_in_order_of_number(tmp_path: Path) -> None:
-    assert published_versions(tmp_path / "nowhere") == []
-    for name in ("v00000010", "v00000009", "v100000000", ".staging-v00000011-ab", "v3", "notes", "v00000012.tmp"):
-        (tmp_path / name).mkdir()
-    assert published_versions(tmp_path) == [9, 10, 100_000_000]
-    assert version_path(tmp_path, 100_000_000).name == "v100000000"

@@ -1,0 +1,122 @@
+"""Versions of the weights on disk: written for the inference servers, listed, deleted.
+
+A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
+Versions newer than the one written are of steps that a crash took back, and go first, as does what a killed publisher
+left half-written. One job writes to a folder at a time. Who is told of a version is none of this file's business: see
+`holdfast.engine.servers.publish`.
+"""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ...utils.atomic_folder import as_write_error, staged_folder
+from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
+from ...utils.files import remove_or_log
+from ...utils.logging import get_logger
+from ...utils.manifest import sync_entries, write_entry, write_manifest
+from ...utils.timing import timed
+from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
+from .write import write_hf
+
+logger = get_logger(__name__)
+
+_VERSION = re.compile(r"v(\d{8,})")
+
+
+@dataclass(frozen=True)
+class WrittenVersion:
+    """A version that is complete on disk.
+
+    Attributes:
+        path: its folder.
+        seconds: of ``write`` (gather, cast, write) and ``digest`` (fsync, read again, manifest) on this rank.
+    """
+
+    path: Path
+    seconds: Mapping[str, float]
+
+
+def version_path(root: str | os.PathLike[str], version: int) -> Path:
+    """The folder of a version: ``<root>/v00000121``."""
+    return Path(root) / f"v{version:08d}"
+
+
+def published_versions(root: str | os.PathLike[str]) -> list[int]:
+    """The complete versions under ``root``, oldest first; none when there is no such folder."""
+    if not Path(root).is_dir():
+        return []
+    return sorted(int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry)))
+
+
+def write_version(
+    model: PreTrainedModel,
+    meta: WeightUpdateMeta,
+    version: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    base_model_path: str | None = None,
+    base_dtype: torch.dtype | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> WrittenVersion:
+    """Write the weights as ``version``, in place of that version and of newer ones; all ranks call it.
+
+    Args:
+        model: sharded model.
+        meta: ``path`` and ``dtype`` are used.
+        version: number of the folder.
+        group: control group.
+        base_model_path: folder whose tokenizer and other files go along.
+        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is.
+        extra_files: name -> contents of files that the manifest covers too; rank 0's are written.
+
+    Raises:
+        CheckpointWriteError: any rank could not write; nothing became visible.
+    """
+    final, seconds = version_path(meta.path, version), {}
+    rank_zero_decides(lambda: _clear(final, version), group)
+    with staged_folder(final, group) as staging:
+        options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
+        with timed(seconds, "write"):
+            names = write_hf(model, staging, options, group=group)
+        with timed(seconds, "digest"):
+            with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
+                own = sync_entries(staging, names)
+                if extra_files and get_rank(group) == 0:
+                    own += [write_entry(staging, name, data) for name, data in extra_files.items()]
+            entries = gather_objects(own, group)
+            if get_rank(group) == 0:
+                write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
+    return WrittenVersion(final, seconds)
+
+
+def _clear(final: Path, version: int) -> None:
+    """Remove ``version`` and what is newer, and what killed publishers left."""
+    root = final.parent
+    with as_write_error(final):
+        for pattern in (".staging-v*", ".retired-v*"):
+            for leftover in root.glob(pattern):
+                remove_or_log(leftover)
+        for newer in [v for v in published_versions(root) if v >= version]:
+            remove_or_log(version_path(root, newer))
+
+
+def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
+    """Remove all but the ``keep`` newest versions, and those of ``spare``.
+
+    What cannot be removed, or listed, is left: it costs space, not the run.
+    """
+    try:
+        old = published_versions(root)[:-keep]
+    except OSError as error:
+        logger.warning("cannot list %s to delete old versions: %s", root, error)
+        return
+    for path in [version_path(root, version) for version in old]:
+        if path not in spare:
+            remove_or_log(path)

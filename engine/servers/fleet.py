@@ -1,0 +1,216 @@
+"""`ServerFleet`: inference servers that are told of new weights together, and brought up to date when they were missed.
+
+A publication succeeds when as many servers as it needs have confirmed it. The others are known for what they are
+(`ServerState`), get no requests (`serving`), and are brought to the folder published last by the prober: a thread that
+asks every server now and then what it serves, and at once after a publication that some server missed. So a server that
+was restarted, or that a killed publisher left paused, needs nobody to look after it.
+
+One fleet, in one process, tells a server: rank 0 of the trainers, or the driver of a Ray job. Nothing here keeps that
+process from ending.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+from threading import Condition, Event, Lock, Thread
+
+from ...utils.config import require_range
+from ...utils.errors import ConfigError, PublishError, WorkerLost
+from ...utils.manifest import read_manifest
+from ...utils.threads import on_daemon_thread
+from ..api import InferenceServer
+from .api import weights_label
+from .member import FleetMember, PublishedFolder
+from .states import ServerReport, ServerState, server_stats
+
+_SILENCE_S = 10.0
+"""A server that does not say for so long what it serves is gone; one that is busy may take some seconds."""
+
+
+class ServerFleet:
+    """Inference servers, each with a state; all methods may be called from any thread.
+
+    Args:
+        servers: clients. One that is no `ObservableServer` is known by its updates alone.
+        min_servers: how many have to confirm a publication; None: all.
+        probe_interval_s: how often the servers are looked at from the first `update` on; None: never, so that those
+            that were missed wait for the next `update`.
+
+    Raises:
+        ConfigError: a value is out of range, or two servers have the same name.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[InferenceServer],
+        min_servers: int | None = None,
+        probe_interval_s: float | None = 5.0,
+    ) -> None:
+        require_range("probe_interval_s", probe_interval_s, low=0.01)
+        self._changed = Condition()
+        self._members = [FleetMember(server, self._changed, probe_interval_s or 0.0) for server in servers]
+        names = [member.name for member in self._members]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"inference server {twice[0]} is named twice; name each once, or give them other names")
+        self._min_servers = self._require_enough(min_servers)
+        self._folder: PublishedFolder | None = None
+        self._updating = Lock()
+        self._probe_interval_s = probe_interval_s
+        self._prober: Thread | None = None
+        self._woken, self._closed = Event(), Event()
+
+    def update(
+        self, path: str | PathLike[str], version: int, timeout_s: float, min_servers: int | None = None
+    ) -> list[ServerReport]:
+        """Have every server load a published folder; return when enough have confirmed it.
+
+        All are told at once, whatever they said before: a label may be right and the server paused. Those that missed
+        the update before are waited for only while they are needed, the others until they have answered. Who has not
+        confirmed is left to the prober, also when this raises.
+
+        Args:
+            path: folder of the version, as `publish_weights` writes it; the servers must see it under this path.
+            version: the version in its manifest.
+            timeout_s: how long the servers may take.
+            min_servers: as in `ServerFleet`; None: what that was given.
+
+        Returns:
+            `states` after that.
+
+        Raises:
+            ConfigError: ``min_servers`` is more than there are, or the folder is of another version.
+            CheckpointCorruptError: there is no published folder.
+            WorkerLost: too few have confirmed it, one of them because its worker was lost.
+            PublishError: too few have confirmed it; names the others, and why.
+        """
+        needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
+        folder = _published(path, version)
+        with self._updating:
+            deadline = time.monotonic() + timeout_s
+            self._folder = folder
+            awaited = {member for member in self._members if member.expected}
+            for member in self._members:
+                member.want(folder)
+            told = {
+                on_daemon_thread(partial(member.tell, folder, deadline), f"weight update of {member.name}"): member
+                for member in self._members
+            }
+            try:
+                confirmed, errors = _wait(told, awaited, needed, deadline)
+            finally:
+                self._give_up(folder, awaited, time.monotonic() >= deadline, timeout_s)
+                self._probe_soon()
+            if confirmed >= needed:
+                return self.states()
+            failure = self._failure(folder, confirmed, needed)
+            for error in errors:
+                if isinstance(error, WorkerLost):  # who started the worker can start it again
+                    raise error from failure
+            raise failure from next(iter(errors), None)
+
+    def withdraw(self, version: int) -> None:
+        """Bring no server to the folder of ``version``, or of a newer one, any more: it is about to be replaced.
+
+        What serves it is behind until the next `update`.
+        """
+        with self._updating:
+            if self._folder is not None and self._folder.version >= version:
+                self._folder = None
+                for member in self._members:
+                    member.want(None)
+
+    def serving(self) -> list[InferenceServer]:
+        """The servers that may be asked to generate."""
+        return [member.server for member in self._members if member.report.state is ServerState.SERVING]
+
+    def wait_serving(self, count: int, timeout_s: float) -> bool:
+        """Wait until ``count`` servers may be asked to generate; False: there are fewer after ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
+
+    def states(self) -> list[ServerReport]:
+        """What is known of each server, in the order in which they were given; for people."""
+        return [member.report for member in self._members]
+
+    def stats(self) -> dict[str, float]:
+        """`server_stats` of that: how many servers are in which state, and seconds of the phases of an update."""
+        return server_stats(self.states())
+
+    def loading(self) -> set[Path]:
+        """Folders that a server is loading at this moment."""
+        return {Path(member.loading) for member in self._members if member.loading is not None}
+
+    def close(self) -> None:
+        """Stop the prober. An update that a server has been told of goes on there."""
+        self._closed.set()
+        self._woken.set()
+        if self._prober is not None:
+            self._prober.join()
+
+    def _require_enough(self, min_servers: int | None) -> int:
+        require_range("min_servers", min_servers, low=1)
+        if min_servers is not None and min_servers > len(self._members):
+            raise ConfigError(f"min_servers is {min_servers}, but there are {len(self._members)} inference servers")
+        return len(self._members) if min_servers is None else min_servers
+
+    def _give_up(self, folder: PublishedFolder, awaited: set[FleetMember], late: bool, timeout_s: float) -> None:
+        """Note who has not answered at the end of an update."""
+        for member in self._members:
+            if late:
+                member.give_up(folder, ServerState.GONE, f"it did not load {folder.path} within {timeout_s:g} s")
+            elif member in awaited:
+                member.give_up(folder, ServerState.BEHIND, f"it has not loaded {folder.path} yet")
+
+    def _failure(self, folder: PublishedFolder, confirmed: int, needed: int) -> PublishError:
+        reports = [report for report in self.states() if report.state is not ServerState.SERVING]
+        others = "; ".join(f"{report.name} is {report.state}: {report.error}" for report in reports)
+        return PublishError(
+            f"weight version {folder.version} was confirmed by {confirmed} of {len(self._members)} inference servers, "
+            f"{needed} are needed: {others}. {folder.path} stays; see to these servers and publish again, or let fewer "
+            "suffice (min_servers)"
+        )
+
+    def _probe_soon(self) -> None:
+        if self._probe_interval_s is None or self._closed.is_set():
+            return
+        if self._prober is None:
+            self._prober = Thread(target=self._probe_on, name="inference server prober", daemon=True)
+            self._prober.start()
+        if len(self.serving()) < len(self._members):
+            self._woken.set()
+
+    def _probe_on(self) -> None:
+        while True:
+            self._woken.wait(self._probe_interval_s)
+            self._woken.clear()
+            if self._closed.is_set():
+                return
+            for member in self._members:
+                member.note_silence(_SILENCE_S)
+            for member in self._members:  # a thread each: one that hangs keeps nobody waiting
+                on_daemon_thread(member.probe, f"probe of {member.name}")
+
+
+def _published(path: str | PathLike[str], version: int) -> PublishedFolder:
+    found = read_manifest(path).get("weight_version")
+    if found != version:
+        raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
+    return PublishedFolder(fspath(path), version, weights_label(path, version))
+
+
+def _wait(
+    told: dict[Future[None], FleetMember], awaited: set[FleetMember], needed: int, deadline: float
+) -> tuple[int, list[BaseException]]:
+    """Wait while more answers are needed, or ``awaited``: how many confirmed, and what the others raised."""
+    confirmed, errors, pending = 0, [], set(told)
+    while needed <= confirmed + len(pending) and (confirmed < needed or any(told[call] in awaited for call in pending)):
+        done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+        if not done:
+            break
+        outcomes = [call.exception() for call in done]
+        errors += [error for error in outcomes if error is not None]
+        confirmed += outcomes.count(None)
+    return confirmed, errors

@@ -1,0 +1,231 @@
+"""`FleetMember`: one server of a fleet, what it is to serve, and what is known of it.
+
+Two threads tell a server of weights: the publisher's, and the prober's, which comes back to those that were missed.
+Whoever does holds the member's lock as long as the server works on it, however long that is. So a server has one update
+at a time, and one that outlived its time limit is not told again before it has answered. An answer counts when it is
+about the weights that the server is to serve *then*, and their folder is still the one that it was told of.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from threading import Condition, Lock
+
+from ...utils.errors import PublishError, ServerError, WorkerLost
+from ...utils.logging import get_logger
+from ...utils.remote import without_secrets
+from ...utils.timing import timed
+from ..api import InferenceServer
+from .api import ObservableServer, ServerStatus, weights_label
+from .states import ServerReport, ServerState
+
+logger = get_logger(__name__)
+
+_LONGEST_PAUSE_S = 300.0
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """A version that servers are told of.
+
+    Attributes:
+        path: its folder, as the servers are told.
+        version: its number.
+        label: its `weights_label`.
+    """
+
+    path: str
+    version: int
+    label: str
+
+    def unchanged(self) -> bool:
+        """Whether the same contents are still there; the digest of the manifest answers for all of them."""
+        try:
+            return weights_label(self.path, self.version) == self.label
+        except OSError:
+            return False
+
+
+class FleetMember:
+    """A server of a fleet.
+
+    Args:
+        server: the client.
+        changed: guards what is known of all servers of the fleet, and is notified when that changes.
+        retry_s: `probe` tries a load that failed twice again after so long, then after twice as long ...
+    """
+
+    def __init__(self, server: InferenceServer, changed: Condition, retry_s: float) -> None:
+        self.server = server
+        self.name = without_secrets(str(getattr(server, "name", server)))
+        self._changed = changed
+        self._retry_s = retry_s
+        self._report = ServerReport(self.name)
+        self._wanted: PublishedFolder | None = None
+        self._answered: PublishedFolder | None = None
+        self._confirmed: PublishedFolder | None = None
+        self._busy = Lock()
+        self._loading: str | None = None
+        self._asked_at: float | None = None
+        self._failures, self._retry_at = 0, 0.0
+
+    @property
+    def report(self) -> ServerReport:
+        """What is known of it now."""
+        return self._report
+
+    @property
+    def loading(self) -> str | None:
+        """The folder that it is loading at this moment."""
+        return self._loading
+
+    @property
+    def expected(self) -> bool:
+        """Whether it should answer to the next update: it serves, or it could not have missed one."""
+        return self._wanted is None or self._report.state is ServerState.SERVING
+
+    def want(self, folder: PublishedFolder | None) -> None:
+        """Set what it is to serve from now on; it is not told yet. None: what it serves is not to be used any more."""
+        with self._changed:
+            self._wanted = folder
+            self._forget_failures()
+            if folder is None and self._report.state is ServerState.SERVING:
+                self._note(ServerState.BEHIND, "its weights are about to be replaced", self._report.label)
+
+    def tell(self, folder: PublishedFolder, deadline: float) -> None:
+        """Have it load ``folder``, once it has answered to an earlier update.
+
+        Args:
+            folder: what it is to serve since the last `want`.
+            deadline: on the clock of ``time.monotonic``; for an earlier update it waits no longer.
+
+        Raises:
+            PublishError: it serves another version after this, or there was no time to tell it.
+            Exception: what the client raised.
+        """
+        if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PublishError("it has not answered to an earlier update yet")
+        try:
+            if self._wanted is not folder:
+                raise PublishError(f"it is not to load {folder.path} any more")
+            if self._confirmed is not folder:  # else the prober was faster
+                self._load(folder)
+        finally:
+            self._busy.release()
+
+    def give_up(self, folder: PublishedFolder, state: ServerState, error: str) -> None:
+        """Note that its publisher waits for it no longer, unless it has answered to ``folder`` by now."""
+        with self._changed:
+            if self._wanted is folder and self._answered is not folder:
+                self._note(state, error)
+
+    def probe(self) -> None:
+        """Look whether it serves what it is to serve, and tell it if not; nothing while somebody else tells it.
+
+        Raises:
+            Exception: it did not load the weights; its report says so too.
+        """
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            folder = self._wanted
+            if folder is None or not self._needs(folder):
+                return
+            if self._wanted is folder and time.monotonic() >= self._retry_at:
+                self._load(folder)
+        finally:
+            self._busy.release()
+
+    def note_silence(self, limit_s: float) -> None:
+        """Note it as gone when it has been asked what it serves, and has not answered for ``limit_s``."""
+        with self._changed:
+            if self._asked_at is not None and (silent_s := time.monotonic() - self._asked_at) >= limit_s:
+                self._note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
+
+    def _needs(self, folder: PublishedFolder) -> bool:
+        """Whether it answers, as far as one can ask it, and does not serve ``folder``."""
+        if not isinstance(self.server, ObservableServer):
+            return self._report.state is not ServerState.SERVING
+        status = self._ask(self.server)
+        if status is None:
+            self._forget_failures()  # of its last life, perhaps
+            return False
+        # The label alone would not do: it may be that of a load that failed later on, or of another publisher.
+        if status == ServerStatus(folder.label, paused=False) and self._confirmed is folder:
+            self._note(ServerState.SERVING, None, folder.label)
+            return False
+        seen = "it is paused" if status.paused else f"it serves {status.label or 'other weights'}"
+        known = self._report.error if self._failures else None  # says more
+        self._note_unready(status, known or seen)
+        return True
+
+    def _load(self, folder: PublishedFolder) -> None:
+        self._loading, self._confirmed = folder.path, None
+        seconds: dict[str, float] = {}
+        try:
+            with timed(seconds, "total"):
+                served = self.server.update_weights_from_disk(folder.path, folder.version)
+            if served != folder.version:
+                raise PublishError(f"it serves version {served!r} after it was told to load version {folder.version}")
+            if not folder.unchanged():
+                raise PublishError(f"{folder.path} was replaced while it was loaded")
+        except Exception as error:
+            self._fail(folder, error)
+            raise
+        finally:
+            self._loading = None
+            with self._changed:
+                self._report = replace(self._report, seconds=seconds | dict(getattr(self.server, "seconds", {})))
+        with self._changed:
+            if self._wanted is folder:
+                self._answered = self._confirmed = folder
+                self._forget_failures()
+                self._note(ServerState.SERVING, None, folder.label)
+            else:
+                self._note(ServerState.BEHIND, f"it serves version {folder.version}", folder.label)
+
+    def _fail(self, folder: PublishedFolder, error: Exception) -> None:
+        text = describe(error)
+        with self._changed:
+            if self._wanted is folder:
+                self._answered = folder
+                self._failures += 1
+                pause_s = self._retry_s * 2.0 ** (self._failures - 2) if self._failures > 1 else 0.0
+                self._retry_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
+            # One that is known as gone stays that until it has said otherwise.
+            gone = isinstance(error, WorkerLost) or self._report.state is ServerState.GONE
+            self._note(ServerState.GONE if gone else ServerState.BEHIND, text)
+        if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
+            self._note_unready(status, text)
+
+    def _forget_failures(self) -> None:
+        self._failures, self._retry_at = 0, 0.0
+
+    def _ask(self, server: ObservableServer, error: str | None = None) -> ServerStatus | None:
+        """Its status; without one it is noted as gone because of ``error``, or of what `status` raised."""
+        self._asked_at = time.monotonic()
+        try:
+            return server.status()
+        except Exception as unanswered:  # of whatever type: the report is where a prober's errors are told
+            self._note(ServerState.GONE, error or describe(unanswered))
+            return None
+        finally:
+            self._asked_at = None
+
+    def _note_unready(self, status: ServerStatus, error: str) -> None:
+        self._note(ServerState.PAUSED if status.paused else ServerState.BEHIND, error, status.label)
+
+    def _note(self, state: ServerState, error: str | None, label: str | None = None) -> None:
+        with self._changed:
+            before = self._report.state
+            self._report = replace(self._report, state=state, error=error, label=label)
+            if state is not before:
+                level = logging.INFO if state is ServerState.SERVING else logging.WARNING
+                logger.log(level, "inference server %s (it was %s)", self._report, before)
+            self._changed.notify_all()
+
+
+def describe(error: BaseException) -> str:
+    """What a person is told of an error of a client."""
+    text = str(error) if isinstance(error, ServerError | WorkerLost) else f"{type(error).__name__}: {error}"
+    return without_secrets(text)

@@ -1,0 +1,108 @@
+"""Servers in this process that do what a test tells them, and published folders for them to load."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event, Lock
+
+from holdfast.engine.hf.versions import version_path
+from holdfast.engine.servers.api import ServerStatus, weights_label
+from holdfast.utils.errors import PublishError, ServerError
+from holdfast.utils.files import remove_folder
+from holdfast.utils.manifest import verify_folder, write_entry, write_manifest
+from tests.limits import stretched
+
+
+def write_published(root: Path, version: int, contents: str = "weights") -> Path:
+    """What a publisher leaves: the folder of a version, in place of one that was there."""
+    folder = version_path(root, version)
+    remove_folder(folder)
+    folder.mkdir(parents=True)
+    write_manifest(folder, [write_entry(folder, "model.safetensors", contents.encode())], {"weight_version": version})
+    return folder
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as ``condition`` holds."""
+    end = time.monotonic() + stretched(20)
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+class PlainServer:
+    """Loads what it is told to; cannot be asked what it serves.
+
+    Attributes:
+        told: versions, in the order in which it was told of them.
+        answer: called with a version before that is loaded.
+        go: cleared, a load takes until it is set.
+        most_at_once: most loads at the same time so far.
+    """
+
+    def __init__(self, name: str = "plain", answer: Callable[[int], object] = lambda version: None) -> None:
+        self.name, self.answer = name, answer
+        self.told: list[int] = []
+        self.began, self.go = Event(), Event()
+        self.go.set()
+        self.most_at_once = self._at_once = 0
+        self._mutex = Lock()
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        with self._mutex:
+            self.told.append(version)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            self.began.set()
+            assert self.go.wait(stretched(30))
+            return self._load(path, version)
+        finally:
+            with self._mutex:
+                self._at_once -= 1
+
+    def _load(self, path: str, version: int) -> int:
+        self.answer(version)
+        verify_folder(path)
+        return version
+
+
+class ScriptedServer(PlainServer):
+    """Can be asked what it serves, too; an update pauses it until it has loaded.
+
+    Attributes:
+        alive: whether it can be reached.
+        label, paused: what it says.
+    """
+
+    def __init__(self, name: str = "scripted", answer: Callable[[int], object] = lambda version: None) -> None:
+        super().__init__(name, answer)
+        self.restart()
+
+    def restart(self) -> None:
+        """As after a start: without weights that were published."""
+        self.alive, self.label, self.paused = True, None, False
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return {"load": 0.25}
+
+    def status(self) -> ServerStatus:
+        self._reach()
+        return ServerStatus(self.label, self.paused)
+
+    def _load(self, path: str, version: int) -> int:
+        self._reach()
+        self.paused = True
+        super()._load(path, version)
+        self.label, self.paused = weights_label(path, version), False
+        return version
+
+    def _reach(self) -> None:
+        if not self.alive:
+            raise ServerError(f"{self.name} refused the connection")
+
+
+def refuse(version: int) -> None:
+    """An ``answer``: the load fails."""
+    raise PublishError(f"version {version} cannot be loaded")

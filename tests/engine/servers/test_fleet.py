@@ -1,0 +1,335 @@
+"""Servers are told together, known for what they are, and brought up to date when they were missed."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Barrier, Event
+
+import pytest
+
+from holdfast.engine import ServerFleet
+from holdfast.engine.api import InferenceServer
+from holdfast.engine.hf.versions import delete_old, published_versions
+from holdfast.engine.servers import fleet as fleet_module
+from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
+from holdfast.engine.servers.states import ServerState
+from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, refuse, wait_until, write_published
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT_S = stretched(20)
+"""For updates that are to succeed."""
+SERVING, BEHIND, PAUSED, GONE = ServerState
+
+MakeFleet = Callable[..., ServerFleet]
+
+
+@pytest.fixture
+def make_fleet() -> Iterator[MakeFleet]:
+    """`ServerFleet` with a prober that looks often, closed at the end."""
+    fleets: list[ServerFleet] = []
+
+    def make(
+        *servers: InferenceServer, min_servers: int | None = None, probe_interval_s: float | None = 0.05
+    ) -> ServerFleet:
+        fleets.append(ServerFleet(servers, min_servers, probe_interval_s))
+        return fleets[-1]
+
+    yield make
+    for fleet in fleets:
+        fleet.close()
+
+
+def states(fleet: ServerFleet) -> list[ServerState]:
+    return [report.state for report in fleet.states()]
+
+
+def hang(server: PlainServer, fleet: ServerFleet, folder: Path, version: int) -> None:
+    """An update that the server outlives: it is told, and does not answer in time."""
+    server.go.clear()
+    server.began.clear()
+    with pytest.raises(PublishError, match=r"is gone: it did not load .* within 0.2 s"):
+        fleet.update(folder, version, 0.2)
+    assert server.began.wait(LIMIT_S)
+
+
+def test_all_servers_are_told_at_once_and_confirm(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    together = Barrier(3)
+    servers = [ScriptedServer(f"s{i}", lambda version: together.wait(LIMIT_S)) for i in range(3)]
+    fleet = make_fleet(*servers)
+    assert fleet.serving() == [] and states(fleet) == [BEHIND] * 3, "nobody was told anything yet"
+    reports = fleet.update(folder := write_published(tmp_path, 1), 1, LIMIT_S)
+    assert fleet.serving() == servers and reports == fleet.states()
+    assert {report.label for report in reports} == {weights_label(folder, 1)}
+    assert isinstance(servers[0], ObservableServer) and not isinstance(PlainServer(), ObservableServer)
+
+
+def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    good, bad, off = PlainServer("good"), ScriptedServer("http://me:secret@bad", refuse), ScriptedServer("off")
+    off.alive = False
+    folder = write_published(tmp_path, 4)
+    with pytest.raises(PublishError) as caught:
+        make_fleet(good, bad, off, probe_interval_s=None).update(folder, 4, LIMIT_S, min_servers=3)
+    message = str(caught.value)
+    assert "secret" not in message and f"{folder} stays" in message and "3 are needed" in message
+    # Whoever failed first ended it, so that it may name one of the two only.
+    assert "http://bad is paused: version 4 cannot be loaded" in message or "off is gone: off refused the" in message
+
+
+def test_a_server_that_confirms_another_version_has_not_confirmed(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = PlainServer()
+    server._load = lambda path, version: version - 1
+    with pytest.raises(PublishError, match=r"plain is behind: it serves version 2 after it was told to load version 3"):
+        make_fleet(server).update(write_published(tmp_path, 3), 3, LIMIT_S)
+
+
+def test_one_server_of_two_may_be_gone_where_one_is_enough(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    alive, dead = ScriptedServer("alive"), ScriptedServer("dead")
+    dead.alive = False
+    fleet, folder = make_fleet(alive, dead), write_published(tmp_path, 1)
+    with pytest.raises(PublishError, match=r"dead is gone: dead refused the connection"):
+        fleet.update(folder, 1, LIMIT_S)
+    fleet.update(folder, 1, LIMIT_S, min_servers=1)
+    assert fleet.serving() == [alive]
+    wait_until(lambda: states(fleet) == [SERVING, GONE])
+    dead.restart()
+    assert fleet.wait_serving(2, LIMIT_S)
+    assert dead.label == weights_label(folder, 1)
+
+
+def test_a_restarted_server_is_brought_up_without_a_publication(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer()
+    fleet, folder = make_fleet(server), write_published(tmp_path, 1)
+    fleet.update(folder, 1, LIMIT_S)
+    server.go.clear()
+    server.restart()
+    wait_until(lambda: states(fleet) == [BEHIND])
+    assert fleet.serving() == []
+    server.go.set()
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
+
+
+def test_a_server_that_was_left_paused_is_told_again(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer()
+    fleet, folder = make_fleet(server, probe_interval_s=None), write_published(tmp_path, 1)
+    for _ in range(2):
+        fleet.update(folder, 1, LIMIT_S)
+        assert not server.paused
+        server.paused = True  # a publisher was killed between pause and load; the label is right
+    assert server.told == [1, 1], "an update goes to all of them, whatever their label is"
+    probed = make_fleet(server)
+    probed.update(folder, 1, LIMIT_S)
+    server.go.clear()
+    server.paused = True
+    wait_until(lambda: states(probed) == [PAUSED])
+    server.go.set()
+    assert probed.wait_serving(1, LIMIT_S) and not server.paused
+
+
+def test_a_server_that_hangs_is_gone_until_it_answers(
+    tmp_path: Path, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.1)
+    server, awake = ScriptedServer(), Event()
+    fleet = make_fleet(server)
+    fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    status = server.status
+    server.status = lambda: (awake.wait(LIMIT_S), status())[1]
+    wait_until(lambda: states(fleet) == [GONE])
+    awake.set()
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert server.told == [1], "it has kept what it had confirmed"
+
+
+@pytest.mark.parametrize("kind", [PlainServer, ScriptedServer])
+def test_a_late_answer_counts_and_nobody_is_told_twice_at_once(
+    tmp_path: Path, make_fleet: MakeFleet, kind: type[PlainServer]
+) -> None:
+    server = kind()
+    fleet = make_fleet(server)
+    hang(server, fleet, write_published(tmp_path, 1), 1)
+    assert states(fleet) == [GONE]
+    time.sleep(0.2)  # the prober has had its chances to tell it
+    server.go.set()
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert server.told == [1]
+
+
+@pytest.mark.parametrize("kind", [PlainServer, ScriptedServer])
+def test_a_late_answer_to_an_older_version_is_followed_by_the_newest(
+    tmp_path: Path, make_fleet: MakeFleet, kind: type[PlainServer]
+) -> None:
+    server = kind()
+    fleet = make_fleet(server)
+    hang(server, fleet, write_published(tmp_path, 1), 1)
+    with pytest.raises(PublishError, match=r"did not load .*v00000002 within 0.2 s"):
+        fleet.update(newest := write_published(tmp_path, 2), 2, 0.2)
+    assert server.told == [1], "it is still busy"
+    server.go.set()
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert (server.told, server.most_at_once) == ([1, 2], 1)
+    assert fleet.states()[0].label == weights_label(newest, 2)
+
+
+def test_an_update_waits_for_an_earlier_one_within_its_time(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer("slow", lambda version: time.sleep(0.4 if version == 1 else 0))
+    fleet = make_fleet(server, probe_interval_s=None)
+    with pytest.raises(PublishError, match=r"slow is gone: it did not load .* within 0.1 s"):
+        fleet.update(write_published(tmp_path, 1), 1, 0.1)
+    fleet.update(write_published(tmp_path, 2), 2, LIMIT_S)
+    assert (server.told, server.most_at_once) == ([1, 2], 1)
+    assert states(fleet) == [SERVING]
+
+
+def test_who_did_not_serve_before_is_waited_for_only_while_needed(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    good, hung = ScriptedServer("good"), ScriptedServer("hung")
+    fleet = make_fleet(good, hung, probe_interval_s=None)
+    fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    hung.go.clear()
+    started = time.monotonic()
+    fleet.update(write_published(tmp_path, 2), 2, 0.3, min_servers=1)
+    assert time.monotonic() - started >= 0.3, "it had served, so it got its time"
+    assert states(fleet) == [SERVING, GONE]
+    started = time.monotonic()
+    fleet.update(write_published(tmp_path, 3), 3, LIMIT_S, min_servers=1)
+    assert time.monotonic() - started < LIMIT_S / 2
+    assert fleet.serving() == [good]
+    hung.go.set()
+    assert fleet.wait_serving(2, LIMIT_S), "it hears of the newest when it has answered"
+    assert hung.told == [1, 2, 3]
+
+
+def test_a_plain_server_that_failed_is_tried_again(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = PlainServer(answer=refuse)
+    fleet = make_fleet(server)
+    with pytest.raises(PublishError, match="plain is behind: version 1 cannot be loaded"):
+        fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    wait_until(lambda: len(server.told) >= 3)
+    server.answer = lambda version: None
+    assert fleet.wait_serving(1, LIMIT_S)
+
+
+def test_a_load_that_goes_on_failing_is_tried_less_and_less_often(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer(answer=refuse)
+    fleet = make_fleet(server, probe_interval_s=0.02)
+    with pytest.raises(PublishError, match="scripted is paused: version 1 cannot be loaded"):
+        fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    end = time.monotonic() + 1.0
+    wait_until(lambda: time.monotonic() > end)
+    assert 3 <= len(server.told) <= 8, "not the fifty times that it was looked at"
+    assert fleet.states()[0].error == "version 1 cannot be loaded"
+
+
+def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    def die(version: int) -> None:
+        raise WorkerLost("rollout", [0], "died during the update")
+
+    good, lost, other = PlainServer("good"), PlainServer("lost", die), PlainServer("other")
+    fleet, folder = make_fleet(good, lost, other, probe_interval_s=None), write_published(tmp_path, 1)
+    with pytest.raises(WorkerLost) as caught:
+        fleet.update(folder, 1, LIMIT_S)
+    assert (caught.value.group, caught.value.ranks) == ("rollout", [0])
+    assert "lost is gone: worker group 'rollout' lost rank(s) [0]" in str(caught.value.__cause__)
+    fleet.update(folder, 1, LIMIT_S, min_servers=2)
+    assert fleet.serving() == [good, other]
+
+
+def test_a_version_that_is_published_anew_replaces_all_servers_have(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    servers = [ScriptedServer("a"), ScriptedServer("b"), PlainServer("c")]
+    fleet = make_fleet(*servers)
+    fleet.update(write_published(tmp_path, 7), 7, LIMIT_S)
+    servers[1].paused = True
+    for version, contents in ((7, "of another life"), (5, "of an older step")):
+        fleet.withdraw(version)
+        assert fleet.serving() == [], "what they serve was taken back"
+        folder = write_published(tmp_path, version, contents)
+        fleet.update(folder, version, LIMIT_S)
+        assert {report.label for report in fleet.states()} == {weights_label(folder, version)}
+        assert fleet.serving() == servers and not servers[0].paused and not servers[1].paused
+
+
+def test_withdrawing_a_newer_version_leaves_the_published_one_alone(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer()
+    fleet = make_fleet(server)
+    fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    fleet.withdraw(2)
+    assert fleet.serving() == [server]
+    server.restart()
+    wait_until(lambda: len(server.told) == 2)
+    assert fleet.wait_serving(1, LIMIT_S), "the prober goes on with it"
+
+
+def test_a_folder_that_is_replaced_while_it_is_loaded_is_not_confirmed(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer(answer=lambda version: write_published(tmp_path, version, "other contents"))
+    with pytest.raises(PublishError, match="was replaced while it was loaded"):
+        make_fleet(server, probe_interval_s=None).update(write_published(tmp_path, 1), 1, LIMIT_S)
+
+
+def test_a_folder_that_is_being_loaded_is_not_deleted(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    good, slow = ScriptedServer("good"), ScriptedServer("slow")
+    fleet = make_fleet(good, slow)
+    slow.go.clear()
+    for version, limit_s in ((1, 0.2), (2, LIMIT_S), (3, LIMIT_S)):
+        fleet.update(write_published(tmp_path, version), version, limit_s, min_servers=1)
+        delete_old(str(tmp_path), 1, fleet.loading())
+    assert published_versions(tmp_path) == [1, 3]
+    slow.go.set()
+    assert fleet.wait_serving(2, LIMIT_S)
+    assert slow.told == [1, 3]
+    delete_old(str(tmp_path), 1, fleet.loading())
+    assert published_versions(tmp_path) == [3]
+
+
+def test_statistics_count_states_and_time_the_slowest(
+    tmp_path: Path, make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    good, bad, off = ScriptedServer("good"), ScriptedServer("bad", refuse), ScriptedServer("off")
+    off.alive = False
+    fleet = make_fleet(good, bad, off, PlainServer(), probe_interval_s=None)
+    fleet.update(folder := write_published(tmp_path, 1), 1, LIMIT_S, min_servers=2)
+    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE, SERVING])
+    stats = fleet.stats()
+    total_s = stats.pop("update_total_s")
+    assert stats == {
+        "servers_serving": 2, "servers_behind": 0, "servers_paused": 1, "servers_gone": 1, "update_load_s": 0.25
+    }  # fmt: skip
+    assert 0 < total_s < LIMIT_S
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"inference server good is serving {weights_label(folder, 1)} (it was behind)" in lines
+    assert "inference server bad is paused (version 1 cannot be loaded) (it was behind)" in lines
+
+
+def test_what_cannot_be_a_fleet_or_a_version_is_refused(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    with pytest.raises(ConfigError, match="inference server x is named twice"):
+        ServerFleet([PlainServer("x"), PlainServer("x")])
+    with pytest.raises(ConfigError, match="min_servers is 2, but there are 1 inference servers"):
+        ServerFleet([PlainServer()], min_servers=2)
+    with pytest.raises(ConfigError, match="'min_servers' is 0; expected a value from 1"):
+        ServerFleet([PlainServer()], min_servers=0)
+    fleet = make_fleet(server := PlainServer())
+    with pytest.raises(ConfigError, match="holds weight version 1; it was to be published as version 2"):
+        fleet.update(write_published(tmp_path, 1), 2, LIMIT_S)
+    with pytest.raises(CheckpointCorruptError, match="was never committed"):
+        fleet.update(tmp_path / "v00000009", 9, LIMIT_S)
+    assert server.told == []
+
+
+def test_a_closed_fleet_looks_after_nobody(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer()
+    fleet = make_fleet(server)
+    fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    fleet.close()
+    server.restart()
+    time.sleep(0.3)
+    assert server.label is None
+
+
+def test_a_fleet_without_servers_has_nothing_to_wait_for(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    assert fleet.update(write_published(tmp_path, 1), 1, LIMIT_S) == []
+    assert fleet.wait_serving(0, 0.0) and not fleet.wait_serving(1, 0.0)
