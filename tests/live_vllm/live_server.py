@@ -17,6 +17,7 @@ from tests.live_vllm import liar
 PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
 """Of the environment with vLLM and the plugin."""
 
+_GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -98,14 +99,14 @@ class LiveServer:
         else:
             self._lie.unlink(missing_ok=True)
 
-
     def post(self, route: str, body: object = None, timeout_s: float = 60) -> httpx2.Response:
         """One request, by hand."""
         return httpx2.post(self.url + route, json=body, timeout=stretched(timeout_s))
 
-    def get(self, route: str) -> dict:
-        """One answer, by hand."""
-        return httpx2.get(self.url + route, timeout=stretched(60)).raise_for_status().json()
+    def generated_tokens(self) -> float:
+        """How many tokens it has sampled since it started."""
+        metrics = httpx2.get(self.url + "/metrics", timeout=stretched(60)).raise_for_status().text
+        return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(_GENERATED))
 
 
 def disk_plugin() -> tuple[str, str]:

@@ -1,8 +1,7 @@
 """A real engine that trains a step, publishes, and says what a published folder answers."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.engine import FSDPEngine, WeightUpdateMeta
 from holdfast.engine.api import Batch, InferenceServer
-from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, nll
 
@@ -33,10 +32,15 @@ class Trainer:
         self.version += 1
         self.engine.set_version(self.version)
 
-    def publish(self, servers: Sequence[InferenceServer], min_servers: int | None = None) -> Path:
-        """Train a step and publish it as the next version; the folder, whether or not the servers confirm."""
+    def publish(self, servers: Iterable[InferenceServer]) -> Path:
+        """Train a step and publish it as the next version; its folder. Raises what `update_weights` does."""
+        return self.publish_to(ServerFleet(servers, probe_interval_s=None))
+
+    def publish_to(self, fleet: ServerFleet) -> Path:
+        """`publish`, to servers that are looked after."""
         self.train()
-        self.engine.update_weights_of(servers)
+        self.engine.connect_engine(fleet, self.meta)
+        self.engine.update_weights()
         return self.folder
 
     @property
@@ -55,9 +59,7 @@ class Trainer:
         start = len(response.input_tokens)
         return max(
             abs(logprob - expected[version][start + i])
-            for i, (logprob, version) in enumerate(
-                zip(response.output_logprobs, response.output_versions, strict=True)
-            )
+            for i, (logprob, version) in enumerate(zip(response.output_logprobs, response.output_versions, strict=True))
         )
 
 
@@ -79,9 +81,7 @@ def sample(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: flo
     return asyncio.run(sample_later(client, tokens, seed, temperature))
 
 
-async def sample_later(
-    client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0
-) -> ModelResponse:
+async def sample_later(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
     """`sample`, awaited."""
     gconfig = GenerationHyperparameters(max_new_tokens=tokens, temperature=temperature)
     return await client.agenerate(ModelRequest(PROMPT, gconfig, seed))
