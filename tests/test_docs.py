@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.hf.export import save_hf
-from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.storage.generations import TRACKER_NAME
@@ -98,7 +97,7 @@ def _write_trial(rank: int, world_size: int, root: str) -> tuple[dict[str, torch
     engine = job.engines["default"]
     engine.save(SaveLoadMeta(str(trial / "hf" / "global_step_1"), "hf", with_optim=False))
     engine.save(SaveLoadMeta(f"{root}/dcp", "dcp", with_optim=True))
-    publish_weights(engine.model, WeightUpdateMeta("disk", str(trial / "weights")), 2, [], engine.control_group)
+    engine.update_weights(WeightUpdateMeta("disk", str(trial / "weights"), version=2))
     weights = {name: param.full_tensor().detach() for name, param in engine.model.named_parameters()}  # type: ignore[attr-defined]
     return weights, loader.state_dict()
 

@@ -1,3 +1,4 @@
 # The public names and where they are; `lazy_loader` imports each when it is first used.
 
+from .fleet import ServerFleet as ServerFleet
 from .vllm import VLLMServer as VLLMServer

@@ -1,12 +1,15 @@
 """`ServerConnection`: what an engine publishes to, and how."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...utils.distributed import all_ranks_succeed
 from ...utils.errors import ConfigError
+from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
 from .fleet import ServerFleet
+from .probe import PROBE_NAME, probe_weights
 from .publish import PublishedWeights, open_fleet, publish_weights
 
 if TYPE_CHECKING:
@@ -31,7 +34,10 @@ class ServerConnection:
         self._servers, self._meta = servers, meta
 
     def publish(self, engine: "FSDPEngine", meta: WeightUpdateMeta | None) -> PublishedWeights:
-        """`publish_weights` of the engine's weights, as ``meta`` says, or what `connect` was given."""
+        """`publish_weights` of the engine's weights, as ``meta`` says, or what `connect` was given.
+
+        A `WeightsProbe` of them goes along: one forward, before any server is told.
+        """
         meta = meta or self._meta
         if meta is None:
             raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
@@ -39,7 +45,15 @@ class ServerConnection:
         with all_ranks_succeed("connecting the inference servers", group):
             fleet = self._own or open_fleet(self._servers, group)
         self._own = None if fleet is self._servers else fleet
-        return publish_weights(engine.model, meta, version, fleet, group, str(engine.model_folder), engine.base_dtype)
+        seconds: dict[str, float] = {}
+        with timed(seconds, "probe"):
+            probe = probe_weights(engine)
+        extra = {} if probe is None else {PROBE_NAME: probe.encode()}
+        done = publish_weights(
+            engine.model, meta, version, fleet, group, str(engine.model_folder), engine.base_dtype, extra
+        )
+        total_s = seconds["probe"] + done.seconds["total"]
+        return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
 
     def close(self) -> None:
         """Forget the servers; nobody looks after them any more, unless they are a fleet of the user's."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from holdfast.engine.hf.publish import version_path
+from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import sync_entries, write_entry, write_manifest

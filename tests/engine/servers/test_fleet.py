@@ -8,9 +8,9 @@ from threading import Barrier, Event
 
 import pytest
 
-from holdfast.engine import ServerFleet
 from holdfast.engine.api import InferenceServer
 from holdfast.engine.hf.versions import delete_old, published_versions
+from holdfast.engine.servers import ServerFleet
 from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
 from holdfast.engine.servers.states import ServerState

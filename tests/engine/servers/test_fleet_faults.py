@@ -1,0 +1,171 @@
+"""Whoever dies or stops at any HTTP call of an update: after the next one every live server is up to date."""
+
+import asyncio
+import multiprocessing as mp
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from examples.copy_task import write_model_folder
+from holdfast.engine import WeightUpdateMeta
+from holdfast.engine.hf.versions import version_path
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
+from holdfast.engine.servers.states import ServerState
+from holdfast.utils.errors import PublishError
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.scripted import wait_until, write_published
+from tests.engine.servers.test_publish import make_engine, publish
+from tests.helpers import run_ranks
+from tests.limits import stretched
+from tests.tiers import slow_but
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT_S = stretched(20)
+CALLS = [
+    "/pause",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/resume",
+    "/weight_info",
+    "/is_paused",
+]
+"""Of one update, in order."""
+SERVING, BEHIND, PAUSED, GONE = ServerState
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
+    """Two servers."""
+    with FakeServer("vllm", tmp_path) as first, FakeServer("vllm", tmp_path) as second:
+        yield [first, second]
+
+
+def clients(fakes: list[FakeServer], timeout_s: float = LIMIT_S) -> list[VLLMServer]:
+    return [VLLMServer(fake.url, timeout_s=timeout_s) for fake in fakes]
+
+
+def check_served(fakes: list[FakeServer], folder: Path, version: int) -> None:
+    """All say that they serve the folder, and a completion comes from it."""
+    request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=4), seed=1)
+    for fake, client in zip(fakes, clients(fakes), strict=True):
+        assert client.status() == ServerStatus(weights_label(folder, version), paused=False)
+        assert asyncio.run(client.agenerate(request)).output_versions == [version] * 4
+        assert [token["version"] for token in fake.tokens()[-4:]] == [version] * 4, "what it says is not so"
+
+
+STRIKES = [*product(("die", "stop"), range(len(CALLS)), ("before", "after"))]
+
+
+@pytest.mark.parametrize("does, call, when", slow_but([("die", 1, "after"), ("stop", 1, "before")], STRIKES))
+def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
+    does: str, call: int, when: str, fakes: list[FakeServer], tmp_path: Path
+) -> None:
+    struck, other = fakes
+    patience_s = 1.0 if does == "stop" else LIMIT_S
+    servers = clients([struck], patience_s) + clients([other])
+    with closing(ServerFleet(servers, min_servers=1, probe_interval_s=None)) as fleet:
+        fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
+        assert fleet.serving() == servers
+        struck.tell(at_call=call, does=does, when=when)
+        folder = write_published(tmp_path / "w", 2)
+        fleet.update(folder, 2, LIMIT_S)
+        assert [report.state for report in fleet.states()] == [GONE, SERVING]
+        check_served([other], folder, 2)
+        with pytest.raises(PublishError, match=rf"confirmed by 1 of 2 .*{struck.url} is gone: "):
+            fleet.update(folder, 2, LIMIT_S, min_servers=2)
+
+        struck.restart() if does == "die" else struck.wake()
+        folder = write_published(tmp_path / "w", 3)
+        fleet.update(folder, 3, LIMIT_S, min_servers=2)
+        assert fleet.serving() == servers
+        check_served(fakes, folder, 3)
+
+
+@pytest.mark.parametrize("does", ["die", "stop"])
+def test_the_prober_catches_up_with_a_server_that_comes_back(
+    does: str, fakes: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.servers.fleet._SILENCE_S", 0.3)
+    folder = write_published(tmp_path / "w", 1)
+    with closing(ServerFleet(clients(fakes), probe_interval_s=0.05)) as fleet:
+        fleet.update(folder, 1, LIMIT_S)
+        fakes[0].kill() if does == "die" else fakes[0].stop()
+        wait_until(lambda: [report.state for report in fleet.states()] == [GONE, SERVING])
+        fakes[0].restart() if does == "die" else fakes[0].wake()
+        assert fleet.wait_serving(2, LIMIT_S)
+        check_served(fakes, folder, 1)
+
+
+def _publish(urls: list[str], folder: str, version: int) -> None:
+    ServerFleet([VLLMServer(url) for url in urls], probe_interval_s=None).update(folder, version, LIMIT_S)
+
+
+NEXT_LIVES = {"same version": 2, "older version": 1, "newer version": 3}
+
+
+@pytest.mark.parametrize("call, life", slow_but([("/collective_rpc", "same version")], product(CALLS, NEXT_LIVES)))
+def test_the_next_publisher_finds_no_server_paused_or_behind(
+    call: str, life: str, fakes: list[FakeServer], tmp_path: Path
+) -> None:
+    _publish([fake.url for fake in fakes], str(write_published(tmp_path / "w", 1)), 1)
+    seen = len(fakes[0].calls())
+    fakes[0].tell(slow={call: 600.0})
+    folder = write_published(tmp_path / "w", 2)
+    arguments = ([fake.url for fake in fakes], str(folder), 2)
+    publisher = mp.get_context("forkserver").Process(target=_publish, args=arguments)
+    publisher.start()
+    wait_until(lambda: any(call in made for made in fakes[0].calls()[seen:]))
+    publisher.kill()
+    publisher.join()
+    fakes[0].tell()
+
+    version = NEXT_LIVES[life]
+    folder = write_published(tmp_path / "w", version, "of the next life")
+    with closing(ServerFleet(clients(fakes))) as fleet:
+        fleet.update(folder, version, LIMIT_S)
+        assert len(fleet.serving()) == 2
+        check_served(fakes, folder, version)
+
+
+def test_a_server_that_fails_to_load_is_caught_up_as_soon_as_it_can(fakes: list[FakeServer], tmp_path: Path) -> None:
+    with closing(ServerFleet(clients(fakes), min_servers=1, probe_interval_s=0.05)) as fleet:
+        fakes[0].tell(fail={"/collective_rpc": 2})
+        folder = write_published(tmp_path / "w", 1)
+        fleet.update(folder, 1, LIMIT_S)
+        assert fleet.wait_serving(2, LIMIT_S)
+        check_served(fakes, folder, 1)
+        assert all(fake.alive() for fake in fakes), "none was resumed with weights in pieces"
+
+
+def _publish_trained_weights(rank: int, world_size: int, folder: str, root: str, urls: list[str]) -> None:
+    engine = make_engine(folder)
+    servers = [VLLMServer(url) for url in urls]
+    with closing(ServerFleet(servers, min_servers=1, probe_interval_s=0.05)) as fleet:
+        engine.connect_engine(fleet, WeightUpdateMeta("disk", root))
+        for version in (1, 2, 3):
+            if version == 2 and rank == 0:
+                httpx2.post(f"{urls[0]}/fake", json={"lie": 1}).raise_for_status()
+            publish(engine, version)
+        assert rank != 0 or fleet.wait_serving(2, LIMIT_S)
+        engine.destroy()
+
+
+@pytest.mark.slow
+def test_a_server_that_lies_about_an_update_gets_no_requests_until_it_is_right(tmp_path: Path) -> None:
+    folder, root = write_model_folder(tmp_path / "model"), tmp_path / "w"
+    with FakeServer("vllm", tmp_path, dtype="float32") as liar, FakeServer("vllm", tmp_path, dtype="float32") as other:
+        run_ranks(_publish_trained_weights, 2, str(folder), str(root), [liar.url, other.url])
+        newest = version_path(root, 3)
+        for client in clients([liar, other]):
+            assert client.status() == ServerStatus(weights_label(newest, 3), paused=False)
+        for fake in (liar, other):
+            assert fake.calls().count("POST /inference/v1/generate") >= 3, "each update was checked by its contents"
+        withdrawn = "POST /pause?mode=abort&clear_cache=true"
+        assert liar.calls().count(withdrawn) == 1 and withdrawn not in other.calls()
