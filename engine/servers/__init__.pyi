@@ -1,4 +1,5 @@
 # The public names and where they are; `lazy_loader` imports each when it is first used.
 
 from .fleet import ServerFleet as ServerFleet
+from .sglang import SGLangServer as SGLangServer
 from .vllm import VLLMServer as VLLMServer

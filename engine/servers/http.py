@@ -4,13 +4,14 @@ A client holds a URL, keys and limits, and travels pickled to where it is used. 
 to the next: a publish makes about ten calls, and an idle connection that the server has closed would look like a
 failed load. Generation has a pool of connections for each event loop.
 
-A connection that could not be made is tried again. Nothing else is: a load that was cut off may have happened.
+A connection that could not be made is tried again, and a completion that broke off: vLLM closes kept connections
+without a word after an error. A call of an update that broke off is not: what it asked for may have happened.
 """
 
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from threading import Lock
@@ -29,16 +30,13 @@ from tenacity import (
 
 from ...utils.config import require_range
 from ...utils.errors import ConfigError, PublishError, ServerError, SlowServerError, UnreachableServerError
-from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
-from .probe import WeightsProbe, read_probe
-
-logger = get_logger(__name__)
 
 Json = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
+_BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (uvicorn's default); a request on one that is being closed is lost."""
 _BODY_CHARS = 300
@@ -76,7 +74,6 @@ class HTTPServer:
         self._seconds: Mapping[str, float] = {}
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
         self._updating = Lock()
-        self._told = False
 
     def __reduce__(self) -> tuple[partial["HTTPServer"], tuple[()]]:
         return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
@@ -114,13 +111,6 @@ class HTTPServer:
         finally:
             self._updating.release()
 
-    def _probe(self, path: str) -> WeightsProbe | None:
-        """The probe of a published folder; the first one without is told of."""
-        if (probe := read_probe(path)) is None and not self._told:
-            self._told = True
-            logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
-        return probe
-
     async def _ask(self, path: str, body: Json) -> Json:
         """POST ``body`` on the connections of this event loop; the JSON that comes back.
 
@@ -129,12 +119,16 @@ class HTTPServer:
         """
         what = f"{self.name}: POST {path}"
         try:
-            answer = await AsyncRetrying(**_connecting(self.generation_timeout_s))(
+            answer = await AsyncRetrying(**_trying(self.generation_timeout_s, *_NOT_CONNECTED, *_BROKE_OFF))(
                 self._pool().post, path, json=body, headers=bearer(self.api_key)
             )
         except httpx2.RequestError as failure:
             raise _broken(failure, what, self.generation_timeout_s) from failure
         return _parsed(answer, what, ServerError, "")
+
+    def _reading(self, of: str) -> AbstractContextManager[None]:
+        """A block that takes an answer apart; raises ServerError when something is missing in it."""
+        return _reading(f"{self.name}: {of}", ServerError)
 
     def _pool(self) -> httpx2.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -155,11 +149,12 @@ class Calls:
         error: what a refusal raises.
 
     Attributes:
+        url: of the server.
         seconds: those of each phase, by its name.
     """
 
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
-        self._what, self._limit_s, self._error = what, limit_s, error
+        self.url, self._what, self._limit_s, self._error = url, what, limit_s, error
         self._end = time.monotonic() + limit_s
         # vLLM closes a kept connection after an error, and does not say so.
         self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))
@@ -212,7 +207,7 @@ class Calls:
         left_s = max(self._end - started, 1e-3)
         timeout = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
         try:
-            answer = Retrying(**_connecting(left_s))(
+            answer = Retrying(**_trying(left_s, *_NOT_CONNECTED))(
                 self._client.request, method, path, json=body, params=params, headers=bearer(key), timeout=timeout
             )
         except httpx2.RequestError as failure:
@@ -221,19 +216,33 @@ class Calls:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
         return _parsed(answer, what, error or self._error, advice)
 
+    @contextmanager
+    def reading(self, of: str) -> Iterator[None]:
+        """A block that takes an answer apart; what is missing in it is a refusal."""
+        with _reading(f"{self._what}: {of}", self._error):
+            yield
+
     def refuse(self, problem: str, error: type[ServerError] | None = None) -> ServerError:
         """The error that the server answered, but not as it should; to be raised."""
         return (error or self._error)(f"{self._what}: {problem}")
 
 
-def _connecting(limit_s: float) -> Json:
-    """How often a connection is tried."""
+def _trying(limit_s: float, *again: type[Exception]) -> Json:
+    """How often a call is tried, and after which failures."""
     return {
-        "retry": retry_if_exception_type(_NOT_CONNECTED),
+        "retry": retry_if_exception_type(again),
         "stop": stop_after_attempt(3) | stop_after_delay(limit_s),
         "wait": wait_exponential(0.25),
         "reraise": True,
     }
+
+
+@contextmanager
+def _reading(what: str, error: type[ServerError]) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as failure:
+        raise error(f"{what} cannot be used: {type(failure).__name__}: {failure}") from failure
 
 
 def bearer(key: str | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Send the weights of a published folder to a server that need not see it: backend ``holdfast_broadcast`` of the plugin.
+"""Send the weights of a published folder to a server that need not see it: backend ``holdfast_broadcast``.
 
 The sender and the workers of one server make a gloo group for one update. Nothing is kept for the next one, so that
 there is nothing to repair after a death on either side; and a server that fails keeps no other one waiting. The folder
@@ -10,7 +10,6 @@ their bytes.
 
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file
+
+from ..tensors import bytes_of
 
 
 class WeightSender:
@@ -37,13 +38,11 @@ class WeightSender:
         self._address = _own_address(url, timeout_s)
         files = sorted(Path(folder).glob("*.safetensors"))
         self._tensors: dict[str, torch.Tensor] = {name: t for file in files for name, t in load_file(file).items()}
-        self._store = dist.TCPStore(
-            self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
+        self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         self._group: dist.ProcessGroupGloo | None = None
 
     @property
-    def init_info(self) -> Mapping[str, Any]:
+    def init_info(self) -> dict[str, Any]:
         """What ``/init_weight_transfer_engine`` is told."""
         return {
             "master_address": self._address,
@@ -54,7 +53,7 @@ class WeightSender:
         }
 
     @property
-    def update_info(self) -> Mapping[str, Any]:
+    def update_info(self) -> dict[str, Any]:
         """What ``/update_weights`` is told: names, dtypes and shapes of the tensors, in the order they are sent in."""
         return {
             "names": list(self._tensors),
@@ -78,8 +77,8 @@ class WeightSender:
         """
         digest = xxhash.xxh3_128()
         for tensor in self._tensors.values():
-            data = tensor.reshape(-1).view(torch.uint8)
-            digest.update(data.numpy())
+            data = bytes_of(tensor)
+            digest.update(data.numpy())  # type: ignore[arg-type]
             self._broadcast(data)
         self._broadcast(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
 
@@ -87,7 +86,7 @@ class WeightSender:
         assert self._group is not None, "send comes after connect"
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([data], options).wait()
+        self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
 
 
 def _own_address(url: str, timeout_s: float) -> str:

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.servers import VLLMServer
 from tests.engine.models import write_model_folder
-from tests.live_vllm.live_server import PYTHON, LiveServer, disk_plugin
+from tests.live_vllm.live_server import PYTHON, LiveServer, plugin
 from tests.live_vllm.trainer import Trainer
 
 CONFIG = Qwen3Config(
@@ -26,7 +26,7 @@ CONFIG = Qwen3Config(
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=32,  # vLLM's attention on CPUs takes no smaller one
-    max_position_embeddings=512,
+    max_position_embeddings=2048,
     tie_word_embeddings=False,
     bos_token_id=None,
     eos_token_id=None,
@@ -53,7 +53,7 @@ def live_servers(model_folder: Path, scratch: Path) -> Iterator[dict[str, LiveSe
     assert PYTHON.exists(), f"{PYTHON} is missing: make test-vllm makes it, or name an environment by HOLDFAST_VLLM"
     servers = {
         "stock": LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs"),
-        "plugin": LiveServer(model_folder, scratch, *disk_plugin()),
+        "plugin": LiveServer(model_folder, scratch, *plugin("holdfast_disk")),
     }
     try:
         for server in servers.values():
@@ -76,7 +76,7 @@ def clients(live_servers: dict[str, LiveServer]) -> dict[str, VLLMServer]:
 
 
 @pytest.fixture(scope="session")
-def trainer(model_folder: Path, clients: dict[str, VLLMServer], scratch: Path) -> Iterator[Trainer]:
+def trainer(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     """One rank in this process that has published nothing yet."""
     torch.set_num_threads(1)
     optimizer = OptimizerConfig(lr=1e-2)

@@ -48,7 +48,7 @@ class LiveServer:
             *(PYTHON, "-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm` is not in the CPU build
             *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
-            *("--max-model-len", "512", "--max-num-seqs", "16", *options),
+            *("--max-model-len", "2048", "--max-num-seqs", "16", *options),
         )
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -109,9 +109,9 @@ class LiveServer:
         return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(_GENERATED))
 
 
-def disk_plugin() -> tuple[str, str]:
-    """The options that choose ``holdfast_disk``."""
-    return "--weight-transfer-config", json.dumps({"backend": "holdfast_disk"})
+def plugin(backend: str) -> tuple[str, str]:
+    """The options that choose a backend of ``plugins/vllm``."""
+    return "--weight-transfer-config", json.dumps({"backend": backend})
 
 
 def _liar_distribution(folder: Path) -> Path:

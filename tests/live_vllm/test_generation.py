@@ -24,10 +24,10 @@ def test_tokens_sampled_across_an_update_name_their_version(
     old, before = trainer.version, live.generated_tokens()
 
     async def sample_and_publish() -> list[ModelResponse]:
-        answers = [asyncio.create_task(sample_later(client, tokens=400, seed=seed)) for seed in range(3)]
-        while live.generated_tokens() < before + 60:
+        answers = [asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)]
+        while await asyncio.to_thread(live.generated_tokens) < before + 60:
             await asyncio.sleep(0.05)
-        live.post("/pause?mode=keep").raise_for_status()  # they wait for the update, however long it takes
+        await asyncio.to_thread(live.post, "/pause?mode=keep")  # they wait for the update, however long it takes
         await asyncio.to_thread(trainer.publish, [client])
         return await asyncio.gather(*answers)
 

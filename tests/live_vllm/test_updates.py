@@ -11,10 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import weights_label
 from holdfast.utils.errors import PoisonedServerError, PublishError, ServerError
+from holdfast.utils.manifest import MANIFEST_NAME, sync_entries, write_manifest
 from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
 from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
@@ -145,6 +148,46 @@ def test_the_plugin_refuses_a_bad_folder_and_serves_on(
     assert_serves(client, trainer, trainer.publish([client]))
 
 
+def half_a_layer(folder: Path) -> None:
+    """Make a sound folder of weights that vLLM can take only in part: a layer's last tensor has another shape."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(16, 64)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    names = [path.name for path in folder.iterdir() if path.name != MANIFEST_NAME]
+    (folder / MANIFEST_NAME).unlink()
+    write_manifest(folder, sync_entries(folder, names), {})
+
+
+def test_the_plugin_repairs_a_load_that_failed_in_the_middle(
+    trainer: Trainer, clients: dict[str, VLLMServer], tmp_path: Path
+) -> None:
+    client, folder = clients["plugin"], trainer.publish([clients["plugin"]])
+    bad = shutil.copytree(folder, tmp_path / "bad")
+    half_a_layer(bad)
+    with pytest.raises(PoisonedServerError, match="old and new weights are mixed"):
+        client.update_weights_from_disk(str(bad), trainer.version)
+    flip_bit(bad)
+    with pytest.raises(PoisonedServerError, match="refused, the weights are still mixed"):
+        client.update_weights_from_disk(str(bad), trainer.version)
+    assert client.status().paused
+    assert_serves(client, trainer, trainer.publish([client]))
+
+
+def test_a_stock_server_is_never_believed_after_a_load_that_failed_in_the_middle(
+    trainer: Trainer, clients: dict[str, VLLMServer], live_servers: dict[str, LiveServer], tmp_path: Path
+) -> None:
+    client, folder = clients["stock"], trainer.publish([clients["stock"]])
+    bad = shutil.copytree(folder, tmp_path / "bad")
+    half_a_layer(bad)
+    with pytest.raises(PoisonedServerError, match="restart it"):
+        client.update_weights_from_disk(str(bad), trainer.version)
+    for _ in range(3):  # vLLM begins with what it has kept: an error, then an answer of 200 and wrong weights
+        with pytest.raises(PublishError):
+            trainer.publish([client])
+    live_servers["stock"].restart()
+    assert_serves(client, trainer, trainer.publish([client]))
+
+
 _PUBLISHER = """
 import os, signal, sys
 from holdfast.engine.servers import VLLMServer
@@ -192,7 +235,7 @@ def test_a_server_killed_in_an_update_is_brought_up_to_date_after_a_restart(
         folder = trainer.publish_to(fleet)  # one of them has confirmed
         killer.join()
         assert_serves(other, trainer, folder)
-        assert [server.name for server in fleet.serving()] == [other.name]
+        assert fleet.serving() == [other]
         with pytest.raises(ServerError, match=client.name):
             client.status()
 

@@ -5,6 +5,8 @@ tensors over a process group. vLLM's own ``reload_weights`` takes the model apar
 that cannot be read leaves a server whose next completion ends it.
 """
 
+# pyright: reportMissingImports=false
+
 _ENGINES = {
     "holdfast_disk": ("holdfast_vllm.disk", "DiskWeightTransferEngine"),
     "holdfast_broadcast": ("holdfast_vllm.broadcast", "BroadcastWeightTransferEngine"),

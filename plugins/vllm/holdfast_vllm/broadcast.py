@@ -80,7 +80,7 @@ class BroadcastWeightTransferEngine(CheckedEngine):
         for dtype_name, shape in zip(update_info.dtype_names, update_info.shapes, strict=True):
             dtype = getattr(torch, dtype_name)
             flat = self._next(prod(shape) * dtype.itemsize)
-            digest.update(flat.numpy())
+            digest.update(flat.numpy())  # type: ignore[arg-type]
             received.append(flat.view(dtype).view(shape))
         if bytes(self._next(digest.digest_size).numpy()) != digest.digest():
             raise ValueError("the tensors that arrived have another digest than those that were sent")
@@ -92,7 +92,7 @@ class BroadcastWeightTransferEngine(CheckedEngine):
         flat = torch.empty(n_bytes, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = _SENDER
-        self._group.broadcast([flat], options).wait()
+        self._group.broadcast([flat], options).wait()  # type: ignore[attr-defined]
         return flat
 
     def shutdown(self) -> None:

@@ -166,7 +166,8 @@ class FakeEngine:
         try:
             while request.reason is None:
                 await asyncio.sleep(self._token_s)
-                await self._running.wait()
+                while self.paused and request.reason is None:
+                    await asyncio.sleep(0.002)
                 if request.reason is None:
                     self._step(request)
         finally:

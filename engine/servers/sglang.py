@@ -1,0 +1,163 @@
+"""An SGLang server (0.5.23 or newer) that serves published weights, and completes prompts of token ids.
+
+One update is pause, load (which flushes the cache and sets the label), continue, read back, and compare contents.
+Requests in flight are retracted: they go on afterwards, with their KV cache computed again by the new weights.
+
+A load is refused with 400 also when the weights were loaded and the cache could not be flushed, and what the server
+rolls back to after a failed load it reads from the path that has just failed. So after any refusal the server stays
+paused until a load succeeds.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+from ...utils.errors import PoisonedServerError, ServerError
+from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
+from .checked import CheckedServer
+from .completions import response_of
+from .http import Calls, Json
+
+_POISONED = (
+    "its weights may be in pieces or its cache that of older ones, and it stays paused. Check that it sees the folder, "
+    "and tell it again; a good load repairs it"
+)
+_KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
+
+
+@dataclass(eq=False, repr=False)
+class SGLangServer(CheckedServer):
+    """A client of one SGLang server: an `ObservableServer` and a `GenerationServer`; picklable.
+
+    Attributes:
+        url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
+        api_key: what the server was given as ``--api-key``.
+        timeout_s: longest time that one update, or one question, may take.
+        generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
+        dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
+            dtype that folders are stored in; None: the same.
+        admin_key: what the server was given as ``--admin-api-key``; updates take no other key then.
+    """
+
+    _how_to_temper: ClassVar[str] = "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    _: KW_ONLY
+    admin_key: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._paused = False
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Have the server serve the published folder ``path``, and see that it does; returns ``version``.
+
+        Raises:
+            UnreachableServerError: it could not be reached, or the connection broke.
+            SlowServerError: it did not finish within ``timeout_s``.
+            PoisonedServerError: it failed to load, or to flush its cache; it stays paused until a load succeeds.
+            WrongContentError: it answers by other weights; it was paused again.
+            PublishError: it refused, or says something else than expected; it may be paused.
+        """
+        label, probe = weights_label(path, version), self._read_probe(path)
+        with self._update(path, version) as calls:
+            self._paused = True
+            self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
+            load = {
+                "model_path": os.fspath(path),
+                "weight_version": label,
+                "flush_cache": True,
+                "abort_all_requests": False,
+            }
+            loaded = self._administer(
+                calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
+            )
+            if loaded.get("success") is not True:
+                raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
+            self._administer(calls, "resume", "/continue_generation", {})
+            self._paused = False
+            if (status := self._status(calls)).label != label:
+                raise calls.refuse(f"after it, the server says {status}; expected the label {label}")
+            self._check_content(calls, path, probe)
+        return version
+
+    def status(self) -> ServerStatus:
+        """What the server says that it serves. It does not say whether it is paused: that is what this client, in this
+        process, left it as.
+
+        Raises:
+            ServerError: it could not be reached, or did not answer as expected.
+        """
+        with self._calls("", self.timeout_s, ServerError) as calls:
+            return self._status(calls)
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
+
+        The seed counts only if the server was started with ``--enable-deterministic-inference``. Log-probabilities are
+        those at the temperature, before top-p and top-k.
+
+        Raises:
+            ServerError: the server could not be reached, failed, aborted the request, or has not been told weights.
+        """
+        body = _generation(request.input_ids, _sampling_params(request))
+        if request.rid:
+            body["rid"] = request.rid
+        answer = await self._ask("/generate", body)
+        with self._reading("a completion"):
+            meta = answer["meta_info"]
+            tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+            logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+            return response_of(request, tokens, logprobs, meta["weight_versions"], meta["finish_reason"]["type"])
+
+    def _status(self, calls: Calls) -> ServerStatus:
+        label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")
+        if not isinstance(label, str):
+            raise calls.refuse(f"the server says that its label is {label!r}")
+        return ServerStatus(None if labelled_version(label) is None else label, self._paused)
+
+    def _administer(self, calls: Calls, phase: str, path: str, body: Json, **options: Any) -> Json:
+        return calls.post(phase, path, body, key=self.admin_key or self.api_key, **options)
+
+    def _generate(self, calls: Calls, ids: Sequence[int], temperature: float, **options: Any) -> Json:
+        body = _generation(ids, {"max_new_tokens": 1, "temperature": temperature}) | options
+        return calls.post("check", "/generate", body, key=self.api_key, advice=_KEYS)
+
+    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int]) -> list[float]:
+        answer = self._generate(calls, ids, 1.0, logprob_start_len=0)
+        with calls.reading("its log-probabilities of the prompt"):
+            entries = zip(ids[1:], answer["meta_info"]["input_token_logprobs"][1:], strict=True)
+            return [_logprob_of(token, entry) for token, entry in entries]
+
+    def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
+        answer = self._generate(calls, [1], temperature, top_logprobs_num=5)
+        with calls.reading("its log-probabilities"):
+            return {token: logprob for logprob, token, *_ in answer["meta_info"]["output_top_logprobs"][0]}
+
+    def _withdraw(self, calls: Calls) -> None:
+        self._paused = True
+        self._administer(calls, "withdraw", "/pause_generation", {"mode": "abort"})
+
+
+def _generation(ids: Sequence[int], sampling_params: Json) -> Json:
+    return {"input_ids": list(ids), "sampling_params": sampling_params, "return_logprob": True}
+
+
+def _logprob_of(token: int, entry: Sequence[Any]) -> float:
+    if entry[1] != token:
+        raise ValueError(f"a log-probability of token {entry[1]} where {token} was asked for")
+    return float(entry[0])
+
+
+def _sampling_params(request: ModelRequest) -> Json:
+    gconfig = request.gconfig
+    params: Json = {
+        "max_new_tokens": gconfig.max_new_tokens,
+        "min_new_tokens": gconfig.min_new_tokens,
+        "temperature": gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k or -1,
+        "stop_token_ids": list(gconfig.stop_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    return params if request.seed is None else params | {"sampling_seed": request.seed}

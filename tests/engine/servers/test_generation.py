@@ -1,0 +1,202 @@
+"""Completions of token ids: tokens, log-probabilities and versions are those of the server's own record."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from holdfast.engine.servers import SGLangServer, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, GenerationServer, ModelRequest, ModelResponse
+from holdfast.utils.errors import ServerError, UnreachableServerError
+from tests.engine.servers.fake_weights import hashed_token
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.folders import publish_hashed, publish_model, tiny_model
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+CLIENTS: dict[str, type[VLLMServer | SGLangServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+
+
+@pytest.fixture(params=CLIENTS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fake(kind: str, tmp_path: Path) -> Iterator[FakeServer]:
+    with FakeServer(kind, tmp_path, token_s=0.002) as server:
+        yield server
+
+
+@pytest.fixture
+def server(kind: str, fake: FakeServer, tmp_path: Path) -> VLLMServer | SGLangServer:
+    """A client of a server that serves version 1."""
+    client = CLIENTS[kind](fake.url)
+    assert client.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1) == 1
+    return client
+
+
+def request(prompt: int = 1, **options: Any) -> ModelRequest:
+    options = {"max_new_tokens": 8} | options
+    return ModelRequest([prompt, 2, 3], GenerationHyperparameters(**options), seed=prompt, rid=f"r{prompt}")
+
+
+async def generated(fake: FakeServer, tokens: int) -> None:
+    """Wait until so many tokens have been sampled."""
+    async with asyncio.timeout(stretched(20)):
+        while len(fake.tokens()) < tokens:
+            await asyncio.sleep(0.01)
+
+
+def as_recorded(fake: FakeServer, response: ModelResponse, rid: str) -> bool:
+    record = [token for token in fake.tokens() if token["rid"] == rid]
+    assert not any(token["mixed"] for token in record)
+    own = zip(response.output_tokens, response.output_logprobs, response.output_versions, strict=True)
+    return [(token["token"], token["logprob"], token["version"]) for token in record] == list(own)
+
+
+def test_a_completion_is_what_the_server_sampled(server: VLLMServer | SGLangServer, fake: FakeServer) -> None:
+    assert isinstance(server, GenerationServer)
+    response = asyncio.run(server.agenerate(request()))
+    assert response.stop_reason == "length" and response.input_tokens == [1, 2, 3]
+    assert response.output_tokens == [hashed_token([1, 2, 3], 1, 1, place)[0] for place in range(8)]
+    assert response.output_versions == [1] * 8 and as_recorded(fake, response, "r1")
+    stop = response.output_tokens[4]
+    stopped = asyncio.run(server.agenerate(request(stop_token_ids=[stop])))
+    assert stopped.output_tokens == response.output_tokens[:5] and stopped.stop_reason == "stop"
+
+
+def test_versions_are_exact_across_an_update_in_flight(
+    server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
+) -> None:
+    async def update_meanwhile() -> list[ModelResponse]:
+        flying = [asyncio.create_task(server.agenerate(request(n, max_new_tokens=150))) for n in range(6)]
+        for version in (2, 3):
+            await generated(fake, 200 * version)
+            folder = publish_hashed(tmp_path / "w", version)
+            await asyncio.to_thread(server.update_weights_from_disk, folder, version)
+        return await asyncio.gather(*flying)
+
+    responses = asyncio.run(update_meanwhile())
+    assert all(as_recorded(fake, response, f"r{n}") for n, response in enumerate(responses))
+    assert {version for response in responses for version in response.output_versions} == {1, 2, 3}
+    assert all(response.output_versions == sorted(response.output_versions) for response in responses)
+
+
+def test_no_cached_prefix_of_older_weights_is_used(
+    server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
+) -> None:
+    for version in (1, 2, 3):
+        if version > 1:
+            server.update_weights_from_disk(publish_hashed(tmp_path / "w", version), version)
+        responses = [asyncio.run(server.agenerate(request())) for _ in range(2)]
+        assert {v for response in responses for v in response.output_versions} == {version}
+    assert not any(token["mixed"] for token in fake.tokens())
+
+
+def test_a_request_to_a_paused_server_is_answered_by_the_next_version(
+    kind: str, server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
+) -> None:
+    pause = {"vllm": ("/pause?mode=keep", {}), "sglang": ("/pause_generation", {"mode": "retract"})}[kind]
+    httpx2.post(fake.url + pause[0], json=pause[1])
+
+    async def wait_and_update() -> ModelResponse:
+        waiting = asyncio.create_task(server.agenerate(request()))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(server.update_weights_from_disk, publish_hashed(tmp_path / "w", 2), 2)
+        return await waiting
+
+    assert asyncio.run(wait_and_update()).output_versions == [2] * 8
+
+
+def test_what_is_no_completion_is_an_error_that_names_the_server(
+    kind: str, server: VLLMServer | SGLangServer, fake: FakeServer
+) -> None:
+    fake.tell(fail={GENERATE[kind]: 1})
+    with pytest.raises(ServerError, match=rf"{fake.url}: POST {GENERATE[kind]} was answered with 500"):
+        asyncio.run(server.agenerate(request()))
+
+    async def abort() -> None:
+        flying = asyncio.create_task(server.agenerate(request(max_new_tokens=10_000)))
+        await generated(fake, 20)
+        pause = {"vllm": ("/pause?mode=abort", {}), "sglang": ("/pause_generation", {"mode": "abort"})}[kind]
+        httpx2.post(fake.url + pause[0], json=pause[1])
+        await flying
+
+    with pytest.raises(ServerError, match=r"a completion cannot be used: .* ended with 'abort'; expected"):
+        asyncio.run(abort())
+    fake.restart()
+    with pytest.raises(ServerError, match=r"labelled 'default', which nobody published: the server has been restarted"):
+        asyncio.run(server.agenerate(request()))
+    fake.kill()
+    with pytest.raises(UnreachableServerError, match="found no server there"):
+        asyncio.run(server.agenerate(request()))
+    hasty = CLIENTS[kind](server.url, generation_timeout_s=0.3)
+    fake.restart()
+    fake.tell(slow={GENERATE[kind]: 60.0})
+    with pytest.raises(ServerError, match=r"was not answered, all together within 0\.3 s"):
+        asyncio.run(hasty.agenerate(request()))
+
+
+def test_a_completion_that_is_cut_off_is_asked_for_again(
+    server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
+) -> None:
+    folder = publish_hashed(tmp_path / "w", 2)
+
+    async def kill_meanwhile() -> ModelResponse:
+        flying = asyncio.create_task(server.agenerate(request(max_new_tokens=100)))
+        await generated(fake, 20)
+        await asyncio.to_thread(fake.restart)
+        return await flying
+
+    with pytest.raises(ServerError):  # of the restarted one, that serves nothing published
+        asyncio.run(kill_meanwhile())
+    server.update_weights_from_disk(folder, 2)
+    assert asyncio.run(server.agenerate(request())).output_versions == [2] * 8
+
+
+def test_a_cancelled_completion_ends_at_the_server(server: VLLMServer | SGLangServer, fake: FakeServer) -> None:
+    async def cancel() -> int:
+        flying = asyncio.create_task(server.agenerate(request(max_new_tokens=100_000)))
+        await generated(fake, 20)
+        flying.cancel()
+        seen = -1
+        async with asyncio.timeout(stretched(20)):
+            while seen != (seen := len(fake.tokens())):
+                await asyncio.sleep(0.1)
+        return seen
+
+    assert asyncio.run(cancel()) < 100_000
+
+
+PLAIN, TEMPERED = GenerationHyperparameters(), GenerationHyperparameters(temperature=0.5)
+RAW = {"vllm": {"processed_logprobs": False}, "sglang": {"original_logprob": True}}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_log_probabilities_without_the_temperature_are_refused(kind: str, dtype: str | None, tmp_path: Path) -> None:
+    folder = {"folder": publish_model(tmp_path / "w", 1, tiny_model())} if dtype else {}
+    with FakeServer(kind, tmp_path, dtype=dtype, **folder, **RAW[kind]) as raw:
+        server = CLIENTS[kind](raw.url)
+        server.check_generation(PLAIN)
+        advice = {"vllm": "--logprobs-mode processed_logprobs", "sglang": "without SGLANG_RETURN_ORIGINAL_LOGPROB"}
+        with pytest.raises(ServerError, match=rf"temperature is left out; start the server .*{advice[kind]}"):
+            server.check_generation(TEMPERED)
+    with FakeServer(kind, tmp_path, dtype=dtype, **folder) as good:
+        CLIENTS[kind](good.url).check_generation(TEMPERED)
+
+
+def test_a_key_is_sent_where_it_is_needed(kind: str, tmp_path: Path) -> None:
+    keys: Any = {"api_key": "key"} if kind == "vllm" else {"api_key": "key", "admin_key": "master"}
+    with FakeServer(kind, tmp_path, **keys) as fake:
+        server = CLIENTS[kind](fake.url, **keys)
+        server.check_generation(PLAIN)
+        assert server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1) == 1
+        assert asyncio.run(server.agenerate(request())).output_versions == [1] * 8
+        with pytest.raises(ServerError, match="answered with 401"):
+            CLIENTS[kind](fake.url).check_generation(PLAIN)
