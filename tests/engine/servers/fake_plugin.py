@@ -1,4 +1,4 @@
-"""The weight-transfer routes of a fake vLLM with ``holdfast_disk``: vLLM's session, and the check of the plugin itself."""
+"""Weight-transfer routes of a fake vLLM with ``holdfast_disk``: vLLM's session, and the check of the plugin itself."""
 
 from aiohttp import web
 from holdfast_vllm.published import FolderError, check_files, read_manifest
