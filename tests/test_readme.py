@@ -188,8 +188,9 @@ def _messages() -> list[str]:
     return found
 
 
-def test_messages_of_the_troubleshooting_page_are_in_the_sources() -> None:
+def test_messages_on_the_pages_about_errors_are_in_the_sources() -> None:
     page = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
+    page += (DOCS / "servers.md").read_text().partition("## Errors")[2]
     sources = _messages()
     named = [row[0][1:-1] for row in _rows(page) if row[0].startswith("`")]
     assert len(named) > 40

@@ -14,6 +14,9 @@ from .probe import ContentCheck, WeightsProbe, read_probe
 
 logger = get_logger(__name__)
 
+_WITHDRAW_LIMIT_S = 10.0
+"""Its own limit: that of the update may have been used up."""
+
 
 @dataclass(eq=False, repr=False)
 class CheckedServer(HTTPServer, ABC):
@@ -66,9 +69,10 @@ class CheckedServer(HTTPServer, ABC):
             return
         if problem := self._content.problem(path, probe, self._prompt_logprobs(calls, probe.prompt_ids)):
             try:
-                self._withdraw(calls)
+                with self._calls(", to be paused after wrong content", _WITHDRAW_LIMIT_S) as last_calls:
+                    self._withdraw(last_calls)
             except ServerError as error:
-                logger.warning("could not be paused after wrong content was found: %s", error)
+                logger.warning("%s", error)
             raise calls.refuse(f"{problem}. It was paused again: tell it again, or restart it", WrongContentError)
 
     @abstractmethod

@@ -9,6 +9,7 @@ without a word after an error. A call of an update that broke off is not: what i
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -203,18 +204,27 @@ class Calls:
             SlowServerError: no answer before the deadline.
             ServerError: a refusal, or an answer that is no JSON object.
         """
-        started, what = time.monotonic(), f"{self._what}: {method} {path}"
+        answer = self._send(phase, method, path, json=body, params=params, headers=bearer(key))
+        return _parsed(answer, f"{self._what}: {method} {path}", error or self._error, advice)
+
+    def events(self, phase: str, path: str, body: Json) -> list[Json]:
+        """POST ``body``, and read a stream of server-sent events to its end; raises as `call`."""
+        answer = self._send(phase, "POST", path, json=body)
+        _require_success(answer, f"{self._what}: POST {path}", self._error, "")
+        with self.reading(f"the stream of POST {path}"):
+            return [json.loads(line[5:]) for line in answer.text.splitlines() if line.startswith("data:")]
+
+    def _send(self, phase: str, method: str, path: str, **options: Any) -> httpx2.Response:
+        started = time.monotonic()
         left_s = max(self._end - started, 1e-3)
         timeout = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
+        send = Retrying(**_trying(left_s, *_NOT_CONNECTED))
         try:
-            answer = Retrying(**_trying(left_s, *_NOT_CONNECTED))(
-                self._client.request, method, path, json=body, params=params, headers=bearer(key), timeout=timeout
-            )
+            return send(self._client.request, method, path, timeout=timeout, **options)
         except httpx2.RequestError as failure:
-            raise _broken(failure, what, self._limit_s) from failure
+            raise _broken(failure, f"{self._what}: {method} {path}", self._limit_s) from failure
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
-        return _parsed(answer, what, error or self._error, advice)
 
     @contextmanager
     def reading(self, of: str) -> Iterator[None]:
@@ -259,14 +269,21 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
     return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
 
 
-def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> Json:
-    excerpt = without_secrets(" ".join(answer.text[:_BODY_CHARS].split()))
+def _require_success(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> None:
     if not answer.is_success:
-        raise error(f"{what} was answered with {answer.status_code} ({excerpt}){advice and '; ' + advice}")
+        raise error(f"{what} was answered with {answer.status_code} ({_excerpt(answer)}){advice and '; ' + advice}")
+
+
+def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> Json:
+    _require_success(answer, what, error, advice)
     try:
         parsed = answer.json() if answer.content else {}
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise error(f"{what} was answered with {excerpt!r}; expected a JSON object: is it a server of this kind?")
+        raise error(f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object: is it such a server?")
     return parsed
+
+
+def _excerpt(answer: httpx2.Response) -> str:
+    return without_secrets(" ".join(answer.text[:_BODY_CHARS].split()))

@@ -4,8 +4,8 @@ One update is pause, load, reset the prefix cache, label, resume, read back, and
 whole cycle, whatever the label says: a publisher that was killed leaves the server paused. Requests in flight are kept;
 their KV cache is computed again by the new weights, and the server records which label sampled which token.
 
-A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused, and
-the next good load repairs it.
+A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused; the
+next good load repairs it, or fails too (`vllm_loading`).
 
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """
@@ -107,8 +107,8 @@ class VLLMServer(CheckedServer):
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             spans = choice["weight_versions"]
             response = response_of(request, choice["token_ids"], logprobs, spans, choice["finish_reason"])
-        self._salt = spans[-1]["version"]
-        return response
+            self._salt = spans[-1]["version"]
+            return response
 
     def _status(self, calls: Calls) -> ServerStatus:
         label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")

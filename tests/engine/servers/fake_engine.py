@@ -215,6 +215,9 @@ class FakeEngine:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Write down each call, and do wrong what the fake was told to."""
+        if request.path == "/fake" and request.method == "GET":
+            state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
+            return web.json_response(state | {"in_flight": len(self.requests), "in_pieces": self.in_pieces})
         if request.path == "/fake":
             self.faults, self.calls_seen = Faults(**await request.json()), 0
             return web.json_response({})

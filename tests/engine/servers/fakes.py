@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 import uuid
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import httpx2
 from aiohttp import web
 
 from holdfast.utils.processes import die_with_parent
-from tests.engine.servers import fake_sglang, fake_vllm
+from tests.engine.servers import fake_sglang, fake_transformers, fake_vllm
 from tests.engine.servers.fake_engine import FakeEngine
 from tests.helpers import PRELOAD
 from tests.limits import stretched
 
-_APPLICATIONS = {"vllm": fake_vllm.application, "sglang": fake_sglang.application}
+_APPLICATIONS: dict[str, Callable[..., web.Application]] = {
+    "vllm": fake_vllm.application,
+    "sglang": fake_sglang.application,
+    "transformers": fake_transformers.application,
+}
 _ENGINE_OPTIONS = ("dtype", "token_s", "folder")
 
 
@@ -28,7 +33,7 @@ class FakeServer:
     """A fake server, running; a context manager that kills it.
 
     Args:
-        kind: ``vllm`` or ``sglang``.
+        kind: ``vllm``, ``sglang`` or ``transformers``.
         record: folder for the record of its calls and tokens, which outlives it.
         options: those of `FakeEngine` and of the fake's ``application``.
 
@@ -56,6 +61,11 @@ class FakeServer:
     def tell(self, **faults: Any) -> None:
         """What to do wrong from now on: the fields of `Faults`. Without any: nothing."""
         httpx2.post(f"{self.url}/fake", json=faults, timeout=stretched(20)).raise_for_status()
+
+    def state(self) -> dict[str, Any]:
+        """The truth: ``paused``, ``label``, ``version``, ``in_flight`` requests, and whether its weights are
+        ``in_pieces``."""
+        return httpx2.get(f"{self.url}/fake", timeout=stretched(20)).raise_for_status().json()
 
     def kill(self) -> None:
         """End it at once, also when it is stopped."""

@@ -1,0 +1,109 @@
+"""The probe of an engine's weights is the same wherever it is computed, and computing it changes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig
+from holdfast.engine.servers.probe import PROBE_NAME, ContentCheck, WeightsProbe, probe_weights, read_probe
+from holdfast.utils.errors import ConfigError, PublishError
+from holdfast.utils.rng import capture_rng
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.servers.folders import model_logprobs, publish_model, step, tiny_model
+from tests.helpers import run_ranks
+
+
+def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
+    engine = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None, temperature=0.7))
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(1, 8, 1))
+    for training in (True, False):
+        engine.train(training)
+        before = capture_rng()
+        probe = probe_weights(engine)
+        after = capture_rng()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert all(module.training == training for module in engine.model.modules())
+    assert probe is not None
+    engine.destroy()
+    critic = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None, is_critic=True))
+    critic.create_process_group()
+    critic.initialize(None, FinetuneSpec(1, 8, 1))
+    assert probe_weights(critic) is None
+    critic.destroy()
+    return probe
+
+
+def test_every_rank_computes_the_probe_that_one_process_computes(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64))
+    first, second = run_ranks(_probed, 2, str(tmp_path / "model"))
+    assert first == second and first.dtype == "float32"
+    assert len(first.prompt_ids) == 127, "the server samples one more token, and 128 are all that the model takes"
+    assert all(16 <= token < 48 for token in first.prompt_ids)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    expected = model_logprobs(model, first.prompt_ids)
+    assert max(abs(a - b) for a, b in zip(first.logprobs, expected, strict=True)) < 1e-5
+
+
+def test_a_probe_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    assert read_probe(tmp_path) is None
+    probe = WeightsProbe([3, 1, 2], [-0.1, -1.0 / 3], "bfloat16")
+    (tmp_path / PROBE_NAME).write_bytes(probe.encode())
+    assert read_probe(tmp_path) == probe
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"prompt_ids": [1], "logprobs": [], "dtype": "int8"}'])
+def test_a_file_that_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / PROBE_NAME).write_text(text)
+    with pytest.raises(
+        PublishError, match=r"weights_probe\.json is not a probe of weights .*; publish the version again"
+    ):
+        read_probe(tmp_path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Three versions in bfloat16: a step apart, and the last with the weights of the one before."""
+    model, paths = tiny_model(), []
+    for version, lr in ((1, 0.0), (2, 1e-5), (3, 0.0)):
+        step(model, lr)
+        paths.append(Path(publish_model(tmp_path, version, model, "bfloat16")))
+    return paths
+
+
+def probe_of(folder: Path) -> WeightsProbe:
+    probe = read_probe(folder)
+    assert probe is not None
+    return probe
+
+
+def test_an_unchanged_answer_is_stale_only_where_weights_changed(folders: list[Path]) -> None:
+    one, two, three = map(probe_of, folders)
+    check = ContentCheck()
+    assert check.problem(folders[0], one, one.logprobs) is None
+    assert check.problem(folders[0], one, one.logprobs) is None, "the same folder again"
+    assert "bit for bit that of the version before" in (check.problem(folders[1], two, one.logprobs) or "")
+    assert check.problem(folders[1], two, two.logprobs) is None
+    assert check.problem(folders[2], three, two.logprobs) is None, "the weights are those of version 2"
+    assert ContentCheck().problem(folders[1], two, one.logprobs) is None, "nothing to compare with"
+
+
+def test_the_coarsest_dtype_says_how_close_an_answer_must_be(folders: list[Path]) -> None:
+    probe = probe_of(folders[0])
+    off = [logprob + 1e-3 for logprob in probe.logprobs]
+    garbage = [logprob + 1.0 for logprob in probe.logprobs]
+    assert ContentCheck().problem(folders[0], probe, off) is None
+    assert "by 1 on average, in bfloat16 by at most 0.1" in (ContentCheck().problem(folders[0], probe, garbage) or "")
+    for answer in (off[:-1], [float("nan")] * len(off)):
+        assert ContentCheck().problem(folders[0], probe, answer)
+    config = folders[0] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
+    fine = WeightsProbe(probe.prompt_ids, probe.logprobs, "float32")
+    assert ContentCheck().problem(folders[0], fine, off)
+    assert ContentCheck("bfloat16").problem(folders[0], fine, off) is None
+    assert ContentCheck().problem(folders[0], probe, off) is None, "the trainer computes in bfloat16"
+    with pytest.raises(ConfigError, match="config key 'dtype' is 'int4'"):
+        ContentCheck("int4")

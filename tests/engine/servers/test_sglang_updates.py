@@ -1,0 +1,116 @@
+"""An SGLang server, after a fake that follows its source: what it refuses keeps it paused until a load succeeds."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from holdfast.engine.servers import SGLangServer, TransformersServer
+from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
+from holdfast.utils.errors import PoisonedServerError, PublishError, SlowServerError, WrongContentError
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.folders import publish_hashed, publish_model, step, tiny_model
+
+pytestmark = pytest.mark.timeout(60)
+
+CYCLE = [
+    "POST /pause_generation",
+    "POST /update_weights_from_disk",
+    "POST /continue_generation",
+    "GET /model_info",
+]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeServer]:
+    with FakeServer("sglang", tmp_path) as server:
+        yield server
+
+
+def paused(fake: FakeServer) -> bool:
+    return fake.state()["paused"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_versions_are_served_and_a_skipped_update_is_found(dtype: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    with FakeServer("sglang", tmp_path, dtype=dtype) as fake:
+        server = SGLangServer(fake.url)
+        assert isinstance(server, ObservableServer) and server.status() == ServerStatus(None, paused=False)
+        for version in (1, 2):
+            step(model, 1e-5)
+            folder = publish_model(tmp_path / "w", version, model, dtype)
+            assert server.update_weights_from_disk(folder, version) == version
+            assert server.status() == ServerStatus(weights_label(folder, version), paused=False)
+        assert fake.calls()[1:6] == [*CYCLE, "POST /generate"]
+        step(model, 1e-5)
+        folder = publish_model(tmp_path / "w", 3, model, dtype)
+        fake.tell(lie=1)
+        with pytest.raises(WrongContentError, match="It was paused again"):
+            server.update_weights_from_disk(folder, 3)
+        assert server.status().paused and paused(fake)
+        server.update_weights_from_disk(folder, 3)
+        assert not paused(fake)
+
+
+@pytest.mark.parametrize("trouble", ["load", "flush"])
+def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
+    trouble: str, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a 400 for a flush the weights are loaded, and the label is the old one."""
+    server, first = SGLangServer(fake.url), publish_hashed(tmp_path / "w", 1)
+    server.update_weights_from_disk(first, 1)
+    second = publish_hashed(tmp_path / "w", 2)
+    label, seen = weights_label(second, 2), len(fake.calls())
+    if trouble == "flush":
+        fake.tell(flush_fails=1)
+    else:
+        monkeypatch.setattr("holdfast.engine.servers.sglang.weights_label", lambda *_: label)
+        shutil.rmtree(second)
+    with pytest.raises(PoisonedServerError, match=r"disk was answered with 400 \(.*; its weights may be in pieces"):
+        server.update_weights_from_disk(second, 2)
+    monkeypatch.undo()
+    assert fake.calls()[seen:] == CYCLE[:2]
+    assert server.status() == ServerStatus(weights_label(first, 1), paused=True) and paused(fake)
+    third = publish_hashed(tmp_path / "w", 3)
+    server.update_weights_from_disk(third, 3)
+    assert server.status() == ServerStatus(weights_label(third, 3), paused=False) and not paused(fake)
+
+
+def test_a_paused_server_of_a_killed_publisher_is_resumed(fake: FakeServer, tmp_path: Path) -> None:
+    folder = publish_hashed(tmp_path / "w", 1)
+    SGLangServer(fake.url).update_weights_from_disk(folder, 1)
+    httpx2.post(f"{fake.url}/pause_generation", json={"mode": "retract"})
+    SGLangServer(fake.url).update_weights_from_disk(folder, 1)
+    assert not paused(fake)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", range(4))
+def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: FakeServer, tmp_path: Path) -> None:
+    server = SGLangServer(fake.url, timeout_s=0.5)
+    for version, when in enumerate(("before", "after"), start=1):
+        folder = publish_hashed(tmp_path / "w", version)
+        fake.tell(at_call=call, does="stop", when=when)
+        with pytest.raises(SlowServerError):
+            server.update_weights_from_disk(folder, version)
+        fake.wake()
+        server.update_weights_from_disk(folder, version)
+        assert server.status() == ServerStatus(weights_label(folder, version), paused=False) and not paused(fake)
+
+
+def test_transformers_serve_loads_a_folder_anew_and_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeServer("transformers", tmp_path) as fake:
+        server: Any = TransformersServer(fake.url)
+        folder = publish_hashed(tmp_path / "w", 1)
+        assert server.update_weights_from_disk(folder, 1) == server.update_weights_from_disk(folder, 1) == 1
+        assert fake.calls() == ["POST /reset", "POST /load_model"] * 2
+        assert caplog.text.count("tells no log-probabilities; what it serves cannot be checked") == 1
+        Path(folder, "manifest.json").unlink()
+        with pytest.raises(PublishError, match=r"the load ended with \[{'status': 'error'.*expected .*'ready'"):
+            server.update_weights_from_disk(folder, 1)
