@@ -26,7 +26,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare gpu clean
+.PHONY: help demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torc
 
 bench-compare: $(INSTALLED)  ## Compare that with the saved baseline (RESULTS=bench_out/results.json: of a run there was)
 	$(PY) -m benchmarks.compare $(RESULTS)
+
+bench-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Measure what a publication to real vLLM servers takes, by phase
+	$(PY) -m tests.live_vllm.publish_figures
 
 gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHON; their figures are kept in gpu_out/
 	@$(GPU_PY) -c 'import torch; exit(not torch.cuda.is_available())' \
