@@ -60,16 +60,16 @@ class CheckedEngine(WeightTransferEngine):
 
     def _agree(self, update_info: Any) -> Weights:
         """`checked_weights`; if it raises on one worker, raise on all."""
-        workers, weights, cause = get_world_group(), (), None
-        verdicts: list[str | None] = [None] * workers.world_size
+        workers, weights, cause, refusal = get_world_group(), (), None, None
         try:
             weights = self.checked_weights(update_info, workers.rank_in_group, workers.world_size)
         except Exception as error:
-            cause = error
-        dist.all_gather_object(verdicts, cause and f"{type(cause).__name__}: {cause}", group=workers.cpu_group)
-        if refused := [verdict for verdict in verdicts if verdict]:
-            stay = "are still mixed" if self._mixed else "stay as they are"
-            raise RuntimeError(f"refused, the weights {stay}: {refused[0]}") from cause
+            cause, refusal = error, f"{type(error).__name__}: {error}"
+        answers: list[tuple[str | None, bool]] = [(None, False)] * workers.world_size
+        dist.all_gather_object(answers, (refusal, self._mixed), group=workers.cpu_group)
+        if refusals := [refusal for refusal, _ in answers if refusal]:
+            stay = "are still mixed" if any(mixed for _, mixed in answers) else "stay as they are"
+            raise RuntimeError(f"refused, the weights {stay}: {refusals[0]}") from cause
         return weights
 
 
