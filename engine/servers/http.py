@@ -1,11 +1,11 @@
 """What the clients of all inference servers share: HTTP calls within one deadline, and errors that name the server.
 
-A client holds a URL, keys and limits, and travels pickled to where it is used. Connections are not kept from one update
-to the next: a publish makes about ten calls, and an idle connection that the server has closed would look like a
-failed load. Generation has a pool of connections for each event loop.
+A client holds a URL, keys and limits, and travels pickled to where it is used. The calls of an update, about ten, have
+a connection each: vLLM closes a kept one after an error without a word, which would look like a failed load. Generation
+has a pool of connections for each event loop.
 
-A connection that could not be made is tried again, and a completion that broke off: vLLM closes kept connections
-without a word after an error. A call of an update that broke off is not: what it asked for may have happened.
+A connection that could not be made is tried again, and a completion that broke off. A call of an update that broke off
+is not: what it asked for may have happened.
 """
 
 import asyncio

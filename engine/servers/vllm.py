@@ -4,8 +4,9 @@ One update is pause, load, reset the prefix cache, label, resume, read back, and
 whole cycle, whatever the label says: a publisher that was killed leaves the server paused. Requests in flight are kept;
 their KV cache is computed again by the new weights, and the server records which label sampled which token.
 
-A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused; the
-next good load repairs it, or fails too (`vllm_loading`).
+A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused. The
+next good load repairs it, unless a part of the bad folder had been read already: the server may then fail once more, or
+serve a mixture, which the comparison of contents finds, and has to be restarted.
 
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """

@@ -1,5 +1,6 @@
 """An SGLang server, after a fake that follows its source: what it refuses keeps it paused until a load succeeds."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,13 @@ import httpx2
 import pytest
 
 from holdfast.engine.servers import SGLangServer, TransformersServer
-from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ObservableServer,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import PoisonedServerError, PublishError, SlowServerError, WrongContentError
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, step, tiny_model
@@ -77,7 +84,9 @@ def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
     assert server.status() == ServerStatus(weights_label(first, 1), paused=True) and paused(fake)
     third = publish_hashed(tmp_path / "w", 3)
     server.update_weights_from_disk(third, 3)
-    assert server.status() == ServerStatus(weights_label(third, 3), paused=False) and not paused(fake)
+    assert server.status() == ServerStatus(weights_label(third, 3), paused=False)
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=4))
+    assert asyncio.run(server.agenerate(request)).output_versions == [3] * 4
 
 
 def test_a_paused_server_of_a_killed_publisher_is_resumed(fake: FakeServer, tmp_path: Path) -> None:
@@ -91,12 +100,12 @@ def test_a_paused_server_of_a_killed_publisher_is_resumed(fake: FakeServer, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("call", range(4))
 def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: FakeServer, tmp_path: Path) -> None:
-    server = SGLangServer(fake.url, timeout_s=0.5)
+    server = SGLangServer(fake.url)
     for version, when in enumerate(("before", "after"), start=1):
         folder = publish_hashed(tmp_path / "w", version)
         fake.tell(at_call=call, does="stop", when=when)
         with pytest.raises(SlowServerError):
-            server.update_weights_from_disk(folder, version)
+            SGLangServer(fake.url, timeout_s=0.5).update_weights_from_disk(folder, version)
         fake.wake()
         server.update_weights_from_disk(folder, version)
         assert server.status() == ServerStatus(weights_label(folder, version), paused=False) and not paused(fake)

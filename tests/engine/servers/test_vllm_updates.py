@@ -195,11 +195,9 @@ def test_a_prefix_cache_that_is_not_reset_keeps_the_server_paused(tmp_path: Path
 
 def test_what_cannot_be_reached_or_is_too_slow_is_told_apart(fake: FakeServer, tmp_path: Path) -> None:
     folder = publish_hashed(tmp_path / "w", 1)
-    hasty = VLLMServer(fake.url, timeout_s=0.5)
+    hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
     fake.tell(slow={"/collective_rpc": 60.0})
-    with pytest.raises(
-        SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered, .* 0\.5 s"
-    ):
+    with pytest.raises(SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered"):
         hasty.update_weights_from_disk(folder, 1)
     assert hasty.status().paused
     fake.tell(at_call=1)
@@ -217,12 +215,12 @@ def test_what_cannot_be_reached_or_is_too_slow_is_told_apart(fake: FakeServer, t
 
 @pytest.mark.parametrize("call", slow_but([2], range(7)))
 def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: FakeServer, tmp_path: Path) -> None:
-    server = VLLMServer(fake.url, timeout_s=0.5)
-    for version, fault in enumerate(({"when": "before"}, {"when": "after"}), start=1):
+    server = VLLMServer(fake.url)
+    for version, when in enumerate(("before", "after"), start=1):
         folder = publish_hashed(tmp_path / "w", version)
-        fake.tell(at_call=call, does="stop", **fault)
+        fake.tell(at_call=call, does="stop", when=when)
         with pytest.raises(SlowServerError):
-            server.update_weights_from_disk(folder, version)
+            VLLMServer(fake.url, timeout_s=0.5).update_weights_from_disk(folder, version)
         fake.wake()
         server.update_weights_from_disk(folder, version)
         assert serves(server, folder, version)
