@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ...utils.config import require_range
-from ...utils.files import file_digest
+from ...utils.files import bytes_digest
 from ...utils.manifest import MANIFEST_NAME
 from ..api import InferenceServer
 
@@ -143,7 +143,7 @@ class ObservableServer(InferenceServer, Protocol):
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:
     """What a server that serves the published ``folder`` says of itself: ``<version>-<digest of the manifest>``."""
-    return f"{version}-{file_digest(Path(folder) / MANIFEST_NAME)}"
+    return f"{version}-{bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())}"
 
 
 def labelled_version(label: str | None) -> int | None:

@@ -19,12 +19,15 @@ from threading import Condition, Event, Lock, Thread
 
 from ...utils.config import require_range
 from ...utils.errors import ConfigError, PublishError, WorkerLost
+from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import InferenceServer
 from .api import weights_label
 from .member import FleetMember, PublishedFolder
 from .states import ServerReport, ServerState, server_stats
+
+logger = get_logger(__name__)
 
 _SILENCE_S = 10.0
 """A server that does not say for so long what it serves is gone; one that is busy may take some seconds."""
@@ -104,6 +107,8 @@ class ServerFleet:
                 self._give_up(folder, awaited, time.monotonic() >= deadline, timeout_s)
                 self._probe_soon()
             if confirmed >= needed:
+                took_s, count = time.monotonic() - deadline + timeout_s, len(self._members)
+                logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, path, took_s)
                 return self.states()
             failure = self._failure(folder, confirmed, needed)
             for error in errors:

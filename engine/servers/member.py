@@ -174,8 +174,10 @@ class FleetMember:
             raise
         finally:
             self._loading = None
+            if isinstance(self.server, ObservableServer):
+                seconds |= self.server.seconds
             with self._changed:
-                self._report = replace(self._report, seconds=seconds | dict(getattr(self.server, "seconds", {})))
+                self._report = replace(self._report, seconds=seconds)
         with self._changed:
             if self._wanted is folder:
                 self._answered = self._confirmed = folder
@@ -185,15 +187,15 @@ class FleetMember:
                 self._note(ServerState.BEHIND, f"it serves version {folder.version}", folder.label)
 
     def _fail(self, folder: PublishedFolder, error: Exception) -> None:
-        text = describe(error)
+        text, observable = describe(error), isinstance(self.server, ObservableServer)
         with self._changed:
             if self._wanted is folder:
                 self._answered = folder
                 self._failures += 1
                 pause_s = self._retry_s * 2.0 ** (self._failures - 2) if self._failures > 1 else 0.0
                 self._retry_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
-            # One that is known as gone stays that until it has said otherwise.
-            gone = isinstance(error, WorkerLost) or self._report.state is ServerState.GONE
+            # One that can be asked and is known as gone stays that until it has answered.
+            gone = isinstance(error, WorkerLost) or (observable and self._report.state is ServerState.GONE)
             self._note(ServerState.GONE if gone else ServerState.BEHIND, text)
         if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
             self._note_unready(status, text)

@@ -15,6 +15,7 @@ from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import ObservableServer, ServerStatus, weights_label
 from holdfast.engine.servers.states import ServerState
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
+from holdfast.utils.heartbeat import beat, seconds_since_beat
 from tests.engine.servers.scripted import PlainServer, ScriptedServer, refuse, wait_until, write_published
 from tests.limits import stretched
 
@@ -68,15 +69,21 @@ def test_all_servers_are_told_at_once_and_confirm(tmp_path: Path, make_fleet: Ma
 
 
 def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fleet: MakeFleet) -> None:
-    good, bad, off = PlainServer("good"), ScriptedServer("http://me:secret@bad", refuse), ScriptedServer("off")
+    def leak(version: int) -> None:
+        raise ConnectionError("http://me:secret@bad/load broke off")
+
+    good, bad, off = PlainServer("good"), ScriptedServer("http://me:secret@bad", leak), ScriptedServer("off")
     off.alive = False
-    folder = write_published(tmp_path, 4)
+    fleet, folder = make_fleet(good, bad, off, probe_interval_s=None), write_published(tmp_path, 4)
     with pytest.raises(PublishError) as caught:
-        make_fleet(good, bad, off, probe_interval_s=None).update(folder, 4, LIMIT_S, min_servers=3)
+        fleet.update(folder, 4, LIMIT_S)
+    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # whoever failed first has ended the update
+    known = [str(report) for report in fleet.states()]
+    assert known[1] == "http://bad is paused (ConnectionError: http://bad/load broke off)"
+    assert known[2] == "off is gone (off refused the connection)"
     message = str(caught.value)
-    assert "secret" not in message and f"{folder} stays" in message and "3 are needed" in message
-    # Whoever failed first ended it, so that it may name one of the two only.
-    assert "http://bad is paused: version 4 cannot be loaded" in message or "off is gone: off refused the" in message
+    assert f"{folder} stays" in message and "3 are needed" in message and "secret" not in message
+    assert "http://bad is" in message or "off is" in message
 
 
 def test_a_server_that_confirms_another_version_has_not_confirmed(tmp_path: Path, make_fleet: MakeFleet) -> None:
@@ -128,6 +135,24 @@ def test_a_server_that_was_left_paused_is_told_again(tmp_path: Path, make_fleet:
     wait_until(lambda: states(probed) == [PAUSED])
     server.go.set()
     assert probed.wait_serving(1, LIMIT_S) and not server.paused
+
+
+def test_a_right_label_is_not_believed_after_a_failed_update(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer()
+    load = server._load
+
+    def label_and_fail_once(path: str, version: int) -> int:
+        load(path, version)
+        if server.told == [version]:
+            raise PublishError("it answers by other weights")
+        return version
+
+    server._load = label_and_fail_once
+    fleet = make_fleet(server)
+    with pytest.raises(PublishError, match="scripted is behind: it answers by other weights"):
+        fleet.update(folder := write_published(tmp_path, 1), 1, LIMIT_S)
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert server.told == [1, 1] and server.label == weights_label(folder, 1)
 
 
 def test_a_server_that_hangs_is_gone_until_it_answers(
@@ -201,6 +226,14 @@ def test_who_did_not_serve_before_is_waited_for_only_while_needed(tmp_path: Path
     hung.go.set()
     assert fleet.wait_serving(2, LIMIT_S), "it hears of the newest when it has answered"
     assert hung.told == [1, 2, 3]
+
+
+def test_a_server_that_missed_an_update_is_looked_at_at_once(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    good, late = ScriptedServer("good"), ScriptedServer("late")
+    late.answer = lambda version: refuse(version) if late.told == [1] else None
+    fleet = make_fleet(good, late, probe_interval_s=600.0)
+    fleet.update(write_published(tmp_path, 1), 1, LIMIT_S, min_servers=1)
+    assert fleet.wait_serving(2, LIMIT_S)
 
 
 def test_a_plain_server_that_failed_is_tried_again(tmp_path: Path, make_fleet: MakeFleet) -> None:
@@ -317,6 +350,18 @@ def test_what_cannot_be_a_fleet_or_a_version_is_refused(tmp_path: Path, make_fle
     with pytest.raises(CheckpointCorruptError, match="was never committed"):
         fleet.update(tmp_path / "v00000009", 9, LIMIT_S)
     assert server.told == []
+
+
+def test_looking_at_servers_is_no_progress_of_the_process(tmp_path: Path, make_fleet: MakeFleet) -> None:
+    server = ScriptedServer(answer=refuse)
+    fleet = make_fleet(server)
+    with pytest.raises(PublishError):
+        fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    beat()
+    begun = time.monotonic()
+    server._load = lambda path, version: version
+    assert fleet.wait_serving(1, LIMIT_S)
+    assert seconds_since_beat() >= time.monotonic() - begun - 0.01, "a rank that hangs would not be found"
 
 
 def test_a_closed_fleet_looks_after_nobody(tmp_path: Path, make_fleet: MakeFleet) -> None:

@@ -13,7 +13,7 @@ import pytest
 from examples.copy_task import write_model_folder
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
 from holdfast.engine.servers.states import ServerState
 from holdfast.utils.errors import PublishError
@@ -27,49 +27,58 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = stretched(20)
-CALLS = [
-    "/pause",
-    "/collective_rpc",
-    "/reset_prefix_cache",
-    "/update_weight_version",
-    "/resume",
-    "/weight_info",
-    "/is_paused",
-]
+CLIENTS = {"vllm": VLLMServer, "sglang": SGLangServer}
+CALLS = {
+    "vllm": ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"],
+    "sglang": ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info"],
+}
 """Of one update, in order."""
+CALLS["vllm"] += ["weight_info", "is_paused"]
 SERVING, BEHIND, PAUSED, GONE = ServerState
+
+Client = VLLMServer | SGLangServer
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the servers; a test may say another one."""
+    return getattr(request, "param", "vllm")
+
+
+@pytest.fixture
+def fakes(kind: str, tmp_path: Path) -> Iterator[list[FakeServer]]:
     """Two servers."""
-    with FakeServer("vllm", tmp_path) as first, FakeServer("vllm", tmp_path) as second:
+    with FakeServer(kind, tmp_path) as first, FakeServer(kind, tmp_path) as second:
         yield [first, second]
 
 
-def clients(fakes: list[FakeServer], timeout_s: float = LIMIT_S) -> list[VLLMServer]:
-    return [VLLMServer(fake.url, timeout_s=timeout_s) for fake in fakes]
+def clients(fakes: list[FakeServer], kind: str = "vllm", timeout_s: float = LIMIT_S) -> list[Client]:
+    return [CLIENTS[kind](fake.url, timeout_s=timeout_s) for fake in fakes]
 
 
-def check_served(fakes: list[FakeServer], folder: Path, version: int) -> None:
+def check_served(fakes: list[FakeServer], folder: Path, version: int, kind: str = "vllm") -> None:
     """All say that they serve the folder, and a completion comes from it."""
     request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=4), seed=1)
-    for fake, client in zip(fakes, clients(fakes), strict=True):
+    for fake, client in zip(fakes, clients(fakes, kind), strict=True):
         assert client.status() == ServerStatus(weights_label(folder, version), paused=False)
         assert asyncio.run(client.agenerate(request)).output_versions == [version] * 4
         assert [token["version"] for token in fake.tokens()[-4:]] == [version] * 4, "what it says is not so"
 
 
-STRIKES = [*product(("die", "stop"), range(len(CALLS)), ("before", "after"))]
+STRIKES = [
+    (kind, does, call, when)
+    for kind, calls in CALLS.items()
+    for does, call, when in product(("die", "stop"), range(len(calls)), ("before", "after"))
+]
+FAST_STRIKES = [("vllm", "die", 1, "after"), ("sglang", "stop", 1, "before")]
 
 
-@pytest.mark.parametrize("does, call, when", slow_but([("die", 1, "after"), ("stop", 1, "before")], STRIKES))
+@pytest.mark.parametrize("kind, does, call, when", slow_but(FAST_STRIKES, STRIKES), indirect=["kind"])
 def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
-    does: str, call: int, when: str, fakes: list[FakeServer], tmp_path: Path
+    kind: str, does: str, call: int, when: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:
     struck, other = fakes
-    patience_s = 1.0 if does == "stop" else LIMIT_S
-    servers = clients([struck], patience_s) + clients([other])
+    servers = clients([struck], kind, 1.0 if does == "stop" else LIMIT_S) + clients([other], kind)
     with closing(ServerFleet(servers, min_servers=1, probe_interval_s=None)) as fleet:
         fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
         assert fleet.serving() == servers
@@ -77,7 +86,7 @@ def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
         folder = write_published(tmp_path / "w", 2)
         fleet.update(folder, 2, LIMIT_S)
         assert [report.state for report in fleet.states()] == [GONE, SERVING]
-        check_served([other], folder, 2)
+        check_served([other], folder, 2, kind)
         with pytest.raises(PublishError, match=rf"confirmed by 1 of 2 .*{struck.url} is gone: "):
             fleet.update(folder, 2, LIMIT_S, min_servers=2)
 
@@ -85,10 +94,10 @@ def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
         folder = write_published(tmp_path / "w", 3)
         fleet.update(folder, 3, LIMIT_S, min_servers=2)
         assert fleet.serving() == servers
-        check_served(fakes, folder, 3)
+        check_served(fakes, folder, 3, kind)
 
 
-@pytest.mark.parametrize("does", ["die", "stop"])
+@pytest.mark.parametrize("does", slow_but(["die"], ["die", "stop"]))
 def test_the_prober_catches_up_with_a_server_that_comes_back(
     does: str, fakes: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,37 +112,41 @@ def test_the_prober_catches_up_with_a_server_that_comes_back(
         check_served(fakes, folder, 1)
 
 
-def _publish(urls: list[str], folder: str, version: int) -> None:
-    ServerFleet([VLLMServer(url) for url in urls], probe_interval_s=None).update(folder, version, LIMIT_S)
+def _publish(urls: list[str], kind: str, folder: str, version: int) -> None:
+    ServerFleet([CLIENTS[kind](url) for url in urls], probe_interval_s=None).update(folder, version, LIMIT_S)
 
 
 NEXT_LIVES = {"same version": 2, "older version": 1, "newer version": 3}
+DEATHS = [(kind, call, life) for kind, calls in CALLS.items() for call, life in product(calls, NEXT_LIVES)]
 
 
-@pytest.mark.parametrize("call, life", slow_but([("/collective_rpc", "same version")], product(CALLS, NEXT_LIVES)))
+@pytest.mark.parametrize(
+    "kind, call, life", slow_but([("vllm", "collective_rpc", "older version")], DEATHS), indirect=["kind"]
+)
 def test_the_next_publisher_finds_no_server_paused_or_behind(
-    call: str, life: str, fakes: list[FakeServer], tmp_path: Path
+    kind: str, call: str, life: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:
-    _publish([fake.url for fake in fakes], str(write_published(tmp_path / "w", 1)), 1)
+    urls = [fake.url for fake in fakes]
+    _publish(urls, kind, str(write_published(tmp_path / "w", 1)), 1)
     seen = len(fakes[0].calls())
-    fakes[0].tell(slow={call: 600.0})
+    fakes[0].tell(slow={f"/{call}": 600.0})
     folder = write_published(tmp_path / "w", 2)
-    arguments = ([fake.url for fake in fakes], str(folder), 2)
-    publisher = mp.get_context("forkserver").Process(target=_publish, args=arguments)
+    publisher = mp.get_context("forkserver").Process(target=_publish, args=(urls, kind, str(folder), 2))
     publisher.start()
-    wait_until(lambda: any(call in made for made in fakes[0].calls()[seen:]))
+    wait_until(lambda: any(f"/{call}" in made for made in fakes[0].calls()[seen:]))
     publisher.kill()
     publisher.join()
     fakes[0].tell()
 
     version = NEXT_LIVES[life]
     folder = write_published(tmp_path / "w", version, "of the next life")
-    with closing(ServerFleet(clients(fakes))) as fleet:
+    with closing(ServerFleet(servers := clients(fakes, kind))) as fleet:
         fleet.update(folder, version, LIMIT_S)
-        assert len(fleet.serving()) == 2
-        check_served(fakes, folder, version)
+        assert fleet.serving() == servers
+        check_served(fakes, folder, version, kind)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_to_load_is_caught_up_as_soon_as_it_can(fakes: list[FakeServer], tmp_path: Path) -> None:
     with closing(ServerFleet(clients(fakes), min_servers=1, probe_interval_s=0.05)) as fleet:
         fakes[0].tell(fail={"/collective_rpc": 2})

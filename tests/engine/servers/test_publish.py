@@ -208,7 +208,7 @@ def test_a_server_that_never_answers_does_not_keep_the_process_from_ending(tmp_p
     script = f"""
 from holdfast.engine import WeightUpdateMeta
 from holdfast.utils.errors import PublishError
-from tests.engine.hf.test_publish import SlowServer, make_engine
+from tests.engine.servers.test_publish import SlowServer, make_engine
 engine = make_engine({str(folder)!r})
 engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", {str(tmp_path / "weights")!r}, timeout_s=0.5))
 try:
