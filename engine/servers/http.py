@@ -150,11 +150,12 @@ class Calls:
         error: what a refusal raises.
 
     Attributes:
+        url: of the server.
         seconds: those of each phase, by its name.
     """
 
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
-        self._what, self._limit_s, self._error = what, limit_s, error
+        self.url, self._what, self._limit_s, self._error = url, what, limit_s, error
         self._end = time.monotonic() + limit_s
         # vLLM closes a kept connection after an error, and does not say so.
         self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))

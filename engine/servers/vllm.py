@@ -11,24 +11,21 @@ serve a mixture, which the comparison of contents finds, and has to be restarted
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-from ...utils.errors import PoisonedServerError, ServerError
+from ...utils.config import require_choice
+from ...utils.errors import ServerError
 from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
 from .checked import CheckedServer
 from .completions import response_of
 from .http import Calls, Json
+from .vllm_loading import TRANSFERS, load_folder
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
-_POISONED = (
-    "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
-    "the folder, and tell it again; if that fails too, restart it"
-)
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
 _NO_LABEL = "default"
 """What a server that has just been started says of its weights."""
@@ -45,12 +42,19 @@ class VLLMServer(CheckedServer):
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
             dtype that folders are stored in; None: the same.
+        transfer: how it loads. None: by vLLM's ``reload_weights``. ``"holdfast_disk"`` or ``"holdfast_broadcast"``,
+            where it was started with this backend of ``plugins/vllm``: a folder is compared with its manifest first;
+            or it is sent, to a server that does not see it.
     """
+
+    _: KW_ONLY
+    transfer: str | None = None
 
     _how_to_temper: ClassVar[str] = "start the server with --logprobs-mode processed_logprobs"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("transfer", self.transfer, TRANSFERS)
         self._salt: str | None = None
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
@@ -61,13 +65,13 @@ class VLLMServer(CheckedServer):
             SlowServerError: it did not finish within ``timeout_s``.
             PoisonedServerError: it failed to load; it stays paused until a load succeeds.
             WrongContentError: it answers by other weights; it was paused again.
-            PublishError: it refused, or says something else than expected; it may be paused.
+            PublishError: it refused, or says something else than expected; it may be paused. What the plugin refused
+                leaves it as it was.
         """
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
-            load = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
-            calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+            load_folder(calls, path, label, self.transfer, self.timeout_s)
             self._reset_prefix_cache(calls)
             calls.post("label", "/update_weight_version", {"new_version": label})
             calls.post("resume", "/resume")

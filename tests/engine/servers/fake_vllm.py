@@ -5,6 +5,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
+from tests.engine.servers.fake_plugin import weight_transfer_routes
 
 
 def application(
@@ -14,6 +15,7 @@ def application(
     dev_mode: bool = True,
     processed_logprobs: bool = True,
     api_key: str | None = None,
+    plugin: bool = False,
 ) -> web.Application:
     """The HTTP of a fake vLLM.
 
@@ -23,6 +25,7 @@ def application(
         dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
         processed_logprobs: ``--logprobs-mode processed_logprobs``; else they are raw.
         api_key: ``--api-key``.
+        plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``.
     """
 
     async def pause(request: web.Request) -> web.Response:
@@ -111,6 +114,8 @@ def application(
         posts = [pause, resume, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, weight_info)])
+    if plugin:
+        app.add_routes(weight_transfer_routes(engine))
     return app
 
 

@@ -1,0 +1,96 @@
+"""Send the weights of a published folder to a server that need not see it: backend ``holdfast_broadcast``.
+
+The sender and the workers of one server make a gloo group for one update. Nothing is kept for the next one, so that
+there is nothing to repair after a death on either side; and a server that fails keeps no other one waiting. The folder
+stays as it is, the way back.
+
+Tensors are mapped from the folder, which has just been written, and sent one after the other; then the digest of all
+their bytes.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import load_file
+
+from ..tensors import bytes_of
+
+
+class WeightSender:
+    """The sending end of one update.
+
+    Args:
+        folder: of the version.
+        url: of the server; the sender is reached at the address from which this process reaches it.
+        workers: of the server.
+        timeout_s: how long each end waits for the other.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], url: str, workers: int, timeout_s: float) -> None:
+        self._timeout, self._workers = timedelta(seconds=timeout_s), workers
+        self._address = _own_address(url, timeout_s)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        self._tensors: dict[str, torch.Tensor] = {name: t for file in files for name, t in load_file(file).items()}
+        self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._group: dist.ProcessGroupGloo | None = None
+
+    @property
+    def init_info(self) -> dict[str, Any]:
+        """What ``/init_weight_transfer_engine`` is told."""
+        return {
+            "master_address": self._address,
+            "master_port": self._store.port,
+            "rank_offset": 1,
+            "world_size": 1 + self._workers,
+            "timeout_s": self._timeout.total_seconds(),
+        }
+
+    @property
+    def update_info(self) -> dict[str, Any]:
+        """What ``/update_weights`` is told: names, dtypes and shapes of the tensors, in the order they are sent in."""
+        return {
+            "names": list(self._tensors),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in self._tensors.values()],
+        }
+
+    def connect(self) -> None:
+        """Make the group, once the server was told to join it.
+
+        Raises:
+            RuntimeError: the workers have not joined within ``timeout_s``.
+        """
+        self._group = dist.ProcessGroupGloo(self._store, 0, 1 + self._workers, self._timeout)
+
+    def send(self) -> None:
+        """Send all tensors, then their digest.
+
+        Raises:
+            RuntimeError: a worker left, or did not receive within ``timeout_s``.
+        """
+        digest = xxhash.xxh3_128()
+        for tensor in self._tensors.values():
+            data = bytes_of(tensor)
+            digest.update(data.numpy())  # type: ignore[arg-type]
+            self._broadcast(data)
+        self._broadcast(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        assert self._group is not None, "send comes after connect"
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
+
+
+def _own_address(url: str, timeout_s: float) -> str:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with socket.create_connection((parts.hostname or "", port), timeout_s) as connection:
+        return connection.getsockname()[0]

@@ -1,0 +1,112 @@
+"""A vLLM server with the plugin: what it refuses changes nothing, and an update that was left open is closed."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import save_file
+
+from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers.api import ServerStatus, weights_label
+from holdfast.engine.servers.sending import WeightSender
+from holdfast.utils.errors import ConfigError, PoisonedServerError, PublishError
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.folders import publish_hashed
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeServer]:
+    """One with ``holdfast_disk``."""
+    with FakeServer("vllm", tmp_path, plugin=True) as server:
+        yield server
+
+
+def client(fake: FakeServer) -> VLLMServer:
+    return VLLMServer(fake.url, timeout_s=stretched(20), transfer="holdfast_disk")
+
+
+def test_an_update_is_checked_by_the_plugin(fake: FakeServer, tmp_path: Path) -> None:
+    server, folder = client(fake), publish_hashed(tmp_path, 1)
+    assert server.update_weights_from_disk(folder, 1) == 1
+    routes = ("/pause?mode=keep&clear_cache=true", "/start_weight_update", "/update_weights", "/finish_weight_update")
+    assert fake.calls()[: len(routes)] == [f"POST {route}" for route in routes]
+    assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
+
+
+def test_a_refused_folder_leaves_the_server_serving(fake: FakeServer, tmp_path: Path) -> None:
+    server, folder, bad = client(fake), publish_hashed(tmp_path, 1), Path(publish_hashed(tmp_path, 2))
+    server.update_weights_from_disk(folder, 1)
+    (bad / "model.safetensors").write_bytes(b"VERSION 2")
+    with pytest.raises(PublishError, match=r"(?s)it goes on with the weights it has: .*has digest xxh3_128:") as caught:
+        server.update_weights_from_disk(str(bad), 2)
+    assert not isinstance(caught.value, PoisonedServerError)
+    assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
+
+
+def test_an_update_that_a_killed_publisher_left_open_is_closed(fake: FakeServer, tmp_path: Path) -> None:
+    server, folder = client(fake), publish_hashed(tmp_path, 1)
+    httpx2.post(f"{fake.url}/start_weight_update").raise_for_status()
+    assert server.update_weights_from_disk(folder, 1) == 1
+
+
+def test_a_load_that_fails_after_the_check_leaves_the_server_paused(fake: FakeServer, tmp_path: Path) -> None:
+    server, folder = client(fake), publish_hashed(tmp_path, 1)
+    fake.tell(fail={"/update_weights": 1})
+    with pytest.raises(PoisonedServerError, match="do not resume it"):
+        server.update_weights_from_disk(folder, 1)
+    assert server.status().paused
+    assert server.update_weights_from_disk(folder, 1) == 1
+
+
+def test_a_server_without_the_plugin_is_named(tmp_path: Path) -> None:
+    with FakeServer("vllm", tmp_path) as fake, pytest.raises(PublishError, match="install holdfast-vllm beside vLLM"):
+        client(fake).update_weights_from_disk(publish_hashed(tmp_path, 1), 1)
+
+
+def test_a_transfer_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="transfer"):
+        VLLMServer("http://127.0.0.1:1", transfer="nccl")
+
+
+def _receive(sender: WeightSender) -> tuple[dict[str, torch.Tensor], bytes]:
+    """What a worker receives; the tensors, and the digest that comes last."""
+    told, info = sender.init_info, sender.update_info
+    limit = timedelta(seconds=told["timeout_s"])
+    store = dist.TCPStore(told["master_address"], told["master_port"], is_master=False, timeout=limit)
+    group = dist.ProcessGroupGloo(store, told["rank_offset"], told["world_size"], limit)
+
+    def receive(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        flat = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
+        group.broadcast([flat], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]
+        return flat.view(dtype).view(shape)
+
+    facts = zip(info["names"], info["shapes"], info["dtype_names"], strict=True)
+    tensors = {name: receive(shape, getattr(torch, dtype)) for name, shape, dtype in facts}
+    return tensors, bytes(receive([16], torch.uint8).tolist())
+
+
+def test_weights_of_a_folder_arrive_with_their_digest(fake: FakeServer, tmp_path: Path) -> None:
+    sent = {"b": torch.randn(5, 3), "a": torch.arange(7, dtype=torch.bfloat16), "c": torch.tensor(2.0)}
+    save_file({"a": sent["a"], "b": sent["b"]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"c": sent["c"]}, tmp_path / "model-00002-of-00002.safetensors")
+    sender = WeightSender(tmp_path, fake.url, workers=1, timeout_s=stretched(20))
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(_receive, sender)
+        sender.connect()
+        sender.send()
+        tensors, digest = received.result(stretched(20))
+    assert tensors.keys() == sent.keys()
+    assert all(torch.equal(tensors[name], sent[name]) for name in sent)
+    total = xxhash.xxh3_128()
+    for tensor in tensors.values():
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    assert digest == total.digest()

@@ -1,0 +1,1 @@
+"""Published weights served by real vLLM servers: `make test-vllm`."""

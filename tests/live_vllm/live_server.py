@@ -1,0 +1,126 @@
+"""A vLLM server as a process of its own, in an environment of its own: ``HOLDFAST_VLLM``, or ``.venv-vllm``."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx2
+
+from tests.helpers import free_port
+from tests.limits import stretched
+from tests.live_vllm import liar
+
+PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
+"""Of the environment with vLLM and the plugin."""
+
+_GENERATED = "vllm:generation_tokens_total{"
+_START_S = 300
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; given, and eager: there is no warm-up
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class LiveServer:
+    """One server and its port, which it keeps over restarts.
+
+    Args:
+        model: folder to start from.
+        scratch: for its log.
+        options: of vLLM, beside those of all tests.
+    """
+
+    def __init__(self, model: Path, scratch: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = scratch / f"vllm-{self.port}.log"
+        self._lie = scratch / f"lie-{self.port}"
+        self._plugins = _liar_distribution(scratch / f"plugins-{self.port}")
+        self._command: Sequence[str | Path] = (
+            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm` is not in the CPU build
+            *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
+            *("--max-model-len", "2048", "--max-num-seqs", "16", *options),
+            # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts: let all fit at once.
+            *("--max-num-batched-tokens", str(16 * 2048)),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; `wait_until_ready` sees it up."""
+        search = os.pathsep.join([str(self._plugins), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return when it answers requests; raises AssertionError with the end of its log when it does not."""
+        deadline = time.monotonic() + stretched(_START_S)
+        while True:
+            try:
+                if httpx2.get(f"{self.url}/health", timeout=stretched(5)).status_code == 200:
+                    return
+            except httpx2.TransportError:
+                assert self._process is not None
+                ended = self._process.poll() is not None
+                assert not ended and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.2)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the server."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL all processes of the server, and wait for their end."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self._process.wait(stretched(20))
+            self._process = None
+
+    def restart(self) -> None:
+        """Kill it and start it again, from the folder it started from; it is ready when this returns."""
+        self.kill()
+        self.start()
+        self.wait_until_ready()
+
+    def lie(self, on: bool) -> None:
+        """From now on answer that weights were loaded without loading them, or load them again."""
+        if on:
+            self._lie.touch()
+        else:
+            self._lie.unlink(missing_ok=True)
+
+    def post(self, route: str, body: object = None, timeout_s: float = 60) -> httpx2.Response:
+        """One request, by hand."""
+        return httpx2.post(self.url + route, json=body, timeout=stretched(timeout_s))
+
+    def generated_tokens(self) -> float:
+        """How many tokens it has sampled since it started."""
+        metrics = httpx2.get(self.url + "/metrics", timeout=stretched(60)).raise_for_status().text
+        return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(_GENERATED))
+
+
+def plugin(backend: str) -> tuple[str, str]:
+    """The options that choose a backend of ``plugins/vllm``."""
+    return "--weight-transfer-config", json.dumps({"backend": backend})
+
+
+def _liar_distribution(folder: Path) -> Path:
+    """A folder for ``PYTHONPATH`` in which vLLM finds `liar` as an installed plugin."""
+    facts = folder / "holdfast_test_liar-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: holdfast-test-liar\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nliar = holdfast_test_liar:register\n")
+    (folder / "holdfast_test_liar.py").write_text(Path(liar.__file__).read_text())
+    return folder

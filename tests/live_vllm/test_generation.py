@@ -1,0 +1,62 @@
+"""What a real vLLM server says of the tokens it samples."""
+
+import asyncio
+
+import pytest
+
+from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelResponse
+from holdfast.utils.errors import ServerError
+from tests.live_vllm.live_server import LiveServer
+from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample, sample_later
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+both = pytest.mark.parametrize("name", ["stock", "plugin"])
+
+
+@both
+def test_tokens_sampled_across_an_update_name_their_version(
+    name: str, trainer: Trainer, clients: dict[str, VLLMServer], live_servers: dict[str, LiveServer]
+) -> None:
+    client, live = clients[name], live_servers[name]
+    trainer.publish([client])
+    old, before = trainer.version, live.generated_tokens()
+
+    async def sample_and_publish() -> list[ModelResponse]:
+        answers = [asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)]
+        while await asyncio.to_thread(live.generated_tokens) < before + 60:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(live.post, "/pause?mode=keep")  # they wait for the update, however long it takes
+        await asyncio.to_thread(trainer.publish, [client])
+        return await asyncio.gather(*answers)
+
+    for response in asyncio.run(sample_and_publish()):
+        assert response.output_versions == sorted(response.output_versions)
+        assert set(response.output_versions) == {old, trainer.version}
+        assert trainer.error(response) < TOLERANCE
+
+
+@both
+def test_a_seed_repeats_a_completion(name: str, trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+    trainer.publish([clients[name]])
+    first, again, other = (sample(clients[name], seed=seed) for seed in (7, 7, 8))
+    assert first == again
+    assert first.output_tokens != other.output_tokens
+
+
+def test_log_probabilities_are_those_at_the_temperature(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+    client = clients["stock"]
+    client.check_generation(GenerationHyperparameters(temperature=0.5))
+    folder = trainer.publish([client])
+    response = sample(client, temperature=0.5)
+    expected = folder_logprobs(folder, [*PROMPT, *response.output_tokens], temperature=0.5)[len(PROMPT) :]
+    assert max(abs(a - b) for a, b in zip(response.output_logprobs, expected, strict=True)) < TOLERANCE
+
+
+def test_a_server_with_raw_log_probabilities_is_refused(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+    client = clients["plugin"]
+    trainer.publish([client])
+    client.check_generation(GenerationHyperparameters(temperature=1.0))
+    with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
+        client.check_generation(GenerationHyperparameters(temperature=0.5))

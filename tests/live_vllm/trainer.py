@@ -1,0 +1,87 @@
+"""A real engine that trains a step, publishes, and says what a published folder answers."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from holdfast.engine import FSDPEngine, WeightUpdateMeta
+from holdfast.engine.api import Batch, InferenceServer
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, nll
+
+PROMPT = list(range(3, 43))
+TOLERANCE = 1e-4
+
+
+class Trainer:
+    """An engine and where it publishes; versions count from 1."""
+
+    def __init__(self, engine: FSDPEngine, meta: WeightUpdateMeta) -> None:
+        self.engine, self.meta = engine, meta
+        self.version = 0
+
+    def train(self) -> None:
+        """One step, that changes what the model answers."""
+        batch: Batch = make_batch(seed=self.version)
+        self.engine.train_batch(batch, nll, loss_tokens)
+        self.version += 1
+        self.engine.set_version(self.version)
+
+    def publish(self, servers: Iterable[InferenceServer]) -> Path:
+        """Train a step and publish it as the next version; its folder. Raises what `update_weights` does."""
+        return self.publish_to(ServerFleet(servers, probe_interval_s=None))
+
+    def publish_to(self, fleet: ServerFleet) -> Path:
+        """`publish`, to servers that are looked after."""
+        self.train()
+        self.engine.connect_engine(fleet, self.meta)
+        self.engine.update_weights()
+        return self.folder
+
+    @property
+    def folder(self) -> Path:
+        """That of the version trained last."""
+        return self.folder_of(self.version)
+
+    def folder_of(self, version: int) -> Path:
+        """That of a version."""
+        return Path(self.meta.path) / f"v{version:08d}"
+
+    def error(self, response: ModelResponse) -> float:
+        """Largest difference between a response's log-probabilities and those of the folders of its versions."""
+        ids = response.input_tokens + response.output_tokens
+        expected = {v: folder_logprobs(self.folder_of(v), ids) for v in set(response.output_versions)}
+        start = len(response.input_tokens)
+        return max(
+            abs(logprob - expected[version][start + i])
+            for i, (logprob, version) in enumerate(zip(response.output_logprobs, response.output_versions, strict=True))
+        )
+
+
+@lru_cache(maxsize=16)
+def _model(folder: Path, mtime_ns: int) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def folder_logprobs(folder: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Log-probability of each of ``ids`` given those before it, by the weights of a folder; 0 of the first."""
+    model = _model(folder, (folder / "config.json").stat().st_mtime_ns)
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1] / temperature
+    return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), list(ids[1:])].tolist()]
+
+
+def sample(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
+    """What a server samples behind `PROMPT`."""
+    return asyncio.run(sample_later(client, tokens, seed, temperature))
+
+
+async def sample_later(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
+    """`sample`, awaited."""
+    gconfig = GenerationHyperparameters(max_new_tokens=tokens, temperature=temperature)
+    return await client.agenerate(ModelRequest(PROMPT, gconfig, seed))
