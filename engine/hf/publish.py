@@ -30,12 +30,15 @@ from ...utils.distributed import (
 from ...utils.errors import PublishError
 from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
-from ...utils.manifest import sync_entries, write_manifest
+from ...utils.manifest import file_entries, write_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
 from .write import write_hf
 
 logger = get_logger(__name__)
+
+_MIN_FILE_BYTES = 64 << 20
+"""Larger weights are a file a rank, so that all ranks make digests, and servers read files side by side."""
 
 _VERSION = re.compile(r"v(\d{8,})")
 
@@ -81,9 +84,9 @@ def publish_weights(
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
-        names = write_hf(model, staging, options, group=group)
+        names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
         with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
-            own = sync_entries(staging, names)
+            own = file_entries(staging, names)
         entries = gather_objects(own, group)
         if get_rank(group) == 0:
             write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
