@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointCorruptError, CheckpointMismatchError
-from .files import DurableFile, bytes_digest, file_digest, fsync_file, walk_leaves, write_durably
+from .files import DurableFile, bytes_digest, file_digest, walk_leaves, write_durably
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -38,13 +38,10 @@ class FileEntry:
     digest: str
 
 
-def sync_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
-    """Fsync the named files and describe them; what a rank does with the files it wrote."""
-    root, entries = Path(folder), []
-    for name in names:
-        fsync_file(root / name)
-        entries.append(FileEntry(name, (root / name).stat().st_size, file_digest(root / name)))
-    return entries
+def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
+    """Describe the named files, each of which is read once. To fsync them is for those who wrote them."""
+    root = Path(folder)
+    return [FileEntry(name, (root / name).stat().st_size, file_digest(root / name)) for name in names]
 
 
 def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:

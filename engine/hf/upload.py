@@ -52,6 +52,8 @@ logger = get_logger(__name__)
 
 MARKER_NAME = ".exporting"
 _COMMIT_NAME = "config.json"
+_MIN_FILE_BYTES = 500 * 10**6
+"""Smaller files would only cost more requests."""
 
 
 def export_to_url(
@@ -66,7 +68,7 @@ def export_to_url(
     started, rank = time.monotonic(), get_rank(group)
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        plan = plan_export(model, options, rank, get_world_size(group), for_upload=True)
+        plan = plan_export(model, options, rank, get_world_size(group), share_bytes=_MIN_FILE_BYTES)
     export = _Upload(remote)
     with _staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
         rank_zero_decides(partial(export.begin, [file.name for file in plan.layout.files]), group)

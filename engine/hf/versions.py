@@ -20,7 +20,7 @@ from ...utils.atomic_folder import as_write_error, staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
-from ...utils.manifest import sync_entries, write_entry, write_manifest
+from ...utils.manifest import file_entries, write_entry, write_manifest
 from ...utils.timing import timed
 from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
 from .write import write_hf
@@ -28,6 +28,8 @@ from .write import write_hf
 logger = get_logger(__name__)
 
 _VERSION = re.compile(r"v(\d{8,})")
+_MIN_FILE_BYTES = 64 << 20
+"""Larger weights are a file a rank, so that all ranks make digests, and servers read files side by side."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class WrittenVersion:
 
     Attributes:
         path: its folder.
-        seconds: of ``write`` (gather, cast, write) and ``digest`` (fsync, read again, manifest) on this rank.
+        seconds: of ``write`` (gather, cast, write, fsync) and ``digest`` (read again, manifest) on this rank.
     """
 
     path: Path
@@ -84,10 +86,10 @@ def write_version(
     with staged_folder(final, group) as staging:
         options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
         with timed(seconds, "write"):
-            names = write_hf(model, staging, options, group=group)
+            names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
         with timed(seconds, "digest"):
             with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
-                own = sync_entries(staging, names)
+                own = file_entries(staging, names)
                 if extra_files and get_rank(group) == 0:
                     own += [write_entry(staging, name, data) for name, data in extra_files.items()]
             entries = gather_objects(own, group)

@@ -49,7 +49,8 @@ from .shard_ranges import (
 )
 from .sidecars import write_sidecars
 
-_MAX_UPLOAD_BYTES, _MIN_UPLOAD_BYTES = 5 * 10**9, 500 * 10**6
+_MAX_SHARE_BYTES = 5 * 10**9
+"""Most that a file has where each rank sees to one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ExportPlan:
 
 @torch.no_grad()
 def plan_export(
-    model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, for_upload: bool = False
+    model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, share_bytes: int | None = None
 ) -> ExportPlan:
     """Plan an export, without communication.
 
@@ -78,8 +79,8 @@ def plan_export(
         options: ``dtype`` and ``max_shard_size_bytes`` are used.
         rank: this rank.
         world_size: number of ranks.
-        for_upload: unless ``options`` say otherwise, a file is about as large as a rank's share, between 500 MB and 5
-            GB: each is uploaded by one rank.
+        share_bytes: unless ``options`` say otherwise, a file is about as large as a rank's share, so that each rank has
+            one to see to, but between so many bytes and 5 GB. None: files are as large as ``save_pretrained``'s.
 
     Raises:
         CheckpointMismatchError: the weights cannot be expressed in the architecture's file format.
@@ -87,9 +88,9 @@ def plan_export(
     stored, _ = stored_tensors(model)
     tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
     limit = options.max_shard_size_bytes
-    if limit is None and for_upload:
+    if limit is None and share_bytes is not None:
         share = -(-sum(tensor.nbytes for tensor in tensors) // world_size)
-        limit = min(max(share, _MIN_UPLOAD_BYTES), _MAX_UPLOAD_BYTES)
+        limit = min(max(share, share_bytes), _MAX_SHARE_BYTES)
     layout = plan_layout(tensors, limit or MAX_SHARD_SIZE_BYTES, model.num_parameters())
     return ExportPlan(stored, plan_transfers(tensors, stored, rank, world_size), layout)
 
@@ -113,11 +114,13 @@ def write_hf(
     *,
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
+    share_bytes: int | None = None,
 ) -> list[str]:
     """What `save_hf` does between making a staging folder and committing it.
 
     Args:
-        folder: an empty folder that exists and that every rank sees. The other arguments are those of `save_hf`.
+        folder: an empty folder that exists and that every rank sees.
+        share_bytes: see `plan_export`. The other arguments are those of `save_hf`.
 
     Returns:
         The files this rank answers for (to describe in a manifest, to upload): every file of the folder is named by
@@ -128,7 +131,7 @@ def write_hf(
         See `save_hf`. Files may be left in ``folder``.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
-        plan = plan_export(model, options, get_rank(group), get_world_size(group))
+        plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=share_bytes)
     return write_planned(plan, model, folder, options, group=group, gather_group=gather_group)
 
 

@@ -31,7 +31,7 @@ class PublishedWeights:
     Attributes:
         path: folder of the version.
         version: its number.
-        seconds: of ``write`` (gather, cast, write), ``digest`` (fsync, read again, manifest), ``tell`` (until enough
+        seconds: of ``write`` (gather, cast, write, fsync), ``digest`` (read again, manifest), ``tell`` (until enough
             servers confirmed it) and ``total``, on this rank; of an engine's weights also ``probe`` (`probe_weights`).
         servers: what rank 0 knows of each server.
     """

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import weights_label
 from holdfast.utils.errors import PoisonedServerError, PublishError, ServerError
-from holdfast.utils.manifest import MANIFEST_NAME, sync_entries, write_manifest
+from holdfast.utils.manifest import MANIFEST_NAME, file_entries, write_manifest
 from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
 from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
@@ -155,7 +155,7 @@ def half_a_layer(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     names = [path.name for path in folder.iterdir() if path.name != MANIFEST_NAME]
     (folder / MANIFEST_NAME).unlink()
-    write_manifest(folder, sync_entries(folder, names), {})
+    write_manifest(folder, file_entries(folder, names), {})
 
 
 def test_the_plugin_repairs_a_load_that_failed_in_the_middle(

@@ -8,7 +8,7 @@ import pytest
 from holdfast_vllm.published import FolderError, check_files, check_model, read_manifest
 
 from holdfast.utils.files import file_digest
-from holdfast.utils.manifest import MANIFEST_NAME, sync_entries, write_manifest
+from holdfast.utils.manifest import MANIFEST_NAME, file_entries, write_manifest
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -24,7 +24,7 @@ def publish(folder: Path, version: int = 3, files: dict[str, bytes] = FILES) -> 
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    write_manifest(folder, sync_entries(folder, files), {"weight_version": version})
+    write_manifest(folder, file_entries(folder, files), {"weight_version": version})
     return file_digest(folder / MANIFEST_NAME)
 
 

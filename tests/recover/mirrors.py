@@ -16,7 +16,7 @@ from holdfast.recover import GenerationStore
 from holdfast.recover.storage.generations import Generation
 from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.files import walk_files, write_durably
-from holdfast.utils.manifest import sync_entries
+from holdfast.utils.manifest import file_entries
 from tests.helpers import PRELOAD
 
 BUCKET = "bucket"
@@ -123,7 +123,7 @@ def commit(store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 3
     for index, size in enumerate(sizes):
         names.append(f"default/shard_{index}")
         write_durably(staging / names[-1], random.Random(f"{seed} {step} {index}").randbytes(size))
-    return store.commit(staging, step, sync_entries(staging, names), {"step": step, "run_id": f"run {seed}"})
+    return store.commit(staging, step, file_entries(staging, names), {"step": step, "run_id": f"run {seed}"})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -12,8 +12,8 @@ from holdfast.utils.manifest import (
     MANIFEST_NAME,
     FileEntry,
     encode_manifest,
+    file_entries,
     read_manifest,
-    sync_entries,
     verify_folder,
     write_entry,
     write_manifest,
@@ -26,7 +26,7 @@ def listed(tmp_path: Path) -> Path:
     (folder / "actor").mkdir(parents=True)
     for name, size in (("actor/a.distcp", 5000), ("actor/.metadata", 10), ("empty", 0)):
         (folder / name).write_bytes(os.urandom(size))
-    entries = [*sync_entries(folder, ["empty"]), *sync_entries(folder, ["actor/a.distcp", "actor/.metadata"])]
+    entries = [*file_entries(folder, ["empty"]), *file_entries(folder, ["actor/a.distcp", "actor/.metadata"])]
     write_manifest(folder, entries, {"global_step": 3, "run_id": "r"})
     return folder
 
@@ -98,7 +98,7 @@ def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(listed: Path
 
 def test_a_sealed_file_is_described_as_it_lies_and_never_overwritten(tmp_path: Path) -> None:
     entry = write_entry(tmp_path, "info.json", b"{}")
-    assert [entry] == sync_entries(tmp_path, ["info.json"])
+    assert [entry] == file_entries(tmp_path, ["info.json"])
     with pytest.raises(FileExistsError):
         write_entry(tmp_path, "info.json", b"[]")
     assert (tmp_path / "info.json").read_bytes() == b"{}"

@@ -28,7 +28,7 @@ from holdfast.utils.atomic_folder import staged_folder
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError
 from holdfast.utils.files import DurableFile
-from holdfast.utils.manifest import FileEntry, sync_entries
+from holdfast.utils.manifest import FileEntry, file_entries
 from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
 from tests.helpers import run_ranks
 
@@ -92,7 +92,7 @@ def test_each_file_is_created_once_and_nothing_is_renamed_removed_or_reread(tmp_
     assert ranks[1][0] == ["open __1_0.distcp x"]
     entries = [entry for _, rank in ranks for entry in rank]
     assert sorted(entry.name for entry in entries) == sorted(os.listdir(tmp_path))
-    assert entries == sync_entries(tmp_path, [entry.name for entry in entries])
+    assert entries == file_entries(tmp_path, [entry.name for entry in entries])
 
 
 def _save(folder: Path, state: DCPState, saver: DCPSaver | None = None) -> list[FileEntry]:

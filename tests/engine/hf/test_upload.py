@@ -173,17 +173,16 @@ def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyP
     limits, model = [], tiny_model("llama")
     monkeypatch.setattr(write, "plan_layout", lambda tensors, limit, _: limits.append(limit))
 
-    def limit(world_size: int, **options: Any) -> int:
-        plan_export(model, HFExportOptions(**options), 0, world_size, for_upload=True)
+    def limit(share_bytes: int, **options: Any) -> int:
+        plan_export(model, HFExportOptions(**options), 0, 4, share_bytes=share_bytes)
         return limits.pop()
 
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert limit(4) == 500_000_000 and limit(4, max_shard_size_bytes=7) == 7
-    monkeypatch.setattr(write, "_MIN_UPLOAD_BYTES", 1000)
-    assert limit(4) == -(-total_bytes // 4)
-    assert limit(4, dtype=torch.bfloat16) == -(-total_bytes // 8)
-    monkeypatch.setattr(write, "_MAX_UPLOAD_BYTES", 2000)
-    assert limit(4) == 2000
+    assert limit(500_000_000) == 500_000_000 and limit(500_000_000, max_shard_size_bytes=7) == 7
+    assert limit(1000) == -(-total_bytes // 4)
+    assert limit(1000, dtype=torch.bfloat16) == -(-total_bytes // 8)
+    monkeypatch.setattr(write, "_MAX_SHARE_BYTES", 2000)
+    assert limit(1000) == 2000
 
 
 def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -> None:

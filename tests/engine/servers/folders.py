@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe
 from holdfast.utils.files import walk_files
-from holdfast.utils.manifest import sync_entries, write_entry, write_manifest
+from holdfast.utils.manifest import file_entries, write_entry, write_manifest
 from tests.engine.models import build_reference, tiny_qwen3
 
 PROMPT = torch.randint(4, 60, (100,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -41,7 +41,7 @@ def publish_model(root: Path, version: int, model: PreTrainedModel, dtype: str =
     folder, stored = version_path(root, version), tiny_model()
     stored.load_state_dict(model.state_dict())
     stored.to(getattr(torch, dtype)).save_pretrained(folder)
-    entries = sync_entries(folder, list(walk_files(folder)))
+    entries = file_entries(folder, list(walk_files(folder)))
     if probe:
         found = WeightsProbe(PROMPT, model_logprobs(stored, PROMPT), dtype)
         entries.append(write_entry(folder, PROBE_NAME, found.encode()))

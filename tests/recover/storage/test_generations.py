@@ -18,7 +18,7 @@ from holdfast.utils.errors import (
     CheckpointWriteError,
 )
 from holdfast.utils.files import write_durably
-from holdfast.utils.manifest import FileEntry, sync_entries
+from holdfast.utils.manifest import FileEntry, file_entries
 from tests.recover.runs import step_info
 
 
@@ -32,7 +32,7 @@ def stage(store: GenerationStore, step: int) -> tuple[Path, list[FileEntry]]:
     (staging / "default").mkdir()
     write_durably(staging / "default" / "shard", os.urandom(100))
     write_durably(staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1).to_json())
-    return staging, sync_entries(staging, ["default/shard", INFO_NAME])
+    return staging, file_entries(staging, ["default/shard", INFO_NAME])
 
 
 def commit(store: GenerationStore, step: int) -> Generation:
@@ -120,7 +120,7 @@ def test_setting_the_same_step_aside_twice_keeps_both(store: GenerationStore) ->
 def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore) -> None:
     staging = store.open_staging(0)
     write_durably(staging / INFO_NAME, b'{"run_id": "r"}')
-    store.commit(staging, 0, sync_entries(staging, [INFO_NAME]), {})
+    store.commit(staging, 0, file_entries(staging, [INFO_NAME]), {})
     with pytest.raises(
         CheckpointCorruptError, match=r"recover_info\.json cannot be read: ValueError: info.last_step_info is missing"
     ):
@@ -170,7 +170,7 @@ def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: Generati
 def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) -> None:
     staging = store.open_staging(step)
     write_durably(staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1, metrics=metrics).to_json())
-    store.commit(staging, step, sync_entries(staging, [INFO_NAME]), {})
+    store.commit(staging, step, file_entries(staging, [INFO_NAME]), {})
 
 
 def test_what_stays_is_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
