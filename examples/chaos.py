@@ -1,4 +1,4 @@
-"""Start the GRPO example as a child process, send signals to parts of it, and see what it made of that."""
+"""Start a GRPO example as a child process, send signals to parts of it, and see what it made of that."""
 
 import contextlib
 import hashlib
@@ -19,19 +19,21 @@ GRPO = Path(__file__).with_name("grpo.py")
 
 
 class GrpoRun:
-    """One run of ``examples/grpo.py`` in a folder, across as many starts as it takes.
+    """One run of a GRPO example in a folder, across as many starts as it takes.
 
     Args:
         fileroot: the run's ``fileroot``.
         overrides: further ``key=value`` arguments.
+        script: the example.
+        experiment: its ``experiment_name``.
     """
 
-    def __init__(self, fileroot: Path, *overrides: str) -> None:
+    def __init__(self, fileroot: Path, *overrides: str, script: Path = GRPO, experiment: str = "grpo_copy") -> None:
         self.fileroot = fileroot
-        self._command = [sys.executable, str(GRPO), f"fileroot={fileroot}", *overrides]
+        self._command = [sys.executable, str(script), f"fileroot={fileroot}", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"  # all that the driver starts inherits it
-        self.trial_root = fileroot / "grpo_copy" / "trial0"
+        self.trial_root = fileroot / experiment / "trial0"
 
     def start(self) -> None:
         """Run the command, in the background; output is appended to ``<fileroot>/output.log``."""

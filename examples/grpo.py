@@ -9,186 +9,31 @@ loss of a trainer the `Supervisor` runs `train` again; after that of the driver,
 again are the same. SIGTERM, Ctrl-C, or Ray draining a node: it snapshots after the step and exits with code 75.
 """
 
-import argparse
 import json
-import logging
-import math
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from copy_task import MAX_NEW_TOKENS, CopyPrompts, require_copy_tokenizer, reward, write_model_folder
+from copy_task import MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
+from grpo_job import GRPOConfig, TrainWorker, exit_with, note_attempt, read_config, run_job, show_progress, split_rows
 from rollout import RolloutWorker
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
+from holdfast.engine import StepInfo
 from holdfast.engine.api import Batch
-from holdfast.engine.rl import PPOActor, PPOActorConfig
-from holdfast.engine.training.model import require_model_folder
-from holdfast.engine.worker_group import STRATEGIES, WorkerGroup, WorkerResources
-from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
-from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import load_config, require_choice, require_range
-from holdfast.utils.errors import ConfigError, HoldfastError, Preempted, WorkerLost
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources
+from holdfast.recover import RecoverHandler, ResumableDataLoader
+from holdfast.recover.supervisor import Attempt
+from holdfast.utils.errors import ConfigError, WorkerLost
 from holdfast.utils.files import replace_atomically
-from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
-from holdfast.utils.rng import seed_rng
-
-
-@dataclass
-class GRPOConfig:
-    """The job. Everything of a run is below ``<fileroot>/<experiment_name>/<trial_name>``."""
-
-    experiment_name: str = "grpo_copy"
-    """Groups trials."""
-    trial_name: str = "trial0"
-    """Names this run: the same name again goes on with it."""
-    fileroot: str = "runs"
-    """First folder of every path."""
-    seed: int = 1
-    """Of prompts, their order, and what is sampled."""
-    total_steps: int = 150
-    """Length of the run."""
-    n_prompts: int = 1600
-    """Size of the dataset."""
-    batch_size: int = 16
-    """Prompts of a step."""
-    n_samples: int = 16
-    """Completions of a prompt."""
-    n_trainers: int = 2
-    """Ranks the policy is sharded over."""
-    min_trainers: int | None = None
-    """How few will do while the cluster lacks the resources of all (see ``recover.shrink_after_s``); None: all."""
-    cpus_per_trainer: float = 1.0
-    """CPUs of each of them, and threads."""
-    gpus_per_trainer: float = 0.0
-    """GPUs of each of them: 1, or 0 to train on the CPU."""
-    resources_per_trainer: dict[str, float] = field(default_factory=dict)
-    """Other resources of each of them, by the names that ``ray start --resources`` gave them."""
-    strategy: str = "PACK"
-    """How Ray distributes the trainers over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
-    cpus_per_rollout: float = 1.0
-    """CPUs of the rollout worker, and threads."""
-    gpus_per_rollout: float = 0.0
-    """GPUs of the rollout worker: 1, less to share one with others, or 0 to sample on the CPU."""
-    resources_per_rollout: dict[str, float] = field(default_factory=dict)
-    """Other resources of the rollout worker."""
-    ray_address: str = "local"
-    """``local`` starts a Ray on this machine, ``auto`` takes the cluster of this machine, ``host:port`` is that of the
-    head of a cluster."""
-    hang_timeout_s: float = 60.0
-    """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
-    stall_timeout_s: float = 1800.0
-    """Workers that answer pings, but make no progress for so long, are lost."""
-    tensorboard: bool = True
-    """Log to TensorBoard too."""
-    log_level: str = "WARNING"
-    """Of the driver and all workers."""
-    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    """The policy; an empty ``path`` takes the copy task's model, from scratch."""
-    recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """Snapshots; its folder is this job's."""
-
-    def __post_init__(self) -> None:
-        require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
-        require_range("total_steps", self.total_steps, low=1)
-        require_range("n_trainers", self.n_trainers, low=1)
-        require_range("min_trainers", self.min_trainers, low=1, high=self.n_trainers)
-        require_range("cpus_per_trainer", self.cpus_per_trainer, low=0.0)
-        require_range("cpus_per_rollout", self.cpus_per_rollout, low=0.0)
-        require_choice("strategy", self.strategy, STRATEGIES)
-        if self.ray_address.startswith("ray:"):
-            raise ConfigError(
-                f"config key 'ray_address' is {self.ray_address!r}; Ray Client will not do: start the job on a node "
-                "of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
-            )
-        require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
-        require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
-        if self.actor.device == "cuda" and not self.gpus_per_trainer:
-            raise ConfigError(
-                "config key 'actor.device' is 'cuda', but 'gpus_per_trainer' is 0, which hides every GPU; set that to 1"
-            )
-        require_range("hang_timeout_s", self.hang_timeout_s, low=0.1)
-        require_range("stall_timeout_s", self.stall_timeout_s, low=0.1)
-        require_range("n_prompts", self.n_prompts, low=self.batch_size)
-        if self.actor.optimizer is None:
-            raise ConfigError("config key 'actor.optimizer' is null; a policy that is trained needs one")
-        names = {key: getattr(self, key) for key in ("experiment_name", "trial_name", "fileroot")}
-        for key, own in names.items():
-            given = getattr(self.recover, key)
-            if given not in (getattr(RecoverConfig(), key), own):
-                raise ConfigError(
-                    f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only the latter"
-                )
-        self.recover = replace(self.recover, **names)
-        if self.batch_size < 1 or self.batch_size % self.n_trainers:
-            raise ConfigError(
-                f"config key 'batch_size' is {self.batch_size}; expected a multiple of n_trainers, {self.n_trainers}"
-            )
-
-    @property
-    def ft_spec(self) -> FinetuneSpec:
-        """As many epochs as the steps take."""
-        epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
-        return FinetuneSpec(epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps)
-
-    @property
-    def stats_folder(self) -> Path:
-        """``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
-        return self.recover.trial_root / "stats"
-
-    @property
-    def final_export(self) -> Path:
-        """Where the trained model goes."""
-        return self.recover.trial_root / "hf" / f"global_step_{self.total_steps - 1}"
-
-
-class TrainWorker:
-    """One rank of the policy. `RecoverHandler` finds what to snapshot under ``engine``."""
-
-    def __init__(self, config: GRPOConfig) -> None:
-        configure_logging(config.log_level)
-        seed_rng(config.seed, int(os.environ["RANK"]))
-        self.engine = FSDPEngine(config.actor)
-        self.engine.create_process_group()
-        self.engine.initialize(None, config.ft_spec)
-        self.actor = PPOActor(config.actor, self.engine)
-
-    def connect(self, servers: list[InferenceServer], path: str) -> None:
-        """Name the workers that sample, and the folder that versions of the weights reach them through."""
-        self.engine.connect_engine(servers, WeightUpdateMeta("disk", path))
-
-    def train_step(self, batch: Batch) -> dict[str, float]:
-        """One GRPO step on this rank's share of the batch; the new weights are a new version."""
-        stats = self.actor.ppo_update(self.actor.compute_advantages(batch))
-        self.engine.step_lr_scheduler()
-        self.engine.set_version(self.engine.get_version() + 1)
-        return stats
-
-    def publish(self) -> None:
-        """Hand the weights to the rollout worker and wait until it serves them."""
-        self.engine.update_weights()
-
-    def export(self, path: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder))
-        self.engine.save(meta)
-
-    def destroy(self) -> None:
-        """Leave the process group."""
-        self.engine.destroy()
 
 
 class Sampler:
@@ -311,80 +156,11 @@ def start_workers(config: GRPOConfig, attempt: Attempt) -> tuple[WorkerGroup, Wo
         pool.shutdown(wait=False)  # should one fail, the supervisor ends the other
 
 
-def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
-    """Tell people (and the demo) where this attempt starts, with how many trainers, and what ended the one before."""
-    loss = None if attempt.event is None else asdict(attempt.event)
-    note = {"number": attempt.number, "time": time.time(), "step": step.global_step, "world_size": world_size}
-    with open(config.stats_folder / "attempts.jsonl", "a") as file:
-        file.write(json.dumps({**note, "loss": loss}) + "\n")
-    if step.global_step:
-        print(f"resumed: step {step.global_step} is next", flush=True)
-
-
-def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
-    """Shares for the ranks, one-tuples of arguments, that differ by at most a prompt; its completions stay together."""
-    n_prompts = len(batch["input_ids"]) // n_samples
-    ends = [rank * n_prompts // n_ranks * n_samples for rank in range(n_ranks + 1)]
-    return [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
-
-
-def show_progress() -> Progress:
-    """A live line on a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]:.3f}"))
-    timing = (TextColumn("{task.fields[seconds]:.2f} s/step"), TimeRemainingColumn())
-    return Progress(TextColumn("GRPO"), *columns, *timing)
-
-
-def read_config(argv: list[str]) -> GRPOConfig:
-    """Command line to configuration."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_name("grpo_copy.yaml")), help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
-    args = parser.parse_args(argv)
-    config = load_config(GRPOConfig, args.config, args.overrides)
-    config.fileroot = config.recover.fileroot = os.path.abspath(config.recover.fileroot)
-    return config
-
-
-def connect_ray(config: GRPOConfig) -> None:
-    """Start a Ray with room for all workers, or join the cluster; their processes can import what this file imports."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
-    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
-    if config.ray_address == "local":
-        os.environ["PYTHONPATH"] = path
-        num_cpus = math.ceil(config.n_trainers * config.cpus_per_trainer + config.cpus_per_rollout)
-        options = {"num_cpus": num_cpus, "object_store_memory": 256 << 20, "include_dashboard": False}
-    ray.init(address=config.ray_address, logging_level=logging.WARNING, **options)
-
-
 def main(argv: list[str]) -> int:
-    """Run the job under a supervisor."""
-    config = read_config(argv)
-    configure_logging(config.log_level)
-    if config.final_export.exists():
-        print(f"the run is finished: {config.final_export}")
-        return 0
-    if not config.actor.path:
-        config.actor.path = str(write_model_folder(config.recover.trial_root / "base_model"))
-        config.actor.init_from_scratch = True
-    require_copy_tokenizer(require_model_folder(config.actor.path))
-    connect_ray(config)
-    try:
-        Supervisor(config.recover).run(lambda attempt: train(config, attempt))
-    finally:
-        ray.shutdown()
-    print(f"done: {config.final_export}")
-    return 0
+    """Run the job."""
+    config = read_config(GRPOConfig, "grpo_copy.yaml", __doc__, argv)
+    return run_job(config, write_model_folder, lambda config, supervisor: supervisor.run(partial(train, config)))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except HoldfastError as error:
-        sys.exit(f"error: {error}")
-    except Preempted as stop:
-        print(f"{stop}; the same command goes on from it")
-        raise
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from the newest generation")
+    exit_with(main)

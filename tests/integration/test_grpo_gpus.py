@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from examples.grpo import GRPOConfig, start_workers
+from examples.grpo import start_workers
+from examples.grpo_job import GRPOConfig
 from holdfast.engine.workers.placement import WorkerResources
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import ConfigError

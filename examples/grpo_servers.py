@@ -1,0 +1,225 @@
+"""GRPO on Ray with real inference servers, sampling ahead of training; any party of it may die.
+
+    python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]   # vLLM servers that run already
+    python examples/grpo_servers.py python=.venv-vllm/bin/python                  # starts its own
+
+The driver tells the servers of every version of the weights (`ServerFleet`), hands out prompts in numbered tickets
+(`RolloutExecutor`) and keeps account of them in the same snapshot as engine, data cursor and generators. A server that
+dies is missed until it serves the current weights again; its requests go to the others. After the loss of a trainer the
+`Supervisor` runs `train` again, after that of the driver run the same command again: either way every ticket is trained
+exactly once, in its step.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from copy_task import EOS_ID, MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
+from grpo_job import GRPOConfig, TrainWorker, exit_with, note_attempt, read_config, run_job, show_progress, split_rows
+from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
+
+from holdfast.engine import StepInfo
+from holdfast.engine.rollouts import RLVRWorkflow, RolloutConfig, RolloutExecutor
+from holdfast.engine.rollouts.trajectory import concat_trajectories
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources
+from holdfast.recover import RecoverHandler, ResumableDataLoader
+from holdfast.recover.supervisor import Attempt, Supervisor
+from holdfast.utils.config import require_range
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.files import replace_atomically
+from holdfast.utils.metrics import StatsLogger, read_stats
+
+
+@dataclass
+class GRPOServersConfig(GRPOConfig):
+    """The job; see `GRPOConfig` for what is not here."""
+
+    experiment_name: str = "grpo_servers"
+    servers: list[str] = field(default_factory=list)
+    """URLs of vLLM servers that serve a model of this architecture; none: the job starts its own."""
+    n_servers: int = 2
+    """How many it starts."""
+    python: str = ".venv-vllm/bin/python"
+    """Interpreter of an environment with vLLM, to start them with."""
+    server_command: str = VLLM_COMMAND
+    """What starts one of them."""
+    server_start_s: float = 900.0
+    """How long they may take to answer."""
+    min_servers: int = 1
+    """How many have to serve a version before the step goes on."""
+    publish_timeout_s: float = 300.0
+    """How long they may take to load it."""
+    weights_folder: str | None = None
+    """Where versions of the weights are written for them, in memory (/dev/shm/...) say; null: in the run's folder."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How far sampling runs ahead of training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_range("n_servers", self.n_servers, low=1)
+        count = len(self.servers) or self.n_servers
+        if not 1 <= self.min_servers <= count:
+            raise ConfigError(f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the servers")
+        self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
+
+    @property
+    def gconfig(self) -> GenerationHyperparameters:
+        """How completions are sampled."""
+        temperature, stop = self.actor.temperature, (EOS_ID,)
+        return GenerationHyperparameters(self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop)
+
+
+class CopySamples:
+    """The copy task as `RLVRWorkflow` takes it: ``input_ids`` and what the reward needs."""
+
+    def __init__(self, prompts: CopyPrompts) -> None:
+        self._prompts, self.fingerprint = prompts, prompts.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        prompt = self._prompts[index]
+        return {"input_ids": prompt["prompt_ids"], "answer": prompt["answer"]}
+
+
+def copy_reward(prompt: Any, completion: Any, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Reward of one completion."""
+    return reward(completion_ids, data["answer"])
+
+
+class Servers:
+    """The inference servers of a job, those of its configuration or its own, and the fleet of them.
+
+    They outlive the attempts of the supervisor. Their connections to the trainers are none: the driver tells them.
+    """
+
+    def __init__(self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int) -> None:
+        self.fleet, self._processes = ServerFleet(clients, min_servers), processes
+
+    def note_processes(self, config: GRPOServersConfig, trainer: WorkerGroup) -> None:
+        """Tell people (and the demo) which processes there are."""
+        servers = [] if self._processes is None else self._processes.pids()
+        pids = {"driver": os.getpid(), "trainer": trainer.pids(), "server": servers}
+        replace_atomically(config.stats_folder / "processes.json", json.dumps(pids).encode())
+
+
+@contextmanager
+def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
+    """Start the servers, unless they run already, and wait until all of them answer."""
+    with ExitStack() as stack:
+        processes = None
+        if not config.servers:
+            logs = config.recover.trial_root / "logs"
+            command = (config.server_command, config.python, Path(config.actor.path))
+            processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs))
+            print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
+        clients = processes.servers if processes else [VLLMServer(url) for url in config.servers]
+        wait_for_servers(clients, config.server_start_s)
+        servers = Servers(clients, processes, config.min_servers)
+        stack.callback(servers.fleet.close)
+        yield servers
+
+
+def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
+    """The job, from wherever it is to the end."""
+    trainer = attempt.worker_group(
+        TrainWorker,
+        args=(config,),
+        name="trainer",
+        world_size=config.n_trainers,
+        resources=WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer),
+        strategy=config.strategy,
+        hang_timeout_s=config.hang_timeout_s,
+        stall_timeout_s=config.stall_timeout_s,
+    )
+    trainer.call_all("connect", [], config.weights_folder or str(config.recover.trial_root / "weights"))
+    samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
+    loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
+    with (
+        closing(RLVRWorkflow(copy_reward, config.gconfig)) as workflow,
+        RolloutExecutor(config.rollout, loader, workflow, servers.fleet.serving) as rollouts,
+        RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
+        closing(StatsLogger(config.stats_folder, tensorboard=config.tensorboard)) as stats_logger,
+    ):
+        servers.note_processes(config, trainer)
+        handler.register("rollouts", rollouts)
+        info = handler.load(trainer, dataloader=loader)
+        step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        stats_logger.resume_after(info.last_step_info.global_step if info else None)
+        note_attempt(config, attempt, step, trainer.world_size)
+        with show_progress() as progress:
+            task = progress.add_task("", total=config.total_steps, completed=step.global_step, reward=0.0, seconds=0.0)
+            while step.global_step < config.total_steps:
+                started = time.monotonic()
+                stats = train_step(config, servers.fleet, rollouts, trainer, step.global_step)
+                seconds = time.monotonic() - started
+                stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
+                last = step.global_step == config.total_steps - 1
+                handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
+                progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
+                if not progress.console.is_terminal and step.global_step % 10 == 9:
+                    print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
+                step = step.next()
+    if not config.final_export.exists():
+        trainer.call_all("export", str(config.final_export))
+
+
+def train_step(
+    config: GRPOServersConfig, fleet: ServerFleet, rollouts: RolloutExecutor, trainer: WorkerGroup, step: int
+) -> dict[str, float]:
+    """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
+    fleet.withdraw(step)  # a run that came back from a crash writes this version anew
+    published = trainer.call_all("publish")[0]
+    fleet.update(published.path, published.version, config.publish_timeout_s)
+    rollouts.set_version(step)
+    accepted = rollouts.next_trajectories(step)
+    batch = concat_trajectories([trajectory for _, trajectory in accepted])
+    shares = split_rows(batch, trainer.world_size, config.n_samples)
+    stats = trainer.call_all("train_step", per_rank=shares)[0]
+    numbers = [ticket.number for ticket, _ in accepted]
+    tickets = {"tickets/first": numbers[0], "tickets/last": numbers[-1], "tickets/trained": len(numbers)}
+    return {**stats, **tickets, **rollouts.stats(), **published.stats(), **fleet.stats()}
+
+
+def account(config: GRPOServersConfig) -> str:
+    """What became of the tickets, over all lives of the run.
+
+    Raises:
+        ConfigError: a ticket was trained twice, or not at all.
+    """
+    steps = read_stats(config.stats_folder / "stats.jsonl")
+    trained = [number for s in steps for number in range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)]
+    if [s["step"] for s in steps] != list(range(config.total_steps)) or trained != list(range(len(trained))):
+        raise ConfigError(f"{config.stats_folder}/stats.jsonl does not account for every ticket once")
+    oldest = max(s["rollouts/staleness_max"] for s in steps)
+    return (
+        f"tickets 0 to {trained[-1]} were trained, each once and in its step; no token is more than {oldest:.0f} "
+        "step(s) older than the weights that it trained"
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the job."""
+    config = read_config(GRPOServersConfig, "grpo_servers.yaml", __doc__, argv)
+
+    def supervise(config: GRPOServersConfig, supervisor: Supervisor) -> None:
+        with open_servers(config) as servers:
+            supervisor.run(partial(train, config, servers))
+        print(account(config))
+
+    return run_job(config, partial(write_model_folder, hidden=128), supervise)  # vLLM takes heads of 32 on a CPU
+
+
+if __name__ == "__main__":
+    exit_with(main)

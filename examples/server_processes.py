@@ -1,0 +1,147 @@
+"""Inference servers as processes of this one, each started again whenever it ends.
+
+They are started without weights and get them as any other server does: by the next publication, or by the prober of a
+`ServerFleet`. They end with this process, however it ends.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from holdfast.engine.servers import VLLMServer
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.processes import die_with_parent
+
+VLLM_COMMAND = (
+    "{python} -m vllm.entrypoints.openai.api_server --model {model} --load-format dummy --host 127.0.0.1 --port {port} "
+    "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager"
+)
+"""Starts a vLLM for the examples; any command with ``{model}`` and ``{port}`` in it may stand in its place."""
+
+_AGAIN_AFTER_S = 1.0
+
+
+class ServerProcesses:
+    """Processes of vLLM, each with a port and a log of its own; a context manager that ends them.
+
+    Args:
+        command: see `VLLM_COMMAND`; ``{python}`` stands for ``python``.
+        python: interpreter of an environment with vLLM.
+        model: a model folder; its weights are not read.
+        count: how many servers.
+        logs: folder for ``server_<n>.log``.
+
+    Attributes:
+        servers: a client of each.
+
+    Raises:
+        ConfigError: the command cannot be started.
+    """
+
+    def __init__(self, command: str, python: str, model: Path, count: int, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = [logs / f"server_{number}.log" for number in range(count)]
+        ports = _free_ports(count)
+        self._commands = [
+            shlex.split(command.format(python=shlex.quote(python), model=shlex.quote(str(model)), port=port))
+            for port in ports
+        ]
+        self.servers = [VLLMServer(f"http://127.0.0.1:{port}") for port in ports]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closed, self._started = threading.Event(), threading.Event()
+        self._problem: OSError | None = None
+        # The kernel ends a child with the *thread* that made it; so one thread makes them all, and lives as long.
+        self._keeper = threading.Thread(target=self._keep, name="inference server processes", daemon=True)
+
+    def __enter__(self) -> "ServerProcesses":
+        self._keeper.start()
+        self._started.wait()
+        if self._problem is not None:
+            raise ConfigError(
+                f"the inference servers cannot be started: {self._problem}; name the Python of an environment with "
+                "vLLM, or the servers' URLs"
+            ) from self._problem
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._keeper.join()
+
+    def pids(self) -> list[int]:
+        """Process ids by number of the server, at this moment."""
+        return [process.pid for process in self._processes]
+
+    def _keep(self) -> None:
+        try:
+            for number in range(len(self.servers)):
+                self._processes.append(self._start(number))
+        except OSError as error:
+            self._problem = error
+        finally:
+            self._started.set()
+        while self._problem is None and not self._closed.wait(_AGAIN_AFTER_S):
+            for number, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    print(f"inference server {self.servers[number].name} has ended; it is started again", flush=True)
+                    _end(process)  # what it left
+                    self._processes[number] = self._start(number)
+        for process in self._processes:
+            _end(process)
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        with open(self._logs[number], "ab") as log:
+            return subprocess.Popen(
+                self._commands[number],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+
+def wait_for_servers(servers: list[VLLMServer], timeout_s: float) -> None:
+    """Return when all of them answer.
+
+    Raises:
+        ServerError: one does not, after ``timeout_s``.
+    """
+    end = time.monotonic() + timeout_s
+    for server in servers:
+        while True:
+            try:
+                server.status()
+                break
+            except Exception:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.5)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+if __name__ == "__main__":
+    sys.exit("this is a part of grpo_servers.py")
