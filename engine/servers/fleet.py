@@ -16,15 +16,15 @@ from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
+from typing import Generic
 
 from ...utils.config import require_range
 from ...utils.errors import ConfigError, PublishError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import InferenceServer
 from .api import weights_label
-from .member import FleetMember, PublishedFolder
+from .member import FleetMember, PublishedFolder, S
 from .states import ServerReport, ServerState, server_stats
 
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ _SILENCE_S = 10.0
 """A server that does not say for so long what it serves is gone; one that is busy may take some seconds."""
 
 
-class ServerFleet:
+class ServerFleet(Generic[S]):
     """Inference servers, each with a state; all methods may be called from any thread.
 
     Args:
@@ -48,7 +48,7 @@ class ServerFleet:
 
     def __init__(
         self,
-        servers: Iterable[InferenceServer],
+        servers: Iterable[S],
         min_servers: int | None = None,
         probe_interval_s: float | None = 5.0,
     ) -> None:
@@ -127,7 +127,7 @@ class ServerFleet:
                 for member in self._members:
                     member.want(None)
 
-    def serving(self) -> list[InferenceServer]:
+    def serving(self) -> list[S]:
         """The servers that may be asked to generate."""
         return [member.server for member in self._members if member.report.state is ServerState.SERVING]
 

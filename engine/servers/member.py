@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from threading import Condition, Lock
+from typing import Generic, TypeVar
 
 from ...utils.errors import PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
@@ -20,6 +21,8 @@ from .api import ObservableServer, ServerStatus, weights_label
 from .states import ServerReport, ServerState
 
 logger = get_logger(__name__)
+
+S = TypeVar("S", bound=InferenceServer)
 
 _LONGEST_PAUSE_S = 300.0
 
@@ -46,7 +49,7 @@ class PublishedFolder:
             return False
 
 
-class FleetMember:
+class FleetMember(Generic[S]):
     """A server of a fleet.
 
     Args:
@@ -55,7 +58,7 @@ class FleetMember:
         retry_s: `probe` tries a load that failed twice again after so long, then after twice as long ...
     """
 
-    def __init__(self, server: InferenceServer, changed: Condition, retry_s: float) -> None:
+    def __init__(self, server: S, changed: Condition, retry_s: float) -> None:
         self.server = server
         self.name = without_secrets(str(getattr(server, "name", server)))
         self._changed = changed

@@ -21,7 +21,7 @@ from torch import nn
 from holdfast.engine import FinetuneSpec
 from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf.publish import version_path
+from holdfast.engine.hf.versions import version_path
 from holdfast.engine.rollouts import EpisodeEngine, RolloutConfig, RolloutExecutor, Trajectory
 from holdfast.engine.rollouts.trajectory import TokenSequence, to_trajectory
 from holdfast.engine.servers import VLLMServer
