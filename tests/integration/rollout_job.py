@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -118,19 +119,28 @@ class Policy:
         self.optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kill:
-    """When a driver is killed: ``delay_s`` after it begins step ``step`` of its life (0, 1 ...), or its life (-1)."""
+    """When a driver is killed.
+
+    Attributes:
+        step: which step of its life it has begun (0, 1 ...); -1: none.
+        share: of how long the step before took, that it has until then; without one, of 0.3 s.
+    """
 
     step: int
-    delay_s: float
+    share: float
+    _began_s: float | None = None
 
     def begin(self, step: int) -> None:
         """Step ``step`` begins."""
+        now_s = time.monotonic()
         if step == self.step:
-            timer = threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+            before_s = 0.3 if self._began_s is None else now_s - self._began_s
+            timer = threading.Timer(self.share * before_s, os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
+        self._began_s = now_s
 
 
 def drive(job: Job, kill: Kill | None) -> None:
@@ -140,7 +150,7 @@ def drive(job: Job, kill: Kill | None) -> None:
     begin(-1)
     policy, loader = Policy(), make_loader()
     servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
-    config = RolloutConfig(job.ahead, max_concurrent_rollouts=4, total_steps=job.steps, batch_timeout_s=stretched(30))
+    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(30))
     accept = _rewards_differ if job.picky else None
     recover = RecoverConfig(experiment_name="e", trial_name="t", fileroot=job.root, freq_steps=1)
     with (
