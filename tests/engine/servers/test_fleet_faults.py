@@ -70,7 +70,7 @@ STRIKES = [
     for kind, calls in CALLS.items()
     for does, call, when in product(("die", "stop"), range(len(calls)), ("before", "after"))
 ]
-FAST_STRIKES = [("vllm", "die", 1, "after"), ("sglang", "stop", 1, "before")]
+FAST_STRIKES = [("vllm", "die", 1, "after")]
 
 
 @pytest.mark.parametrize("kind, does, call, when", slow_but(FAST_STRIKES, STRIKES), indirect=["kind"])
