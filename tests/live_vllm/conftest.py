@@ -15,6 +15,7 @@ from transformers import Qwen3Config
 from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.servers import VLLMServer
 from tests.engine.models import write_model_folder
+from tests.limits import stretched
 from tests.live_vllm.live_server import PYTHON, LiveServer, plugin
 from tests.live_vllm.trainer import Trainer
 
@@ -70,8 +71,8 @@ def live_servers(model_folder: Path, scratch: Path) -> Iterator[dict[str, LiveSe
 def clients(live_servers: dict[str, LiveServer]) -> dict[str, VLLMServer]:
     """A client of each."""
     return {
-        "stock": VLLMServer(live_servers["stock"].url, timeout_s=60),
-        "plugin": VLLMServer(live_servers["plugin"].url, timeout_s=60, transfer="holdfast_disk"),
+        "stock": VLLMServer(live_servers["stock"].url, timeout_s=stretched(60)),
+        "plugin": VLLMServer(live_servers["plugin"].url, timeout_s=stretched(60), transfer="holdfast_disk"),
     }
 
 
@@ -83,6 +84,6 @@ def trainer(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     engine = FSDPEngine(TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=optimizer))
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))
-    trainer = Trainer(engine, WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=120))
+    trainer = Trainer(engine, WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=stretched(120)))
     yield trainer
     engine.destroy()

@@ -11,6 +11,7 @@ from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import weights_label
 from holdfast.engine.servers.sending import WeightSender
 from holdfast.utils.errors import PoisonedServerError, PublishError
+from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer, plugin
 from tests.live_vllm.trainer import TOLERANCE, Trainer, sample
 
@@ -24,7 +25,7 @@ def client(model_folder: Path, scratch: Path) -> Iterator[VLLMServer]:
     try:
         server.start()
         server.wait_until_ready()
-        yield VLLMServer(server.url, timeout_s=60, transfer="holdfast_broadcast")
+        yield VLLMServer(server.url, timeout_s=stretched(60), transfer="holdfast_broadcast")
     finally:
         server.kill()
 

@@ -25,9 +25,11 @@ def test_tokens_sampled_across_an_update_name_their_version(
 
     async def sample_and_publish() -> list[ModelResponse]:
         answers = [asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)]
-        while await asyncio.to_thread(live.generated_tokens) < before + 60:
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(live.post, "/pause?mode=keep")  # they wait for the update, however long it takes
+        while True:  # until they wait for the update with some tokens sampled, however long it takes
+            await asyncio.to_thread(live.post, "/pause?mode=keep")
+            if await asyncio.to_thread(live.generated_tokens) > before:
+                break
+            await asyncio.to_thread(live.post, "/resume")
         await asyncio.to_thread(trainer.publish, [client])
         return await asyncio.gather(*answers)
 
