@@ -21,7 +21,8 @@ from holdfast.utils.processes import die_with_parent
 
 VLLM_COMMAND = (
     "{python} -m vllm.entrypoints.openai.api_server --model {model} --load-format dummy --host 127.0.0.1 --port {port} "
-    "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager"
+    "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager --dtype float32 "
+    "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"  # the CPU build dies of prompts in chunks
 )
 """Starts a vLLM for the examples; any command with ``{model}`` and ``{port}`` in it may stand in its place."""
 
