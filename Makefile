@@ -26,13 +26,16 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo serve-demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
 	$(PY) examples/demo.py
+
+serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the CPU (gigabytes to install); a server, a trainer and the driver are killed
+	$(PY) examples/serve_demo.py
 
 test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most kinds
 	$(PYTEST)
@@ -87,7 +90,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
