@@ -45,6 +45,8 @@ EARLIER_LIFE = "a name that an earlier life may have made"
 UNKNOWN = "nothing that is known"
 HINT = "a hint"
 """The tracker file and who holds the lock: written for people, and never trusted, so that they need no fsync."""
+PROBES = ".shared-"
+"""Files that are gone again at once: nothing is fsynced for them."""
 
 
 def fsync_purposes(calls: list[Call]) -> dict[int, str]:
@@ -52,6 +54,8 @@ def fsync_purposes(calls: list[Call]) -> dict[int, str]:
     found, last_name = dict[int, str](), dict[str, str]()
     for i, call in enumerate(calls):
         name = call.target if call.name == "rename" else call.path
+        if os.path.basename(name or "").startswith(PROBES):
+            continue
         if call.name in ("rename", "mkdir", "unlink"):
             last_name[os.path.dirname(name or "") or "."] = name or ""
         elif call.name in FSYNCS:

@@ -4,10 +4,10 @@ import inspect
 import pickle
 
 from holdfast.utils import errors
-from holdfast.utils.errors import HoldfastError, PeerError, Preempted, WorkerLost
+from holdfast.utils.errors import AttemptEnded, HoldfastError, PeerError, Preempted, WorkerLost
 
 RAISED = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
-ALL_ERRORS = [cls for cls in RAISED if cls is not Preempted]
+ALL_ERRORS = [cls for cls in RAISED if cls not in (AttemptEnded, Preempted)]
 LEAVES = [cls for cls in ALL_ERRORS if not cls.__subclasses__()]
 
 
