@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from holdfast.engine import Batch
 from holdfast.utils.errors import ConfigError
@@ -65,8 +65,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64) -> Path:
-    """Make a folder with config and tokenizer of a tiny Qwen3 (no weights: train it with ``init_from_scratch``).
+def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False) -> Path:
+    """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with ``init_from_scratch``.
 
     The folder appears complete; one that exists is left as it is, so any process may call this, at any start.
 
@@ -74,6 +74,8 @@ def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64) ->
         folder: where; its parents are made.
         layers: blocks of the model.
         hidden: its width, a multiple of 8.
+        for_vllm: give it weights, drawn at random, and a head that is not tied to the embeddings: vLLM 0.32 reloads
+            no model that it has started without weights, and on a CPU gives a tied head the wrong ones.
 
     Returns:
         ``folder``.
@@ -94,10 +96,12 @@ def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64) ->
         num_key_value_heads=4,
         head_dim=hidden // 4,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not for_vllm,
         dtype="float32",
         **special,
     )
+    if for_vllm:
+        AutoModelForCausalLM.from_config(config).save_pretrained(staging)
     config.save_pretrained(staging)
     GenerationConfig(**special, do_sample=False).save_pretrained(staging)
     make_tokenizer().save_pretrained(staging)

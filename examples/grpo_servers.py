@@ -125,7 +125,7 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
             processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs))
             print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
         clients = processes.servers if processes else [VLLMServer(url) for url in config.servers]
-        wait_for_servers(clients, config.server_start_s)
+        wait_for_servers(clients, config.server_start_s, processes)
         servers = Servers(clients, processes, config.min_servers)
         stack.callback(servers.fleet.close)
         yield servers
@@ -218,7 +218,8 @@ def main(argv: list[str]) -> int:
             supervisor.run(partial(train, config, servers))
         print(account(config))
 
-    return run_job(config, partial(write_model_folder, hidden=128), supervise)  # vLLM takes heads of 32 on a CPU
+    # On a CPU vLLM takes attention heads of 32 and more.
+    return run_job(config, partial(write_model_folder, hidden=128, for_vllm=True), supervise)
 
 
 if __name__ == "__main__":

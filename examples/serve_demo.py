@@ -100,10 +100,10 @@ def main() -> int:
     """Run the demo."""
     console, started = Console(), time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
-    model = write_model_folder(OUT / "base_model", hidden=128)  # vLLM takes heads of 32 on a CPU
+    model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)  # vLLM takes heads of 32 on a CPU
     console.print("[bold]1. Two vLLM servers start[/bold]: a minute or two, ten on a busy machine")
     with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs") as servers:
-        wait_for_servers(servers.servers, START_S)
+        wait_for_servers(servers.servers, START_S, servers)
         urls = ",".join(server.url for server in servers.servers)
         overrides = (f"total_steps={TOTAL_STEPS}", f"servers=[{urls}]", f"actor.path={model}")
         run = GrpoRun(OUT, *overrides, "actor.init_from_scratch=true", script=SCRIPT, experiment="grpo_servers")

@@ -1,7 +1,7 @@
 """Inference servers as processes of this one, each started again whenever it ends.
 
-They are started without weights and get them as any other server does: by the next publication, or by the prober of a
-`ServerFleet`. They end with this process, however it ends.
+They get the weights of a run as any other server does: by the next publication, or by the prober of a `ServerFleet`.
+They end with this process, however it ends.
 """
 
 import contextlib
@@ -16,17 +16,27 @@ import time
 from pathlib import Path
 
 from holdfast.engine.servers import VLLMServer
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import ConfigError, ServerError
 from holdfast.utils.processes import die_with_parent
 
 VLLM_COMMAND = (
-    "{python} -m vllm.entrypoints.openai.api_server --model {model} --load-format dummy --host 127.0.0.1 --port {port} "
+    "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
     "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager --dtype float32 "
     "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"  # the CPU build dies of prompts in chunks
 )
 """Starts a vLLM for the examples; any command with ``{model}`` and ``{port}`` in it may stand in its place."""
 
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it the CPU build takes most of the memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of each, unless this process has other values."""
+
 _AGAIN_AFTER_S = 1.0
+_LOG_LINES = 20
 
 
 class ServerProcesses:
@@ -35,7 +45,7 @@ class ServerProcesses:
     Args:
         command: see `VLLM_COMMAND`; ``{python}`` stands for ``python``.
         python: interpreter of an environment with vLLM.
-        model: a model folder; its weights are not read.
+        model: a model folder.
         count: how many servers.
         logs: folder for ``server_<n>.log``.
 
@@ -56,6 +66,7 @@ class ServerProcesses:
         ]
         self.servers = [VLLMServer(f"http://127.0.0.1:{port}") for port in ports]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._restarts = [0] * count
         self._closed, self._started = threading.Event(), threading.Event()
         self._problem: OSError | None = None
         # The kernel ends a child with the *thread* that made it; so one thread makes them all, and lives as long.
@@ -79,6 +90,18 @@ class ServerProcesses:
         """Process ids by number of the server, at this moment."""
         return [process.pid for process in self._processes]
 
+    def require_started(self) -> None:
+        """See that none has ended since it was first started.
+
+        Raises:
+            ConfigError: one has; with the end of its log.
+        """
+        for number, restarts in enumerate(self._restarts):
+            if restarts:
+                log = self._logs[number]
+                end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                raise ConfigError(f"inference server {number} ended before it answered; {log} ends with\n{end}")
+
     def _keep(self) -> None:
         try:
             for number in range(len(self.servers)):
@@ -92,6 +115,7 @@ class ServerProcesses:
                 if process.poll() is not None:
                     print(f"inference server {self.servers[number].name} has ended; it is started again", flush=True)
                     _end(process)  # what it left
+                    self._restarts[number] += 1
                     self._processes[number] = self._start(number)
         for process in self._processes:
             _end(process)
@@ -102,17 +126,18 @@ class ServerProcesses:
                 self._commands[number],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                env=VLLM_ENVIRONMENT | os.environ,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
 
 
-def wait_for_servers(servers: list[VLLMServer], timeout_s: float) -> None:
+def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None) -> None:
     """Return when all of them answer.
 
     Raises:
         ServerError: one does not, after ``timeout_s``.
+        ConfigError: one of ``processes`` has ended meanwhile.
     """
     end = time.monotonic() + timeout_s
     for server in servers:
@@ -120,7 +145,9 @@ def wait_for_servers(servers: list[VLLMServer], timeout_s: float) -> None:
             try:
                 server.status()
                 break
-            except Exception:
+            except ServerError:
+                if processes is not None:
+                    processes.require_started()
                 if time.monotonic() > end:
                     raise
             time.sleep(0.5)
