@@ -35,7 +35,7 @@ from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import require_range
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import ConfigError, RolloutError
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.metrics import StatsLogger, read_stats
 
@@ -101,7 +101,7 @@ def copy_reward(prompt: Any, completion: Any, prompt_ids: list[int], completion_
 class Servers:
     """The inference servers of a job, those of its configuration or its own, and the fleet of them.
 
-    They outlive the attempts of the supervisor. Their connections to the trainers are none: the driver tells them.
+    They outlive the attempts of the supervisor. The driver tells them of weights, the trainers do not know them.
     """
 
     def __init__(self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int) -> None:
@@ -196,12 +196,12 @@ def account(config: GRPOServersConfig) -> str:
     """What became of the tickets, over all lives of the run.
 
     Raises:
-        ConfigError: a ticket was trained twice, or not at all.
+        RolloutError: a ticket was trained twice, or not at all.
     """
     steps = read_stats(config.stats_folder / "stats.jsonl")
     trained = [number for s in steps for number in range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)]
     if [s["step"] for s in steps] != list(range(config.total_steps)) or trained != list(range(len(trained))):
-        raise ConfigError(f"{config.stats_folder}/stats.jsonl does not account for every ticket once")
+        raise RolloutError(f"{config.stats_folder}/stats.jsonl does not account for every ticket once")
     oldest = max(s["rollouts/staleness_max"] for s in steps)
     return (
         f"tickets 0 to {trained[-1]} were trained, each once and in its step; no token is more than {oldest:.0f} "

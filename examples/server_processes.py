@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -169,7 +168,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
-
-
-if __name__ == "__main__":
-    sys.exit("this is a part of grpo_servers.py")

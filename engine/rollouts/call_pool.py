@@ -57,7 +57,7 @@ class CallPool:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except Exception as error:
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises, by the kind of object
             raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, _name(fn))
 

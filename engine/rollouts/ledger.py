@@ -108,7 +108,7 @@ class Ledger:
         return [ticket for ticket in tickets if ticket.step in steps]
 
     def not_started(self, steps: Iterable[int]) -> list[Ticket]:
-        """Those of the `outstanding` ones that nobody samples in this process."""
+        """Those of the `outstanding` ones that were not started in this process."""
         return [ticket for ticket in self.outstanding(steps) if not self._entries[ticket.number].started]
 
     def note_started(self, tickets: Iterable[Ticket]) -> None:
