@@ -83,6 +83,7 @@ def test_a_signal_leads_to_a_snapshot_next_step_and_exit_75(tmp_path: Path, name
     assert (tmp_path / f"step_{info.last_step_info.global_step - 1}").exists(), "the last step is in it"
 
 
+@pytest.mark.slow
 def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_path: Path) -> None:
     run_until(tmp_path, 2)
     (tmp_path / "slow").touch()

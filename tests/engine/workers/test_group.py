@@ -239,6 +239,7 @@ def test_an_error_without_a_message_has_a_headline() -> None:
     assert (headline(OSError()), headline(None)) == ("OSError", "the process is gone")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before this one left
     group = WorkerGroup(Worker, process_group=False)

@@ -90,10 +90,8 @@ def _cut_after(last: int, root: str, rank: int) -> Path:
     return again
 
 
-@pytest.mark.parametrize(
-    ("workers", "shuffle"),
-    [(0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, True), (0, False), (2, False)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (2, True), (0, False), (2, False)])
 def test_a_resumed_epoch_has_the_batches_and_weights_of_one_unkilled(
     tmp_path: Path, workers: int, shuffle: bool
 ) -> None:

@@ -73,6 +73,7 @@ def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict
     return {"loaded": loaded, "saved": saved, "ids": ids}
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_one_to_four_ranks_bit_for_bit(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     stages, derivation_of = [], {}

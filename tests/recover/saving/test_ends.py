@@ -95,9 +95,8 @@ def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_p
     assert "step 0: the process ends without its snapshot (CheckpointWriteError: cannot write" in said
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "found"), [pytest.param("pass", 0, ["global_step_0"], marks=pytest.mark.slow), (IN_THE_WAY, 1, [])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code", "found"), [("pass", 0, ["global_step_0"]), (IN_THE_WAY, 1, [])])
 def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int, found: list[str]
 ) -> None:

@@ -429,6 +429,7 @@ def _group_breaks(rank: int, world_size: int, root: str) -> tuple[str, str]:
     return error, told
 
 
+@pytest.mark.slow
 def test_an_export_is_not_begun_in_a_group_that_its_snapshot_broke(tmp_path: Path) -> None:
     for error, told in run_ranks(_group_breaks, 2, str(tmp_path)):
         assert collective_broke(RuntimeError(error))

@@ -52,7 +52,7 @@ def memory_url(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/trial"
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return (
         f"file://{tmp_path}/mirror/trial"

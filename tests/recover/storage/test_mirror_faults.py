@@ -43,7 +43,7 @@ def s3_url(server: S3Server, tmp_path: Path) -> str:
     return f"s3://{BUCKET}/{tmp_path.name}/trial"
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/mirror/trial" if request.param == "file" else request.getfixturevalue("s3_url")
 
