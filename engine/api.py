@@ -28,6 +28,10 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 """What a Hugging Face export may be stored as."""
 
 
+UPDATE_TYPES = ("disk", "broadcast")
+"""How weights get from a published folder to the inference servers."""
+
+
 def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtype | None:
     """One of `EXPORT_DTYPES` by its name; None: that of the base folder, which is None for a model without one."""
     return base_dtype if name is None else EXPORT_DTYPES[name]
@@ -129,7 +133,9 @@ class WeightUpdateMeta:
     """How weights get to the inference servers.
 
     Attributes:
-        type: ``"disk"``: Hugging Face weights in a shared folder.
+        type: ``"disk"``: the servers read the Hugging Face weights from the folder. ``"broadcast"``: rank 0 sends them
+            what it has written there, over a process group of its own with each; they are `BroadcastServer`s, and
+            need not see the folder.
         path: folder that holds the ``v<N>`` folders.
         version: the version to publish; None takes the engine's own.
         keep: how many of the newest versions stay.
@@ -147,8 +153,7 @@ class WeightUpdateMeta:
     min_servers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.type != "disk":
-            raise ConfigError(f"weight update type {self.type!r} is unknown; expected 'disk'")
+        require_choice("type", self.type, UPDATE_TYPES)
         advice = "give one that the servers see too; `engine.save` exports to URLs"
         folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
         object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
@@ -256,6 +261,15 @@ class InferenceServer(Protocol):
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load the Hugging Face folder ``path`` and return the version served from now on."""
+        ...
+
+
+@runtime_checkable
+class BroadcastServer(InferenceServer, Protocol):
+    """An inference server that weights can be sent to."""
+
+    def update_weights_from_distributed(self, path: str, version: int) -> int:
+        """Send it the weights of the Hugging Face folder ``path``; return the version served from now on."""
         ...
 
 

@@ -23,6 +23,7 @@ from ...utils.errors import ConfigError, PublishError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
+from ..api import BroadcastServer
 from .api import weights_label
 from .member import FleetMember, PublishedFolder, S
 from .states import ServerReport, ServerState, server_stats
@@ -66,7 +67,13 @@ class ServerFleet(Generic[S]):
         self._woken, self._closed = Event(), Event()
 
     def update(
-        self, path: str | PathLike[str], version: int, timeout_s: float, min_servers: int | None = None
+        self,
+        path: str | PathLike[str],
+        version: int,
+        timeout_s: float,
+        min_servers: int | None = None,
+        *,
+        broadcast: bool = False,
     ) -> list[ServerReport]:
         """Have every server load a published folder; return when enough have confirmed it.
 
@@ -75,22 +82,27 @@ class ServerFleet(Generic[S]):
         confirmed is left to the prober, also when this raises.
 
         Args:
-            path: folder of the version, as `publish_weights` writes it; the servers must see it under this path.
+            path: folder of the version, as `publish_weights` writes it; the servers must see it under this path, unless
+                its weights are broadcast.
             version: the version in its manifest.
             timeout_s: how long the servers may take.
             min_servers: as in `ServerFleet`; None: what that was given.
+            broadcast: send its weights to the servers, which are `BroadcastServer`s; the prober does so, too.
 
         Returns:
             `states` after that.
 
         Raises:
-            ConfigError: ``min_servers`` is more than there are, or the folder is of another version.
+            ConfigError: ``min_servers`` is more than there are, the folder is of another version, or a server cannot
+                be sent weights.
             CheckpointCorruptError: there is no published folder.
             WorkerLost: too few have confirmed it, one of them because its worker was lost.
             PublishError: too few have confirmed it; names the others, and why.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
-        folder = _published(path, version)
+        if broadcast:
+            self.require_receivers()
+        folder = _published(path, version, broadcast)
         with self._updating:
             deadline = time.monotonic() + timeout_s
             self._folder = folder
@@ -126,6 +138,19 @@ class ServerFleet(Generic[S]):
                 self._folder = None
                 for member in self._members:
                     member.want(None)
+
+    def require_receivers(self) -> None:
+        """See that weights can be sent to every server.
+
+        Raises:
+            ConfigError: one is no `BroadcastServer`.
+        """
+        for member in self._members:
+            if not isinstance(member.server, BroadcastServer):
+                raise ConfigError(
+                    f"inference server {member.name}, a {type(member.server).__name__}, cannot be sent weights; "
+                    "publish with WeightUpdateMeta type 'disk'"
+                )
 
     def serving(self) -> list[S]:
         """The servers that may be asked to generate."""
@@ -199,11 +224,11 @@ class ServerFleet(Generic[S]):
                 on_daemon_thread(member.probe, f"probe of {member.name}")
 
 
-def _published(path: str | PathLike[str], version: int) -> PublishedFolder:
+def _published(path: str | PathLike[str], version: int, broadcast: bool) -> PublishedFolder:
     found = read_manifest(path).get("weight_version")
     if found != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
-    return PublishedFolder(fspath(path), version, weights_label(path, version))
+    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast)
 
 
 def _wait(

@@ -10,13 +10,13 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from threading import Condition, Lock
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from ...utils.errors import PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
-from ..api import InferenceServer
+from ..api import BroadcastServer, InferenceServer
 from .api import ObservableServer, ServerStatus, weights_label
 from .states import ServerReport, ServerState
 
@@ -35,11 +35,13 @@ class PublishedFolder:
         path: its folder, as the servers are told.
         version: its number.
         label: its `weights_label`.
+        broadcast: whether the servers are sent its weights, and need not see it.
     """
 
     path: str
     version: int
     label: str
+    broadcast: bool = False
 
     def unchanged(self) -> bool:
         """Whether the same contents are still there; the digest of the manifest answers for all of them."""
@@ -167,7 +169,7 @@ class FleetMember(Generic[S]):
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):
-                served = self.server.update_weights_from_disk(folder.path, folder.version)
+                served = _update(self.server, folder)
             if served != folder.version:
                 raise PublishError(f"it serves version {served!r} after it was told to load version {folder.version}")
             if not folder.unchanged():
@@ -228,6 +230,12 @@ class FleetMember(Generic[S]):
                 level = logging.INFO if state is ServerState.SERVING else logging.WARNING
                 logger.log(level, "inference server %s (it was %s)", self._report, before)
             self._changed.notify_all()
+
+
+def _update(server: InferenceServer, folder: PublishedFolder) -> int:
+    if folder.broadcast:
+        return cast(BroadcastServer, server).update_weights_from_distributed(folder.path, folder.version)
+    return server.update_weights_from_disk(folder.path, folder.version)
 
 
 def describe(error: BaseException) -> str:

@@ -70,22 +70,25 @@ def publish_weights(
 
     Raises:
         CheckpointWriteError: any rank could not write; no server was told.
-        ConfigError, PublishError, WorkerLost: see `ServerFleet.update`; on every rank.
+        ConfigError: see `ServerFleet.update`; where a server cannot be sent weights, nothing was written.
+        PublishError, WorkerLost: see there; on every rank.
     """
     seconds: dict[str, float] = {}
     with timed(seconds, "total"):
         with all_ranks_succeed("naming the inference servers", group):
             fleet = open_fleet(servers, group, probe_interval_s=None)
+            if broadcast := meta.type == "broadcast":
+                fleet.require_receivers()
         fleet.withdraw(version)
         written = write_version(
             model, meta, version, group, base_model_path=base_model_path, base_dtype=base_dtype, extra_files=extra_files
         )
-        path, limits = written.path, (meta.timeout_s, meta.min_servers)
+        told = (written.path, version, meta.timeout_s, meta.min_servers)
         with timed(seconds, "tell"):
-            reports = rank_zero_decides_slowly(lambda: fleet.update(path, version, *limits), group)
+            reports = rank_zero_decides_slowly(lambda: fleet.update(*told, broadcast=broadcast), group)
         rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.loading()), group)
-    logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
-    return PublishedWeights(path, version, {**written.seconds, **seconds}, tuple(reports))
+    logger.info("published weight version %d to %s in %.3f s", version, written.path, seconds["total"])
+    return PublishedWeights(written.path, version, {**written.seconds, **seconds}, tuple(reports))
 
 
 def open_fleet(

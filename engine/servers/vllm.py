@@ -11,7 +11,7 @@ serve a mixture, which the comparison of contents finds, and has to be restarted
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, we
 from .checked import CheckedServer
 from .completions import response_of
 from .http import Calls, Json
-from .vllm_loading import TRANSFERS, load_folder
+from .vllm_loading import TRANSFERS, load_folder, send_folder
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
@@ -33,7 +33,7 @@ _NO_LABEL = "default"
 
 @dataclass(eq=False, repr=False)
 class VLLMServer(CheckedServer):
-    """A client of one vLLM server: an `ObservableServer` and a `GenerationServer`; picklable.
+    """A client of one vLLM server: an `ObservableServer`, `BroadcastServer` and `GenerationServer`; picklable.
 
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
@@ -42,9 +42,8 @@ class VLLMServer(CheckedServer):
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
             dtype that folders are stored in; None: the same.
-        transfer: how it loads. None: by vLLM's ``reload_weights``. ``"holdfast_disk"`` or ``"holdfast_broadcast"``,
-            where it was started with this backend of ``plugins/vllm``: a folder is compared with its manifest first;
-            or it is sent, to a server that does not see it.
+        transfer: how it loads a folder. None: by vLLM's ``reload_weights``. ``"holdfast_disk"``, where it was started
+            with this backend of ``plugins/vllm``: the folder is compared with its manifest first.
     """
 
     _: KW_ONLY
@@ -68,10 +67,23 @@ class VLLMServer(CheckedServer):
             PublishError: it refused, or says something else than expected; it may be paused. What the plugin refused
                 leaves it as it was.
         """
-        label, probe = weights_label(path, version), self._read_probe(path)
+        label = weights_label(path, version)
+        return self._serve(path, version, label, lambda calls: load_folder(calls, path, label, self.transfer))
+
+    def update_weights_from_distributed(self, path: str, version: int) -> int:
+        """Do as `update_weights_from_disk` does, but send it the weights: it need not see the folder.
+
+        It must have been started with the backend ``holdfast_broadcast`` of ``plugins/vllm``, and reach any port of
+        this host.
+        """
+        label = weights_label(path, version)
+        return self._serve(path, version, label, lambda calls: send_folder(calls, path, self.timeout_s))
+
+    def _serve(self, path: str, version: int, label: str, load: Callable[[Calls], None]) -> int:
+        probe = self._read_probe(path)
         with self._update(path, version) as calls:
             calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
-            load_folder(calls, path, label, self.transfer, self.timeout_s)
+            load(calls)
             self._reset_prefix_cache(calls)
             calls.post("label", "/update_weight_version", {"new_version": label})
             calls.post("resume", "/resume")

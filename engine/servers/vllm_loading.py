@@ -14,8 +14,10 @@ from ...utils.threads import on_daemon_thread
 from .http import Calls, Json
 from .sending import WeightSender
 
-TRANSFERS = (None, "holdfast_disk", "holdfast_broadcast")
-"""vLLM's own way, and the weight-transfer backends of ``plugins/vllm``."""
+TRANSFERS = (None, "holdfast_disk")
+"""How a server loads a folder: vLLM's own way, or by a weight-transfer backend of ``plugins/vllm``."""
+_BROADCAST = "holdfast_broadcast"
+"""The backend that receives weights."""
 
 _POISONED = (
     "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
@@ -23,13 +25,13 @@ _POISONED = (
 )
 _NO_PLUGIN = (
     "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
-    """'{{"backend": "{}"}}', or leave out transfer"""
+    """'{{"backend": "{}"}}'; without it publish by type "disk", and leave out transfer"""
 )
 _REFUSED = "refused, the weights stay as they are"
 """What the plugin says of weights that it has not begun to load."""
 
 
-def load_folder(calls: Calls, path: str, label: str, transfer: str | None, workers_timeout_s: float) -> None:
+def load_folder(calls: Calls, path: str, label: str, transfer: str | None) -> None:
     """Have a paused server load ``path``; it is not resumed.
 
     Args:
@@ -37,22 +39,41 @@ def load_folder(calls: Calls, path: str, label: str, transfer: str | None, worke
         path: the published folder.
         label: its `weights_label`.
         transfer: one of `TRANSFERS`.
-        workers_timeout_s: with ``holdfast_broadcast``, how long either end waits for the other.
 
     Raises:
         PoisonedServerError: the load failed.
         PublishError: the plugin refused, and the server was resumed with the weights it has; or there is no plugin.
     """
-    match transfer:
-        case None:
-            load: Json = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
-            calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
-        case "holdfast_disk":
-            _open_update(calls, transfer)
-            _update(calls, {"path": os.fspath(path), "manifest": label.partition("-")[2]})
-        case _:
-            _open_update(calls, transfer)
-            _send(calls, path, workers_timeout_s)
+    if transfer is None:
+        load: Json = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
+        calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+    else:
+        _open_update(calls, transfer)
+        _update(calls, {"path": os.fspath(path), "manifest": label.partition("-")[2]})
+
+
+def send_folder(calls: Calls, path: str, timeout_s: float) -> None:
+    """Send the weights in ``path`` to a paused server with the backend ``holdfast_broadcast``; it is not resumed.
+
+    Args:
+        calls: of the update.
+        path: the published folder.
+        timeout_s: how long either end waits for the other.
+
+    Raises:
+        PoisonedServerError: the load failed.
+        PublishError: the weights did not arrive, or the plugin refused them and the server was resumed with those it
+            has; or there is no plugin.
+    """
+    _open_update(calls, _BROADCAST)
+    workers = int(calls.get("load", "/get_world_size")["world_size"])
+    sender = WeightSender(path, calls.url, workers, timeout_s)
+    joined = on_daemon_thread(sender.connect, "weight sender")
+    calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
+    _require_done(calls, joined, timeout_s)
+    sent = on_daemon_thread(sender.send, "weight sender")
+    _update(calls, sender.update_info)
+    _require_done(calls, sent, timeout_s)
 
 
 def _open_update(calls: Calls, transfer: str) -> None:
@@ -73,17 +94,6 @@ def _update(calls: Calls, info: Json) -> None:
         calls.post("resume", "/resume")
         raise calls.refuse(f"it goes on with the weights it has: {error}") from error
     calls.post("load", "/finish_weight_update", {})
-
-
-def _send(calls: Calls, path: str, timeout_s: float) -> None:
-    workers = int(calls.get("load", "/get_world_size")["world_size"])
-    sender = WeightSender(path, calls.url, workers, timeout_s)
-    joined = on_daemon_thread(sender.connect, "weight sender")
-    calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
-    _require_done(calls, joined, timeout_s)
-    sent = on_daemon_thread(sender.send, "weight sender")
-    _update(calls, sender.update_info)
-    _require_done(calls, sent, timeout_s)
 
 
 def _require_done(calls: Calls, work: "Future[None]", timeout_s: float) -> None:

@@ -68,9 +68,9 @@ WAYS = {
     "disk, holdfast_disk": ("disk", "holdfast_disk", "holdfast_disk"),
     "tmpfs, reload_weights": ("tmpfs", "holdfast_disk", None),
     "tmpfs, holdfast_disk": ("tmpfs", "holdfast_disk", "holdfast_disk"),
-    "tmpfs, holdfast_broadcast": ("tmpfs", "holdfast_broadcast", "holdfast_broadcast"),
+    "tmpfs, broadcast": ("tmpfs", "holdfast_broadcast", None),
 }
-"""Where the folder is, which server, and how it loads."""
+"""Where the folder is, which server, and how it loads a folder."""
 
 
 def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta) -> dict[str, float]:
@@ -110,7 +110,8 @@ def main() -> None:
             for _ in range(1 + given.rounds):
                 for way, (where, backend, transfer) in WAYS.items():
                     client = VLLMServer(servers[backend].url, transfer=transfer, timeout_s=900)
-                    meta = WeightUpdateMeta("disk", str(folders[where]), keep=1, timeout_s=900, dtype="float32")
+                    kind = "broadcast" if backend == "holdfast_broadcast" else "disk"
+                    meta = WeightUpdateMeta(kind, str(folders[where]), keep=1, timeout_s=900, dtype="float32")
                     rows[way].append(measure(engine, client, meta))
             engine.destroy()
     finally:

@@ -1,6 +1,7 @@
 """Weights sent to a real vLLM server that sees no folder."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,18 @@ def client(model_folder: Path, scratch: Path) -> Iterator[VLLMServer]:
     try:
         server.start()
         server.wait_until_ready()
-        yield VLLMServer(server.url, timeout_s=stretched(60), transfer="holdfast_broadcast")
+        yield VLLMServer(server.url, timeout_s=stretched(60))
     finally:
         server.kill()
+
+
+@pytest.fixture
+def trainer(trainer: Trainer) -> Iterator[Trainer]:
+    """One that sends what it publishes."""
+    of_all = trainer.meta
+    trainer.meta = replace(of_all, type="broadcast")
+    yield trainer
+    trainer.meta = of_all
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path) -> None:
@@ -57,7 +67,7 @@ def test_a_sender_that_dies_leaves_the_server_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(WeightSender, "_broadcast", cut_off)
         with pytest.raises(PublishError, match="it goes on with the weights it has"):
-            client.update_weights_from_disk(str(folder), trainer.version)
+            client.update_weights_from_distributed(str(folder), trainer.version)
     assert_serves(client, trainer, folder)
     assert_serves(client, trainer, trainer.publish([client]))
 
@@ -76,6 +86,6 @@ def test_tensors_that_arrive_changed_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(WeightSender, "_broadcast", change)
         with pytest.raises(PublishError, match="another digest than those that were sent") as caught:
-            client.update_weights_from_disk(str(folder), trainer.version)
+            client.update_weights_from_distributed(str(folder), trainer.version)
     assert not isinstance(caught.value, PoisonedServerError)
     assert_serves(client, trainer, folder)

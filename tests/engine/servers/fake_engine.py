@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.engine.servers.fake_weights import MIXED, HashedWeights, Weights, load_weights
+from tests.engine.servers.fake_weights import MIXED, HashedWeights, ModelWeights, Weights, load_weights
 
 Json = dict[str, Any]
 
@@ -154,6 +154,11 @@ class FakeEngine:
         except Exception:
             self.weights_id, self.weights, self.in_pieces = "pieces", HashedWeights(None), True
             raise
+
+    def take(self, tensors: dict[str, Any]) -> None:
+        """Serve tensors that were received, by the model that is served already."""
+        assert isinstance(self.weights, ModelWeights)
+        self.weights.load_state_dict(tensors)
 
     def reset_prefixes(self) -> bool:
         """Forget cached prefixes; not while a request holds a cache."""
