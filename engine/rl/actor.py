@@ -11,10 +11,20 @@ import torch
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
 from ..training.microbatch import validate_batch
-from .advantages import check_groups, gae_advantages, grpo_advantages, normalise, rewards_at_last_token
+from .advantages import (
+    check_groups,
+    gae_advantages,
+    grpo_advantages,
+    normalise,
+    overlong_penalty,
+    rewards_at_last_token,
+)
+from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import NormConfig, PPOActorConfig
 from .logprobs import token_logprobs
-from .losses import kl_estimate, masked_mean, ppo_actor_loss
+from .losses import MAX_LOG_RATIO, Stats, kl_estimate
+from .off_policy import behave_weights, mismatch
+from .policy_losses import POLICY_LOSSES, policy_inputs
 from .update import (
     TokenStats,
     all_ranks_accept,
@@ -24,7 +34,10 @@ from .update import (
     train_minibatches,
 )
 
-_TOKEN_STATS = ("ratio", "clip_fraction", "dual_clip_fraction", "kl", "kl_ref", "entropy", "advantage")
+_TOKEN_STATS = (
+    *("ratio", "clip_fraction", "dual_clip_fraction", "kl", "kl_k1", "kl_ref", "kl_ref_k1", "entropy", "advantage"),
+    *("behave_kl", "behave_kl_k1", "behave_weight", "rejected", "kl_reward"),
+)
 
 
 class PPOActor:
@@ -49,31 +62,40 @@ class PPOActor:
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``; the argument is left as it is.
 
-        Rewards are biased, scaled, clipped and normalised. With ``values`` in the batch the advantages are GAE's, and
-        ``returns`` are added; without, every loss token has the reward of its sequence (GRPO). ``adv_norm`` comes last.
+        Rewards get the overlong penalty, are biased, scaled, clipped and normalised. With ``values`` in the batch the
+        advantages are GAE's, and ``returns`` are added; without, every loss token has the reward of its sequence
+        (GRPO). With ``kl_ctl`` each token has a penalty of its own besides (``kl_rewards``, ``[B, S]``), which counts
+        for the tokens up to it. ``adv_norm`` comes last. With ``mask_truncated_completions`` no token of an answer that
+        was cut off is left in the loss mask.
 
         Raises:
             BatchError: no ``rewards`` of ``[B]``, one that is not finite, a batch that is not whole groups of
-                ``group_size``, or the batch of another rank was refused.
+                ``group_size``, what a key asks for is missing, or the batch of another rank was refused.
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
         loss_mask = loss_mask_of(batch)
-        rewards, reward_norm = self._shape_rewards(batch["rewards"]), self._norm(self.config.reward_norm)
+        rewards, reward_norm = self._shape_rewards(batch["rewards"], loss_mask), self._norm(self.config.reward_norm)
         sum_over_ranks = self.engine.all_reduce_stats
-        result = {**batch, "loss_mask": loss_mask}
+        result = {**batch}
+        kl_rewards = self._kl_rewards(batch, loss_mask)
+        if kl_rewards is not None:
+            result["kl_rewards"] = kl_rewards
         if "values" in batch:
             if reward_norm is not None:
                 rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
-            advantages, result["returns"] = gae_advantages(
-                rewards_at_last_token(rewards, loss_mask),
-                batch["values"],
-                loss_mask,
-                self.config.discount,
-                self.config.gae_lambda,
-            )
+            token_rewards = rewards_at_last_token(rewards, loss_mask)
+            if kl_rewards is not None:
+                token_rewards = token_rewards + kl_rewards
+            advantages, result["returns"] = self._gae(token_rewards, batch["values"], loss_mask)
         else:
             advantages = grpo_advantages(rewards, loss_mask, reward_norm, sum_over_ranks)
+            if kl_rewards is not None:
+                advantages = advantages + self._gae(kl_rewards, torch.zeros_like(kl_rewards), loss_mask)[0]
+        if self.config.mask_truncated_completions:
+            loss_mask = loss_mask & ~batch["truncated"].bool()[:, None]
+            advantages = torch.where(loss_mask, advantages, 0.0)
+        result["loss_mask"] = loss_mask
         if (adv_norm := self._norm(self.config.adv_norm)) is not None:
             advantages = normalise(advantages, adv_norm, loss_mask, sum_over_ranks)
         return {**result, "advantages": advantages}
@@ -81,13 +103,15 @@ class PPOActor:
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
 
-        The ratio is taken to ``logprobs`` (the rollout's) or, with ``recompute_logprob``, to ``prox_logp``, computed
-        here unless the batch has it. The learning-rate schedule is left to the caller.
+        The ratio is taken to ``logprobs`` (the rollout's) or, with ``recompute_logprob`` or ``use_decoupled_loss``, to
+        ``prox_logp``, computed here unless the batch has it. The learning-rate schedule is left to the caller.
 
         Returns:
             what `train_minibatches` gives; ``reward``, the mean of the raw rewards over sequences (NaN when no rank has
-            any); and means over loss tokens of ``advantage``, ``ratio``, ``clip_fraction``, ``dual_clip_fraction``,
-            ``kl`` (k3, from the old policy to this one), ``kl_ref`` and ``entropy`` (nats). All over all ranks.
+            any); and means over loss tokens of ``advantage``, ``ratio``, ``kl`` (from the old policy to this one),
+            ``kl_ref`` (to the reference policy), ``entropy`` (nats), ``behave_kl`` (from the policy that sampled to the
+            proximal one) and what the loss adds (``clip_fraction`` ...). KLs are k3 estimates; ``kl_k1`` and so on are
+            the k1 estimates of the same. All over all ranks; what does not apply is left out.
 
         Raises:
             BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``) ``ref_logp`` are missing or
@@ -98,35 +122,48 @@ class PPOActor:
             self._validate_update(batch)
         needed = ("input_ids", "attention_mask", "advantages", "ref_logp")
         share = {key: batch[key] for key in needed if key in batch}
-        share["loss_mask"] = loss_mask_of(batch)
-        share["old_logprobs"] = self._old_logprobs(batch)
+        share["loss_mask"] = mask = loss_mask_of(batch)
+        share["old_logprobs"] = old_logprobs = self._old_logprobs(batch)
         stats = TokenStats()
+        if self.config.use_decoupled_loss:
+            rejection = self.config.rejection_sampling
+            share["behave_weights"], seen = behave_weights(old_logprobs, batch["logprobs"], mask, rejection)
+            stats.add(seen, mask)
+        elif self.config.recompute_logprob and "logprobs" in batch:
+            known = mask & torch.isfinite(batch["logprobs"])  # of this loss nothing depends on them
+            stats.add(mismatch(old_logprobs, batch["logprobs"], known), known)
+        if "kl_rewards" in batch:
+            stats.add({"kl_reward": batch["kl_rewards"]}, mask)
+        share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
         self.engine.train()
-        result = train_minibatches(self.engine, share, self.config.ppo_n_minibatches, self._loss_fn(stats))
+        n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
+        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses)
         reward = mean_over_ranks(self.engine, batch.get("rewards"))
         return {"reward": reward, **stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         config = self.config
+        policy_loss = POLICY_LOSSES[config.policy_loss]
 
         def loss_fn(logits: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-            mask = micro_batch["loss_mask"]
+            mask, advantages = micro_batch["loss_mask"], micro_batch["advantages"]
             logprobs, entropy = self._logprobs(logits, micro_batch)
-            old_logprobs, advantages = micro_batch["old_logprobs"], micro_batch["advantages"]
-            loss, seen = ppo_actor_loss(
-                logprobs, old_logprobs, advantages, mask, config.eps_clip, config.eps_clip_higher, config.c_clip
-            )
-            seen = {**seen, "entropy": entropy.detach(), "advantage": advantages}
+            old_logprobs, cu_seqlens = micro_batch["old_logprobs"], micro_batch["cu_seqlens"]
+            inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, config.ratio_level)
+            losses, seen = policy_loss(inputs, config)
+            if "behave_weights" in micro_batch:
+                losses = losses * micro_batch["behave_weights"]
+            seen = {**seen, "ratio": inputs.log_ratio.exp(), "entropy": entropy, "advantage": advantages}
+            seen |= _kl_stats("kl", old_logprobs, logprobs, mask)
             if "ref_logp" in micro_batch:
-                ref_logp = torch.where(mask.bool(), micro_batch["ref_logp"], logprobs.detach())  # else may be NaN
-                kl_ref = kl_estimate(logprobs, ref_logp, config.kl_estimator)
-                seen["kl_ref"] = kl_ref.detach()
+                ref_logp = torch.where(inputs.mask, micro_batch["ref_logp"], 0.0)
+                seen |= _kl_stats("kl_ref", logprobs, ref_logp, mask)
                 if config.kl_loss_coef:
-                    loss = loss + config.kl_loss_coef * masked_mean(kl_ref, mask)
+                    losses = losses + config.kl_loss_coef * kl_estimate(inputs.logprobs, ref_logp, config.kl_estimator)
             if config.entropy_coeff:
-                loss = loss - config.entropy_coeff * masked_mean(entropy, mask)
+                losses = losses - config.entropy_coeff * entropy
             stats.add(seen, mask)
-            return loss
+            return aggregate(losses, micro_batch)
 
         return loss_fn
 
@@ -135,13 +172,37 @@ class PPOActor:
         return token_logprobs(logits, input_ids, cu_seqlens, self.config.temperature)
 
     def _old_logprobs(self, batch: Batch) -> torch.Tensor:
-        if not self.config.recompute_logprob:
+        if not self._recomputes:
             return batch["logprobs"]
         return batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
 
-    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        limit = self.config.reward_clip
-        return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(-limit, limit)
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.recompute_logprob or self.config.use_decoupled_loss
+
+    def _shape_rewards(self, rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        config, rewards = self.config, rewards.float()
+        if config.overlong_reward_penalty:
+            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
+            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
+            rewards = rewards + overlong_penalty(loss_mask, *sizes)
+        limit = config.reward_clip
+        return ((rewards + config.reward_bias) * config.reward_scaling).clamp(-limit, limit)
+
+    def _kl_rewards(self, batch: Batch, loss_mask: torch.Tensor) -> torch.Tensor | None:
+        if not self.config.kl_ctl:
+            return None
+        kl = kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], "k1")
+        return torch.where(loss_mask, -self.config.kl_ctl * kl, 0.0)
+
+    def _sampled(self, batch: Batch) -> str:
+        """Which log-probabilities of the batch are those of the policy that rewards are for."""
+        return "prox_logp" if self.config.recompute_logprob and "prox_logp" in batch else "logprobs"
+
+    def _gae(
+        self, rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return gae_advantages(rewards, values, loss_mask, self.config.discount, self.config.gae_lambda)
 
     def _norm(self, norm: NormConfig | None) -> NormConfig | None:
         return norm and replace(norm, group_size=norm.group_size or self.config.group_size)
@@ -158,14 +219,29 @@ class PPOActor:
                 check_groups(len(batch["rewards"]), norm.group_size or 1)
         if "values" in batch:
             require_per_token(batch, "values", loss_mask_of(batch), "")
+        if self.config.kl_ctl:
+            for key in (self._sampled(batch), "ref_logp"):
+                require_per_token(batch, key, loss_mask_of(batch), "kl_ctl is not 0, so rewards need it")
+        truncated = batch.get("truncated", torch.tensor(False))
+        if self.config.mask_truncated_completions and truncated.shape != batch["rewards"].shape:
+            raise BatchError(
+                "the batch has no 'truncated' of shape [batch], which mask_truncated_completions needs: whether each "
+                "answer was cut off"
+            )
 
     def _validate_update(self, batch: Batch) -> None:
         mask = loss_mask_of(batch)
         require_per_token(batch, "advantages", mask, "call compute_advantages first")
-        if not self.config.recompute_logprob:
+        if not self.config.recompute_logprob or self.config.use_decoupled_loss:
             require_per_token(batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob")
-        elif "prox_logp" in batch:
+        if self._recomputes and "prox_logp" in batch:
             require_per_token(batch, "prox_logp", mask, "")
         if self.config.kl_loss_coef or "ref_logp" in batch:
             hint = "kl_loss_coef is not 0, so the reference policy's compute_logp must give it"
             require_per_token(batch, "ref_logp", mask, hint)
+
+
+def _kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, mask: torch.Tensor) -> Stats:
+    """k3 and k1 estimates of the KL from the policy that has ``logprobs`` to the one that has ``others``."""
+    log_ratio = torch.where(mask.bool(), (others - logprobs).detach(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {name: torch.expm1(log_ratio) - log_ratio, f"{name}_k1": -log_ratio}

@@ -100,6 +100,16 @@ def grpo_advantages(
     return torch.where(loss_mask.bool(), scores[:, None], 0.0)
 
 
+def overlong_penalty(loss_mask: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float) -> torch.Tensor:
+    """What is added to the reward of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
+
+    0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falling in proportion, ``-factor`` at
+    ``max_new_tokens``: Yu et al., "DAPO", 2025, eq. 13.
+    """
+    beyond = loss_mask.bool().sum(1) - (max_new_tokens - overlong_tokens)
+    return -factor * (beyond / overlong_tokens).clamp(0.0, 1.0)
+
+
 def rewards_at_last_token(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Put the reward ``[B]`` of each sequence on its last loss token: ``[B, S]`` float32; none if it has no such."""
     mask = loss_mask.bool()

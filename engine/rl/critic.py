@@ -10,7 +10,7 @@ from ..api import Batch, LossFn, TrainEngine
 from ..training.microbatch import validate_batch
 from .config import PPOCriticConfig
 from .logprobs import align_with_tokens
-from .losses import ppo_critic_loss
+from .losses import count_loss_tokens, ppo_critic_loss
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
@@ -50,7 +50,9 @@ class PPOCritic:
         share["loss_mask"] = loss_mask_of(batch)
         stats = TokenStats()
         self.engine.train()
-        result = train_minibatches(self.engine, share, self.config.ppo_n_minibatches, self._loss_fn(stats))
+        result = train_minibatches(
+            self.engine, share, self.config.ppo_n_minibatches, self._loss_fn(stats), count_loss_tokens
+        )
         return {**stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:

@@ -1,4 +1,4 @@
-"""Losses of PPO, GRPO and supervised fine-tuning as pure functions of per-token tensors.
+"""Losses of the critic and of supervised fine-tuning, and KL estimates, as pure functions of per-token tensors.
 
 All per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32 and are aligned
 with the token they are about. Entries where ``loss_mask`` is 0 may hold anything, NaN included: they
@@ -9,7 +9,7 @@ import torch
 
 from ..api import Batch
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Beyond e^20 a ratio says nothing but can overflow, and an infinite ratio would make the gradient NaN."""
 
 Stats = dict[str, torch.Tensor]
@@ -32,60 +32,27 @@ def sft_loss(logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     return masked_mean(-logprobs, loss_mask)
 
 
-def ppo_actor_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
-    eps_clip: float = 0.2,
-    eps_clip_higher: float | None = None,
-    c_clip: float | None = None,
-) -> tuple[torch.Tensor, Stats]:
-    """Clipped surrogate: mean of ``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``, ``r = p / p_old``.
-
-    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
-    Yu et al., "DAPO", 2025; with ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
-    "Mastering Complex Control in MOBA Games", 2020, eq. 5). ``|log r|`` is limited to 20.
-
-    Returns:
-        the scalar loss, and the stats ``ratio``, ``clip_fraction`` (tokens whose clipped branch was taken),
-        ``dual_clip_fraction`` (those held by ``c_clip``) and ``kl`` (k3 of KL(p_old || p)).
-    """
-    mask = loss_mask.bool()
-    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    advantages = torch.where(mask, advantages.float(), 0.0)
-    upper = eps_clip if eps_clip_higher is None else eps_clip_higher
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + upper)
-    loss = torch.maximum(plain, clipped)
-    dual = torch.zeros_like(mask)
-    if c_clip is not None:
-        dual = (advantages < 0) & (loss > -advantages * c_clip)
-        loss = torch.where(dual, -advantages * c_clip, loss)
-    stats = {
-        "ratio": ratio,
-        "clip_fraction": (clipped > plain).float(),
-        "dual_clip_fraction": dual.float(),
-        "kl": torch.expm1(log_ratio) - log_ratio,
-    }
-    return masked_mean(loss, mask), {name: value.detach() for name, value in stats.items()}
-
-
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
     """Per-token estimate of ``KL(policy || reference)`` from tokens the policy drew.
 
     With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
-    Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss:
-    Shao et al., "DeepSeekMath", 2024, eq. 4. ``l`` is limited to 20 under the exponential.
+    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL: no gradient beyond. Schulman, "Approximating KL
+    Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss: Shao et al., "DeepSeekMath",
+    2024, eq. 4. ``l`` is limited to 20 under the exponential.
+
+    The gradient is that of the value but for k1, whose own has an expectation of 0 whatever the policy: it is that of
+    k2, which is the gradient of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient
+    estimation for RL", 2025).
     """
     log_ratio = ref_logprobs.float() - logprobs.float()
+    k2 = log_ratio.square() / 2
     if kind == "k1":
-        return -log_ratio
+        return -log_ratio.detach() + (k2 - k2.detach())
     if kind == "k2":
-        return log_ratio.square() / 2
-    log_ratio = log_ratio.clamp(max=_MAX_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio
+        return k2
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    k3 = torch.expm1(log_ratio) - log_ratio
+    return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
 
 
 def ppo_critic_loss(

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 
 from ...utils.errors import BatchError
-from ..api import Batch, LossFn, TrainEngine
+from ..api import Batch, LossFn, LossWeightFn, TrainEngine
 from ..training.microbatch import select_rows, sequence_lengths
 from ..training.partition import partition
-from .losses import Stats, count_loss_tokens
+from .losses import Stats
 
 
 class TokenStats:
@@ -22,21 +22,27 @@ class TokenStats:
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
-        self._tokens: torch.Tensor | float = 0.0
+        self._tokens: dict[str, torch.Tensor] = {}
 
     def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
         """Add one micro-batch: tensors shaped as ``loss_mask``, of which the masked-in entries count."""
         mask = loss_mask.bool()
-        self._tokens = self._tokens + mask.sum().double()
+        tokens = mask.sum().double()
         for name, values in stats.items():
             total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
             self._sums[name] = self._sums.get(name, 0.0) + total
+            self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
-        """Mean of each of ``names`` over the loss tokens of all ranks; a collective. 0 for what nobody added."""
-        sums = {name: float(self._sums.get(name, 0.0)) for name in names}
-        reduced = engine.all_reduce_stats({**sums, "tokens": float(self._tokens)})
-        return {name: reduced[name] / max(reduced["tokens"], 1.0) for name in names}
+        """Mean of each of ``names`` over the loss tokens of all ranks that added it; a collective.
+
+        What nobody added is left out.
+        """
+        own = {f"sum {name}": float(self._sums.get(name, 0.0)) for name in names}
+        own |= {f"tokens {name}": float(self._tokens.get(name, 0.0)) for name in names}
+        reduced = engine.all_reduce_stats(own)
+        counts = {name: reduced[f"tokens {name}"] for name in names}
+        return {name: reduced[f"sum {name}"] / count for name, count in counts.items() if count}
 
 
 @contextmanager
@@ -94,7 +100,9 @@ def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     return minibatches + [filler] * (n_minibatches - len(parts))
 
 
-def train_minibatches(engine: TrainEngine, batch: Batch, n_minibatches: int, loss_fn: LossFn) -> dict[str, float]:
+def train_minibatches(
+    engine: TrainEngine, batch: Batch, n_minibatches: int, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+) -> dict[str, float]:
     """Take one optimizer step for each mini-batch that has a loss token on any rank.
 
     Args:
@@ -102,6 +110,7 @@ def train_minibatches(engine: TrainEngine, batch: Batch, n_minibatches: int, los
         batch: this rank's share, with an explicit ``loss_mask``.
         n_minibatches: the same on every rank.
         loss_fn: see `LossFn`.
+        loss_weight_fn: see `LossWeightFn`; not 0 for a micro-batch with a loss token.
 
     Returns:
         ``loss`` (weighted by loss tokens), ``grad_norm`` (mean of the steps taken), ``lr`` (of the last step),
@@ -121,7 +130,7 @@ def train_minibatches(engine: TrainEngine, batch: Batch, n_minibatches: int, los
         raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
 
     trained = [(totals[str(i)], minibatch) for i, minibatch in enumerate(minibatches) if totals[str(i)]]
-    results = [engine.train_batch(minibatch, loss_fn, count_loss_tokens) for _, minibatch in trained]
+    results = [engine.train_batch(minibatch, loss_fn, loss_weight_fn) for _, minibatch in trained]
     loss = sum(weight * result["loss"] for (weight, _), result in zip(trained, results, strict=True))
     return {"loss": loss / counts["n_loss_tokens"], **_summarise(results), **counts}
 

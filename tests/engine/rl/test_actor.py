@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from holdfast.engine.api import Batch, FinetuneSpec
@@ -16,6 +15,7 @@ from holdfast.engine.fsdp_engine import FSDPEngine
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig, PPOCritic, PPOCriticConfig
 from holdfast.utils.errors import BatchError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.engine.rl.reference import reference_logprobs
 from tests.helpers import run_ranks
 from tests.once import make_once
 
@@ -70,22 +70,13 @@ def make_actor(path: str, **changes: Any) -> PPOActor:
     return PPOActor(config, engine)
 
 
-def reference_logprobs(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ``[B, S]`` log-probabilities and entropies aligned with the tokens, by way of log_softmax."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    log_p = torch.log_softmax(logits[:, :-1] / TEMPERATURE, -1)
-    picked = log_p.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return tuple(F.pad(x, (1, 0)) * batch["attention_mask"] for x in (picked, entropy))  # type: ignore[return-value]
-
-
 def reference_update(batch: Batch, ref_logp: torch.Tensor, old: torch.Tensor) -> tuple[nn.Module, dict[str, float]]:
     """One SGD step on the mean over all loss tokens of clipped surrogate + KL - entropy, all written out."""
     model = build_reference(tiny_qwen3())
     mask = batch["loss_mask"].bool()
     rewards = batch["rewards"].reshape(-1, 2)
     scores = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-5)).reshape(-1, 1)
-    logp, entropy = reference_logprobs(model, batch)
+    logp, entropy = reference_logprobs(model, batch, TEMPERATURE)
     advantages = scores.expand_as(logp)
     ratio = (logp - old).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
@@ -131,7 +122,7 @@ def _grpo_against_reference(rank: int, world_size: int, path: str) -> dict[str, 
     mine = share_of(batch, rank, world_size)
     actor = make_actor(path, kl_loss_coef=0.1, entropy_coeff=0.02, eps_clip_higher=0.28)
     with torch.no_grad():
-        logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch)
+        logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch, TEMPERATURE)
     batch |= {"old": logp + batch["noise"], "ref": logp - batch["noise"].flip(0)}
     expected_logp = share_of({**batch, "logp": logp}, rank, world_size)["logp"]
     torch.testing.assert_close(actor.compute_logp(mine), expected_logp, rtol=1e-4, atol=2e-5)

@@ -24,7 +24,18 @@ def test_an_actor_is_read_from_yaml_with_and_without_its_norms(tmp_path: Path) -
     ("override", "message"),
     [
         ("eps_clip=-0.1", "'eps_clip' is -0.1"),
-        ("kl_estimator=k1", "'kl_estimator' is 'k1'; expected one of 'k2', 'k3'"),
+        ("kl_estimator=k4", "'kl_estimator' is 'k4'; expected one of 'k1', 'k2', 'k3', 'low_var_kl'"),
+        ("policy_loss=grpo", "'policy_loss' is 'grpo'; expected one of 'ppo', 'gspo', 'cispo', 'sapo', 'gpg', 'gmpo'"),
+        ("loss_agg_mode=mean", "'loss_agg_mode' is 'mean'; expected one of 'token-mean'"),
+        ("loss_agg_mode=seq-mean-token-sum-norm", "'loss_scale_factor' is None and 'loss_agg_mode' is 'seq-mean-token"),
+        ("loss_scale_factor=100", "'loss_scale_factor' is 100.0 and 'loss_agg_mode' is 'token-mean'"),
+        ("importance_sampling_level=row", "'importance_sampling_level'"),
+        ("sapo_tau_neg=0", "'sapo_tau_neg' is 0.0; expected more than 0"),
+        ("rejection_sampling.upper=2", "'use_decoupled_loss' is False, so that there are no weights to bound"),
+        ("rejection_sampling.upper=1", "'rejection_sampling.upper' is 1.0; of ratios expected more than 1"),
+        ("rejection_sampling.level=word", "'rejection_sampling.level' is 'word'"),
+        ("overlong_reward_penalty=true", "'overlong_reward_penalty' is True, but 'max_new_tokens' is null"),
+        ("kl_ctl=-1", "'kl_ctl'"),
         ("c_clip=0.5", "'c_clip'"),
         ("ppo_n_minibatches=0", "'ppo_n_minibatches'"),
         ("gae_lambda=1.5", "'gae_lambda'"),
@@ -38,6 +49,28 @@ def test_an_actor_is_read_from_yaml_with_and_without_its_norms(tmp_path: Path) -
 def test_a_bad_actor_value_is_an_error_that_names_the_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(PPOActorConfig, overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy_loss=cispo", "importance_sampling_level=sequence"], "policy_loss 'cispo' has no ratio of sequences"),
+        (["policy_loss=sapo", "use_decoupled_loss=true"], "policy_loss 'sapo' is not defined for it"),
+        (["policy_loss=gpg", "c_clip=3"], "'c_clip' is 3.0, but policy_loss 'gpg' does not clip so"),
+        (
+            ["use_decoupled_loss=true", "rejection_sampling.metric=kl_k2", "rejection_sampling.action=clamp"],
+            "its bounds are of kl_k2, not of the weight",
+        ),
+        (
+            ["use_decoupled_loss=true", "rejection_sampling.upper=2", "rejection_sampling.lower=3"],
+            "'rejection_sampling.lower' is 3.0, above 'rejection_sampling.upper', 2.0",
+        ),
+        (["max_new_tokens=10", "overlong_tokens=20"], "'overlong_tokens' is 20; expected a value from 1 to 10"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(PPOActorConfig, overrides=overrides)
 
 
 def test_a_critic_has_a_value_head() -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.rl.losses import kl_estimate, masked_mean, ppo_actor_loss, ppo_critic_loss, sft_loss
+from holdfast.engine.rl import PPOActorConfig
+from holdfast.engine.rl.losses import Stats, kl_estimate, masked_mean, ppo_critic_loss, sft_loss
+from holdfast.engine.rl.policy_losses import POLICY_LOSSES, policy_inputs
 
 RNG = np.random.default_rng(0)
 N = 40
@@ -19,8 +21,23 @@ def f32(values: np.ndarray) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def actor_loss(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    name: str = "ppo",
+    **settings: float | None,
+) -> tuple[torch.Tensor, Stats]:
+    """The mean over the loss tokens of one packed sequence."""
+    ends = torch.tensor([0, len(logprobs)])
+    inputs = policy_inputs(logprobs, old, advantages, mask, ends)
+    losses, stats = POLICY_LOSSES[name](inputs, PPOActorConfig(policy_loss=name, **settings))  # type: ignore[arg-type]
+    return masked_mean(losses, mask), stats
+
+
 def actor_by_loop(low: float, high: float, c_clip: float | None) -> dict[str, float]:
-    sums = dict.fromkeys(("loss", "ratio", "clip_fraction", "dual_clip_fraction", "kl"), 0.0)
+    sums = dict.fromkeys(("loss", "clip_fraction", "dual_clip_fraction"), 0.0)
     for logp, old, adv, counts in zip(LOGPROBS, OLD, ADVANTAGES, MASK, strict=True):
         if not counts:
             continue
@@ -31,15 +48,14 @@ def actor_by_loop(low: float, high: float, c_clip: float | None) -> dict[str, fl
             objective = c_clip * adv
             sums["dual_clip_fraction"] += 1
         sums["loss"] -= objective
-        sums["ratio"] += ratio
         sums["clip_fraction"] += clipped < unclipped
-        sums["kl"] += ratio - 1 - (logp - old)
     return {name: total / MASK.sum() for name, total in sums.items()}
 
 
 @pytest.mark.parametrize(("low", "high", "c_clip"), [(0.2, None, None), (0.2, 0.28, None), (0.1, 0.3, 1.5)])
 def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c_clip: float | None) -> None:
-    loss, stats = ppo_actor_loss(f32(LOGPROBS), f32(OLD), f32(ADVANTAGES), torch.tensor(MASK), low, high, c_clip)
+    limits = {"eps_clip": low, "eps_clip_higher": high, "c_clip": c_clip}
+    loss, stats = actor_loss(f32(LOGPROBS), f32(OLD), f32(ADVANTAGES), torch.tensor(MASK), **limits)
     expected = actor_by_loop(low, low if high is None else high, c_clip)
     got = {"loss": loss, **{name: masked_mean(values, torch.tensor(MASK)) for name, values in stats.items()}}
     assert got.keys() == expected.keys()
@@ -53,18 +69,24 @@ def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c
 def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() -> None:
     logp = torch.tensor([0.0, 0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
-    loss, _ = ppo_actor_loss(logp, torch.zeros(5), advantages, torch.ones(5), 0.2, 0.3)
+    loss, _ = actor_loss(logp, torch.zeros(5), advantages, torch.ones(5), eps_clip=0.2, eps_clip_higher=0.3)
     loss.backward()
     expected = [-1.0, 0.0, math.exp(0.5), -math.exp(-0.5), 0.0]
     assert logp.grad is not None
     np.testing.assert_allclose(logp.grad.numpy(), np.array(expected) / 5, rtol=1e-6)
 
 
-def test_masked_out_nan_reaches_neither_loss_nor_gradient() -> None:
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("own", [-1.0, -math.inf])
+def test_masked_out_nan_reaches_neither_loss_nor_gradient(name: str, own: float) -> None:
     mask = torch.tensor([1, 0, 1])
     nan = torch.tensor([0.0, math.nan, 0.0])
+    own_logp = torch.tensor([-1.0, own, -2.0], requires_grad=True)
+    actor, _ = actor_loss(own_logp, nan - 1, nan + 1, mask, name)
+    actor.backward()
+    assert own_logp.grad is not None and bool(torch.isfinite(own_logp.grad).all()) and own_logp.grad[1] == 0
     logp = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
-    actor, stats = ppo_actor_loss(logp, nan - 1, nan + 1, mask)
+    actor, stats = actor_loss(logp, nan - 1, nan + 1, mask, name)
     critic, _ = ppo_critic_loss(logp, nan, nan, mask)
     kl = masked_mean(kl_estimate(logp, nan - 1), mask)
     (actor + critic + kl + sft_loss(logp, mask)).backward()
@@ -72,22 +94,33 @@ def test_masked_out_nan_reaches_neither_loss_nor_gradient() -> None:
     assert all(bool(torch.isfinite(values[mask.bool()]).all()) for values in stats.values())
 
 
-def test_a_ratio_beyond_float_range_keeps_loss_and_gradient_finite() -> None:
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_ratio_beyond_float_range_keeps_loss_and_gradient_finite(name: str) -> None:
     logp = torch.tensor([0.0, 0.0], requires_grad=True)
-    loss, _ = ppo_actor_loss(logp, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), torch.ones(2))
+    loss, _ = actor_loss(logp, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), torch.ones(2), name)
     loss.backward()
     assert math.isfinite(float(loss.detach())) and logp.grad is not None and bool(torch.isfinite(logp.grad).all())
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
-def test_an_all_masked_loss_is_zero_and_has_a_graph(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, requires_grad=True)
-    zeros = torch.zeros(shape)
-    actor, _ = ppo_actor_loss(x, zeros, zeros + 1, zeros)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_an_all_masked_loss_is_zero_and_has_a_graph(name: str) -> None:
+    x = torch.randn(3, requires_grad=True)
+    zeros = torch.zeros(3)
+    actor, _ = actor_loss(x, zeros, zeros + 1, zeros, name)
     critic, _ = ppo_critic_loss(x, zeros, zeros, zeros)
     total = actor + critic + sft_loss(x, zeros)
     total.backward()
     assert float(total.detach()) == 0 and x.grad is not None and not bool(x.grad.any())
+
+
+def test_k1_in_a_loss_has_the_gradient_of_k2_and_low_var_kl_ends_at_10() -> None:
+    logp = torch.tensor([-1.0, -3.0], requires_grad=True)
+    ref = torch.tensor([-1.5, -0.2])
+    kl_estimate(logp, ref, "k1").sum().backward()
+    assert logp.grad is not None
+    torch.testing.assert_close(logp.grad, (logp - ref).detach())
+    far = kl_estimate(torch.tensor([-9.0, -1.0]), torch.tensor([-1.0, -1.5]), "low_var_kl")
+    torch.testing.assert_close(far, torch.tensor([10.0, math.exp(-0.5) - 1 + 0.5]))
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -1,0 +1,74 @@
+"""How per-token losses become the loss of an optimizer step.
+
+A step's loss is ``sum(weight * loss) / sum(count)`` over all loss tokens of all ranks and micro-batches. Weights and
+counts are put into the batch before it is cut, so a sequence means the same wherever its tokens end up; the sum of
+the counts is what an engine weighs a micro-batch by (`LossWeightFn`). With n_i loss tokens in sequence i:
+
+| mode | weight | count | the loss is |
+|---|---|---|---|
+| ``token-mean`` | 1 | 1 | the mean over tokens |
+| ``seq-mean-token-mean`` | 1 / n_i | 1 / n_i | the mean over sequences of their means |
+| ``seq-mean-token-sum`` | 1 | 1 / n_i | the mean over sequences of their sums |
+| ``seq-mean-token-sum-norm`` | 1 / L | 1 / n_i | the same, divided by a constant L |
+
+Sequences without a loss token count for nothing.
+"""
+
+import torch
+
+from ..api import Batch
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""verl's names. The last one is the constant length of Liu et al., "Understanding R1-Zero-Like Training", 2025."""
+
+
+def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None = None) -> Batch:
+    """The batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its ``loss_mask``.
+
+    Args:
+        batch: padded, with an explicit ``loss_mask``; a row is a sequence.
+        mode: one of `LOSS_AGG_MODES`.
+        loss_scale_factor: L of ``seq-mean-token-sum-norm``.
+    """
+    mask = batch["loss_mask"].float()
+    by_sequence = mask / mask.sum(1, keepdim=True).clamp(min=1)
+    weights, counts = {
+        "token-mean": (mask, mask),
+        "seq-mean-token-mean": (by_sequence, by_sequence),
+        "seq-mean-token-sum": (mask, by_sequence),
+        "seq-mean-token-sum-norm": (mask / (loss_scale_factor or 1.0), by_sequence),
+    }[mode]
+    return {**batch, "loss_weights": weights, "loss_counts": counts}
+
+
+def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+    """The loss of a micro-batch whose weight is `count_losses`: a scalar, 0 (with a graph) without a loss token.
+
+    Args:
+        losses: ``[T]`` or ``[B, S]``; outside the loss mask anything, NaN included.
+        micro_batch: of `with_loss_weights`.
+    """
+    mask = micro_batch["loss_mask"].bool()
+    total = (torch.where(mask, losses, 0.0) * micro_batch["loss_weights"]).sum()
+    counts = micro_batch["loss_counts"].sum()
+    return total / torch.where(counts > 0, counts, 1.0)
+
+
+def count_losses(micro_batch: Batch) -> torch.Tensor:
+    """How much the `aggregate` of this micro-batch counts, a float32 scalar (a `LossWeightFn`)."""
+    return micro_batch["loss_counts"].sum()
+
+
+def mean_by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Every token has the mean of ``values`` over its sequence's tokens in ``mask``; 0 where there are none.
+
+    Args:
+        values: ``[T]`` packed, finite in ``mask``.
+        mask: ``[T]`` bool.
+        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
+    """
+    ends = cu_seqlens.to(values.device).long()
+    sequence = torch.repeat_interleave(torch.arange(len(ends) - 1, device=values.device), ends.diff())
+    sums = values.new_zeros(len(ends) - 1).index_add(0, sequence, torch.where(mask, values, 0.0))
+    counts = values.new_zeros(len(ends) - 1).index_add(0, sequence, mask.to(values.dtype))
+    return (sums / counts.clamp(min=1))[sequence]

@@ -1,0 +1,139 @@
+"""The losses that a policy can be trained with, by name: pure functions from per-token tensors to per-token losses.
+
+What they have in common: ``A`` is the advantage, ``r`` the ratio of a token's probability to that under the old policy,
+both 0 and 1 outside the loss mask, and ``|log r|`` is limited to 20 (`MAX_LOG_RATIO`). How losses of tokens become
+that of a step is no business of theirs: see `holdfast.engine.rl.aggregation`.
+
+With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean of its sequence's, and its
+gradient that of its own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et al.,
+"Group Sequence Policy Optimization", 2025, eq. 14 for GSPO-token).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .aggregation import mean_by_sequence
+from .losses import MAX_LOG_RATIO, Stats
+
+if TYPE_CHECKING:
+    from .config import PPOActorConfig
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """One packed micro-batch; per-token tensors are ``[T]`` float32 and hold nothing but finite numbers.
+
+    Attributes:
+        logprobs: of the policy, the only one with a gradient.
+        log_ratio: ``log r``, of the level that was asked for.
+        advantages: A.
+        mask: bool.
+        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
+    """
+
+    logprobs: torch.Tensor
+    log_ratio: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+def policy_inputs(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    level: str = "token",
+) -> PolicyInputs:
+    """What a policy loss is computed from; what the arguments hold outside ``loss_mask`` does not matter.
+
+    Args:
+        logprobs: ``[T]`` of the policy.
+        old_logprobs: ``[T]`` of the old one.
+        advantages: ``[T]``.
+        loss_mask: ``[T]``.
+        cu_seqlens: ``[n + 1]``.
+        level: ``token`` or ``sequence``.
+    """
+    mask = loss_mask.bool()
+    logprobs, old, advantages = (torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages))
+    log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level == "sequence":
+        log_ratio = mean_by_sequence(log_ratio.detach(), mask, cu_seqlens) + logprobs - logprobs.detach()
+    return PolicyInputs(logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens)
+
+
+PolicyLoss = Callable[[PolicyInputs, "PPOActorConfig"], tuple[torch.Tensor, Stats]]
+"""``[T]`` losses, and statistics of its own (``clip_fraction``: of tokens whose gradient was cut off ...)."""
+
+
+def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``.
+
+    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
+    Yu et al., "DAPO", 2025; with ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
+    "Mastering Complex Control in MOBA Games", 2020, eq. 5).
+    """
+    advantages, ratio = inputs.advantages, inputs.log_ratio.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(*_clip_range(config))
+    loss = torch.maximum(plain, clipped)
+    dual = torch.zeros_like(inputs.mask)
+    if config.c_clip is not None:
+        dual = (advantages < 0) & (loss > -advantages * config.c_clip)
+        loss = torch.where(dual, -advantages * config.c_clip, loss)
+    return loss, {"clip_fraction": (clipped > plain).float(), "dual_clip_fraction": dual.float()}
+
+
+def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
+
+    MiniMax, "MiniMax-M1", 2025, eq. 4; the clip as in verl and AReaL (TRL's upper limit is ``eps_clip_higher`` itself).
+    """
+    ratio = inputs.log_ratio.detach().exp()
+    weight = ratio.clamp(*_clip_range(config))
+    return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (ratio != weight).float()}
+
+
+def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``-A sigmoid(tau (r - 1)) 4 / tau``, ``tau`` being ``sapo_tau_pos`` where A > 0 and else ``sapo_tau_neg``.
+
+    Gao et al., "Soft Adaptive Policy Optimization", 2025, eq. 5: a soft gate where PPO clips.
+    """
+    tau = torch.where(inputs.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * 4.0 / tau
+    return -gate * inputs.advantages, {}
+
+
+def gpg(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, eq. 7."""
+    return -inputs.advantages * inputs.logprobs, {}
+
+
+def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``-mean(A) exp(mean(c))`` for each sequence, the ``c`` being ``log r`` clipped where that lowers the objective.
+
+    ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
+    loss of its sequence, so ``seq-mean-token-mean`` gives that of Zhao et al., "Geometric-Mean Policy Optimization",
+    2025, eq. 4.
+    """
+    low, high = _clip_range(config)
+    sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio
+    held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low - 1.0, high - 1.0))
+    mean_ratio = mean_by_sequence(held, inputs.mask, inputs.cu_seqlens).exp()
+    mean_advantage = mean_by_sequence(inputs.advantages, inputs.mask, inputs.cu_seqlens)
+    return -mean_advantage * mean_ratio, {"clip_fraction": ((held != log_ratio) & (sign != 0)).float()}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": ppo, "cispo": cispo, "sapo": sapo, "gpg": gpg, "gmpo": gmpo}
+"""By the name in ``policy_loss``; ``gspo`` is `ppo` at the level of sequences."""
+WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
+"""Those that ``importance_sampling_level: sequence`` has a meaning for."""
+
+
+def _clip_range(config: "PPOActorConfig") -> tuple[float, float]:
+    upper = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+    return 1.0 - config.eps_clip, 1.0 + upper

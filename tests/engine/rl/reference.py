@@ -1,0 +1,101 @@
+"""What an update is, written out sequence by sequence in float64: losses, weights, aggregation, one step of SGD."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from holdfast.engine.api import Batch
+
+LOW, HIGH = 0.2, 0.28
+TAU_POS, TAU_NEG = 1.3, 1.7
+
+
+def reference_logprobs(model: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded ``[B, S]`` log-probabilities and entropies aligned with the tokens, by way of log_softmax."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    picked = log_p.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return tuple(F.pad(x, (1, 0)) * batch["attention_mask"] for x in (picked, entropy))  # type: ignore[return-value]
+
+
+def policy_losses(kind: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+    """``[n]`` losses of the n loss tokens of one sequence."""
+    ratio = (logp - old).exp()
+    clip = [min(max(float(r), 1 - LOW), 1 + HIGH) for r in ratio]
+    if kind == "ppo":
+        held = torch.stack([r if float(r) == c else torch.tensor(c) for r, c in zip(ratio, clip, strict=True)])
+        return -torch.minimum(ratio * adv, held * adv)
+    if kind == "gspo":  # eq. 5: one ratio and one term for the sequence
+        mean = (logp - old).mean().exp()
+        return -torch.minimum(mean * adv[0], mean.clamp(1 - LOW, 1 + HIGH) * adv[0]).expand(len(adv))
+    if kind == "cispo":
+        return -torch.tensor(clip, dtype=torch.float64) * adv * logp
+    if kind == "sapo":
+        return torch.stack([_sapo(r, a) for r, a in zip(ratio, adv, strict=True)])
+    if kind == "sequence sapo":
+        mean = (logp - old).mean().exp()
+        return _sapo(mean, adv[0]).expand(len(adv))
+    if kind == "gpg":
+        return -adv * logp
+    assert kind == "gmpo"
+    limits = (-LOW, HIGH)
+    logs = []
+    for log_ratio, a in zip(logp - old, adv, strict=True):
+        clipped = log_ratio.clamp(*limits)
+        logs.append(torch.minimum(log_ratio, clipped) if a > 0 else torch.maximum(log_ratio, clipped))
+    return (-adv.mean() * torch.stack(logs).mean().exp()).expand(len(adv))
+
+
+def _sapo(ratio: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+    tau = TAU_POS if adv > 0 else TAU_NEG
+    return -adv * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+
+
+def kl(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """``[n]`` estimates with the gradient they have in a loss."""
+    difference = logp - ref
+    if kind == "k1":
+        return difference.detach() + difference**2 / 2 - (difference**2 / 2).detach()
+    if kind == "k2":
+        return difference**2 / 2
+    k3 = (-difference).exp() - 1 + difference
+    return torch.where(k3 > 10, 10.0, k3) if kind == "low_var_kl" else k3
+
+
+def weights(prox: torch.Tensor, behave: torch.Tensor, rejection: dict[str, Any] | None) -> torch.Tensor:
+    """``[n]`` weights of decoupled PPO for one sequence."""
+    logs = prox - behave
+    if rejection is None:
+        return logs.exp()
+    settings = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "lower": -math.inf} | rejection
+    metric = {
+        "ratio": logs,
+        "kl_k1": logs,
+        "kl_k2": logs**2 / 2,
+        "kl_k3": (-logs).exp() - 1 + logs,
+    }[settings["metric"]]
+    values = [float(x) for x in metric]
+    w = [math.exp(x) for x in logs]
+    if settings["level"] == "sequence":
+        whole = {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values)}[settings["agg"]]
+        values = [whole] * len(values)
+        if settings["metric"] == "ratio":
+            w = [math.exp(float(logs.mean()))] * len(w)
+    for i, value in enumerate(values):
+        judged = math.exp(value) if settings["metric"] == "ratio" else value
+        if not settings["lower"] <= judged <= settings["upper"]:
+            w[i] = 0.0 if settings["action"] == "mask" else min(max(w[i], settings["lower"]), settings["upper"])
+    return torch.tensor(w, dtype=torch.float64)
+
+
+def aggregate(mode: str, losses: list[torch.Tensor], scale: float | None) -> torch.Tensor:
+    """The loss of a step from ``[n_i]`` losses of the sequences that have any."""
+    if mode == "token-mean":
+        return torch.cat(losses).mean()
+    if mode == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return torch.stack([loss.sum() for loss in losses]).mean() / (scale or 1.0)

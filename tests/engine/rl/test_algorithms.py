@@ -1,0 +1,207 @@
+"""Each choice of loss, weights, penalty and aggregation takes the step that float64 sums over sequences take.
+
+The batch is ragged, one row has no loss token, and what stands outside the loss mask is -inf.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.api import Batch
+from holdfast.engine.config import MicroBatchSpec
+from holdfast.engine.rl import NormConfig, PPOActor
+from holdfast.engine.rl.off_policy import RejectionSamplingConfig
+from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.engine.rl.reference import TAU_NEG, TAU_POS, aggregate, kl, policy_losses, reference_logprobs, weights
+from tests.engine.rl.test_actor import TEMPERATURE, global_batch, make_actor, raises_batch_error, share_of
+from tests.helpers import run_ranks
+from tests.tiers import slow_but
+
+POLICIES = ("logprobs", "ref_logp", "prox_logp")
+MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+CASES: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    **{f"ppo, {mode}": {"loss_agg_mode": mode} for mode in MEANS[1:]},
+    "Dr. GRPO": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 9.0, "std": None},
+    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    "gspo by tokens": {"importance_sampling_level": "sequence"},
+    "cispo": {"policy_loss": "cispo"},
+    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    "sequence sapo": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
+    "gpg": {"policy_loss": "gpg", "loss_agg_mode": "seq-mean-token-sum"},
+    "gmpo": {"policy_loss": "gmpo", "loss_agg_mode": "seq-mean-token-mean"},
+    **{f"KL {kind}": {"kl_loss_coef": 0.3, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
+    "KL in rewards": {"kl_ctl": 0.2, "discount": 0.9, "gae_lambda": 0.95},
+    "entropy": {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+    "overlong": {
+        "overlong_reward_penalty": True,
+        "max_new_tokens": 7,
+        "overlong_tokens": 4,
+        "overlong_penalty_factor": 0.5,
+    },
+    "cut off": {"mask_truncated_completions": True},
+    "decoupled": {"use_decoupled_loss": True},
+    "rejected tokens": {"use_decoupled_loss": True, "rejection": {"upper": 1.3, "lower": 0.8}},
+    "clamped tokens": {"use_decoupled_loss": True, "rejection": {"action": "clamp", "upper": 1.3}},
+    "clamped sequences": {
+        "use_decoupled_loss": True,
+        "rejection": {"level": "sequence", "action": "clamp", "upper": 1.05, "lower": 0.95},
+    },
+    **{
+        f"rejected sequences, {metric}, {agg}": {
+            "use_decoupled_loss": True,
+            "rejection": {"level": "sequence", "metric": metric, "agg": agg, "upper": upper},
+        }
+        for metric, agg, upper in [
+            ("ratio", "sum", 1.1),
+            ("ratio", "max", 1.4),
+            ("kl_k1", "mean", 0.05),
+            ("kl_k2", "sum", 0.1),
+            ("kl_k3", "max", 0.06),
+        ]
+    },
+    "cispo, decoupled": {"policy_loss": "cispo", "use_decoupled_loss": True},
+}
+
+
+def whole_batch() -> Batch:
+    """All rows, with log-probabilities of four policies near that of the model."""
+    batch = global_batch()
+    with torch.no_grad():
+        logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch, TEMPERATURE)
+    noise, outside = batch.pop("noise"), ~batch["loss_mask"].bool()
+    near = (logp + noise, logp - noise.flip(0), logp + noise.roll(1, 0) / 2)
+    batch |= {key: value.masked_fill(outside, -math.inf) for key, value in zip(POLICIES, near, strict=True)}
+    batch["truncated"] = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
+    return batch
+
+
+def actor_settings(case: dict[str, Any]) -> dict[str, Any]:
+    """Of `make_actor`."""
+    settings = {key: value for key, value in case.items() if key not in ("std", "rejection")}
+    settings["reward_norm"] = NormConfig("group", std_level=case.get("std", "group"))
+    if rejection := case.get("rejection"):
+        settings["rejection_sampling"] = RejectionSamplingConfig(**rejection)
+    return settings | {"eps_clip_higher": 0.28, "sapo_tau_pos": TAU_POS, "sapo_tau_neg": TAU_NEG}
+
+
+def advantages_of(batch: Batch, case: dict[str, Any]) -> list[torch.Tensor]:
+    """``[n_i]`` of each row, in float64."""
+    mask, rewards = batch["loss_mask"].bool(), batch["rewards"].double()
+    if case.get("overlong_reward_penalty"):
+        rewards = rewards - 0.5 * torch.tensor([min(max((n - 3) / 4, 0.0), 1.0) for n in mask.sum(1).tolist()])
+    pairs = rewards.reshape(-1, 2)
+    scores = pairs - pairs.mean(1, True)
+    if case.get("std", "group"):
+        scores = scores / (pairs.std(1, keepdim=True) + 1e-5)
+    advantages = [score.repeat(int(row.sum())) for score, row in zip(scores.flatten(), mask, strict=True)]
+    if kl_ctl := case.get("kl_ctl"):
+        for i, row in enumerate(mask):
+            penalties = (-kl_ctl * (batch["logprobs"][i, row] - batch["ref_logp"][i, row])).tolist()
+            for t in range(len(penalties)):
+                advantages[i][t] += sum(penalty * (0.9 * 0.95) ** k for k, penalty in enumerate(penalties[t:]))
+    return advantages
+
+
+def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
+    """The model after a step of SGD, and the loss."""
+    batch, model = whole_batch(), build_reference(tiny_qwen3()).double()
+    logp, entropy = reference_logprobs(model, batch, TEMPERATURE)
+    kind = case.get("policy_loss", "ppo")
+    if case.get("importance_sampling_level") == "sequence":
+        kind = "gspo" if kind == "ppo" else f"sequence {kind}"
+    losses = []
+    for i, (row, adv) in enumerate(zip(batch["loss_mask"].bool(), advantages_of(batch, case), strict=True)):
+        if not row.any() or (case.get("mask_truncated_completions") and batch["truncated"][i]):
+            continue
+        p, behave, ref, prox = (x[i, row].double() for x in (logp, *(batch[key] for key in POLICIES)))
+        if case.get("use_decoupled_loss"):
+            loss = policy_losses(kind, p, prox, adv) * weights(prox, behave, case.get("rejection"))
+        else:
+            loss = policy_losses(kind, p, behave, adv)
+        loss = loss + case.get("kl_loss_coef", 0.0) * kl(case.get("kl_estimator", "k3"), p, ref)
+        losses.append(loss - case.get("entropy_coeff", 0.0) * entropy[i, row])
+    total = aggregate(case.get("loss_agg_mode", "token-mean"), losses, case.get("loss_scale_factor"))
+    total.backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param -= 0.5 * param.grad
+    return model, float(total.detach())
+
+
+def _each_case(rank: int, world_size: int, path: str, n_mbs: int) -> list[str]:
+    """Cases whose step is another one than the reference takes; what differs most."""
+    wrong = []
+    mine = share_of(whole_batch(), rank, world_size)
+    for name, case in CASES.items():
+        actor = make_actor(path, mb_spec=MicroBatchSpec(n_mbs=n_mbs), **actor_settings(case))
+        stats = actor.ppo_update(actor.compute_advantages(mine))
+        reference, loss = reference_step(case)
+        wanted = dict(reference.named_parameters())
+        worst = max(
+            float((param.full_tensor() - wanted[key]).abs().max())  # type: ignore[attr-defined]
+            for key, param in actor.engine.model.named_parameters()  # type: ignore[attr-defined]
+        )
+        if not (worst < 2e-6 and stats["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)):
+            wrong.append(f"{name}: weights differ by {worst:.2g}, losses {stats['loss']} and {loss}")
+        wrong += _wrong_stats(name, case, stats)
+        actor.engine.destroy()  # type: ignore[attr-defined]
+    return wrong
+
+
+def _wrong_stats(name: str, case: dict[str, Any], stats: dict[str, float]) -> Iterator[str]:
+    for key, applies in {
+        "behave_kl": "use_decoupled_loss" in case,
+        "rejected": "use_decoupled_loss" in case,
+        "kl_reward": "kl_ctl" in case,
+        "kl_k1": True,
+        "kl_ref_k1": True,
+    }.items():
+        if (key in stats) != applies:
+            yield f"{name}: {key} is {'missing' if applies else 'there'}"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_model_folder(folder, tiny_qwen3())
+    return str(folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world_size", "n_mbs"), slow_but([(2, 2)], [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5)]))
+def test_every_choice_takes_the_step_of_its_formula(model_path: str, world_size: int, n_mbs: int) -> None:
+    for wrong in run_ranks(_each_case, world_size, model_path, n_mbs, timeout_s=200):
+        assert wrong == []
+
+
+def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
+    seen = {}
+    mine = share_of(whole_batch(), rank, world_size)
+
+    def refused(actor: PPOActor, *left_out: str) -> str:
+        batch = {key: value for key, value in mine.items() if key not in left_out}
+        return raises_batch_error(lambda: actor.ppo_update(actor.compute_advantages(batch)))
+
+    for name, settings in {"kl_ctl": {"kl_ctl": 0.1}, "use_decoupled_loss": {"use_decoupled_loss": True}}.items():
+        actor = make_actor(path, **settings)
+        seen[name] = refused(actor, "ref_logp" if name == "kl_ctl" else "logprobs")
+        actor.engine.destroy()  # type: ignore[attr-defined]
+    actor = make_actor(path, mask_truncated_completions=True)
+    seen["truncated"] = refused(actor, "truncated")
+    mine["truncated"] = torch.ones(len(mine["rewards"]))
+    seen["all truncated"] = refused(actor)
+    actor.engine.destroy()  # type: ignore[attr-defined]
+    return seen
+
+
+def test_what_a_batch_lacks_is_named(model_path: str) -> None:
+    (seen,) = run_ranks(_what_is_missing, 1, model_path)
+    assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
+    assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")
+    assert seen["truncated"].startswith("the batch has no 'truncated' of shape [batch]")
+    assert seen["all truncated"].startswith("the batch has no loss token on any rank")
