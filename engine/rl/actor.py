@@ -4,6 +4,7 @@ One iteration of a job is ``batch = actor.compute_advantages(batch)``, ``stats =
 ``engine.step_lr_scheduler()``. Every method is a collective: all ranks call it, each with its own share of the batch.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from .advantages import (
 )
 from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import NormConfig, PPOActorConfig
+from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
 from .logprobs import token_logprobs
 from .losses import MAX_LOG_RATIO, Stats, kl_estimate
 from .off_policy import behave_weights, mismatch
@@ -75,21 +77,21 @@ class PPOActor:
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
         loss_mask = loss_mask_of(batch)
-        rewards, reward_norm = self._shape_rewards(batch["rewards"], loss_mask), self._norm(self.config.reward_norm)
+        rewards = self._shape_rewards(batch["rewards"], loss_mask)
         sum_over_ranks = self.engine.all_reduce_stats
         result = {**batch}
         kl_rewards = self._kl_rewards(batch, loss_mask)
         if kl_rewards is not None:
             result["kl_rewards"] = kl_rewards
         if "values" in batch:
-            if reward_norm is not None:
+            if (reward_norm := self._norm(self.config.reward_norm)) is not None:
                 rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
             token_rewards = rewards_at_last_token(rewards, loss_mask)
             if kl_rewards is not None:
                 token_rewards = token_rewards + kl_rewards
             advantages, result["returns"] = self._gae(token_rewards, batch["values"], loss_mask)
         else:
-            advantages = grpo_advantages(rewards, loss_mask, reward_norm, sum_over_ranks)
+            advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
                 advantages = advantages + self._gae(kl_rewards, torch.zeros_like(kl_rewards), loss_mask)[0]
         if self.config.mask_truncated_completions:
@@ -186,8 +188,20 @@ class PPOActor:
             assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
             sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
             rewards = rewards + overlong_penalty(loss_mask, *sizes)
-        limit = config.reward_clip
-        return ((rewards + config.reward_bias) * config.reward_scaling).clamp(-limit, limit)
+        return self._scale(rewards)
+
+    def _scale(self, rewards: torch.Tensor) -> torch.Tensor:
+        limit = self.config.reward_clip
+        return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(-limit, limit)
+
+    def _answer_advantages(self, batch: Batch, rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        estimator, sum_over_ranks = ADV_ESTIMATORS[self.config.adv_estimator], self.engine.all_reduce_stats
+        if estimator is None:
+            return grpo_advantages(rewards, loss_mask, self._norm(self.config.reward_norm), sum_over_ranks)
+        baselines = self._scale(batch["reward_baselines"]).double() if "reward_baselines" in batch else None
+        lengths = loss_mask.sum(1)
+        scores = estimator(Outcomes(rewards.double(), lengths, self.config.group_size, baselines, sum_over_ranks))
+        return torch.where(loss_mask, scores.float()[:, None], 0.0)
 
     def _kl_rewards(self, batch: Batch, loss_mask: torch.Tensor) -> torch.Tensor | None:
         if not self.config.kl_ctl:
@@ -217,6 +231,7 @@ class PPOActor:
         for norm in (self._norm(self.config.reward_norm), self._norm(self.config.adv_norm)):
             if norm is not None and "group" in (norm.mean_level, norm.std_level):
                 check_groups(len(batch["rewards"]), norm.group_size or 1)
+        self._validate_estimator(batch)
         if "values" in batch:
             require_per_token(batch, "values", loss_mask_of(batch), "")
         if self.config.kl_ctl:
@@ -227,6 +242,19 @@ class PPOActor:
             raise BatchError(
                 "the batch has no 'truncated' of shape [batch], which mask_truncated_completions needs: whether each "
                 "answer was cut off"
+            )
+
+    def _validate_estimator(self, batch: Batch) -> None:
+        name, rewards = self.config.adv_estimator, batch["rewards"]
+        if name != "grpo" and "values" in batch:
+            raise BatchError(f"the batch has 'values', which are for GAE, but adv_estimator is {name!r}; leave one out")
+        if name in OVER_GROUPS:
+            check_groups(len(rewards), self.config.group_size)
+        baselines = batch.get("reward_baselines", torch.tensor(math.nan))
+        if name == "remax" and (baselines.shape != rewards.shape or not bool(torch.isfinite(baselines.float()).all())):
+            raise BatchError(
+                "the batch has no finite 'reward_baselines' of shape [batch], which adv_estimator 'remax' needs: the "
+                "reward of the greedy answer to each prompt"
             )
 
     def _validate_update(self, batch: Batch) -> None:

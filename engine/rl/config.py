@@ -6,6 +6,7 @@ from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .aggregation import LOSS_AGG_MODES
+from .estimators import ADV_ESTIMATORS, OVER_GROUPS
 from .off_policy import RejectionSamplingConfig
 from .policy_losses import POLICY_LOSSES, WITH_SEQUENCE_RATIOS
 
@@ -39,8 +40,10 @@ class NormConfig:
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """A policy trained with PPO or, with ``reward_norm`` over groups and no values, with GRPO; docs/algorithms.md has the
-    names that AReaL, verl and TRL have for its keys."""
+    """A policy trained with PPO or, with ``reward_norm`` over groups and no values, with GRPO.
+
+    docs/algorithms.md has the names that AReaL, verl and TRL have for its keys.
+    """
 
     group_size: int = 1
     """Samples of one prompt; they stand next to each other in the batch."""
@@ -73,6 +76,9 @@ class PPOActorConfig(TrainEngineConfig):
     """Added before the scaling."""
     reward_clip: float = 20.0
     """Scaled rewards are clipped to plus or minus this, before they are normalised."""
+    adv_estimator: str = "grpo"
+    """Advantage of an answer: ``grpo`` (``reward_norm``), or in its place ``remax`` (less ``reward_baselines`` of the
+    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.estimators`."""
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over loss tokens."""
     discount: float = 1.0
@@ -123,7 +129,21 @@ class PPOActorConfig(TrainEngineConfig):
         self._check_loss()
         self._check_overlong()
         require_range("entropy_coeff", self.entropy_coeff, low=0.0)
+        self._check_advantages()
+
+    def _check_advantages(self) -> None:
+        require_choice("adv_estimator", self.adv_estimator, tuple(ADV_ESTIMATORS))
         norm = self.reward_norm
+        if self.adv_estimator != "grpo" and norm is not None:
+            raise ConfigError(
+                f"config key 'adv_estimator' is {self.adv_estimator!r}, which has a baseline of its own, but "
+                "'reward_norm' is set; set one of them to its default"
+            )
+        if self.adv_estimator in OVER_GROUPS and self.group_size == 1:
+            raise ConfigError(
+                f"config key 'adv_estimator' is {self.adv_estimator!r}, which compares answers to one prompt, but "
+                "'group_size' is 1"
+            )
         if norm is not None and norm.mean_level == "group" and (norm.group_size or self.group_size) == 1:
             raise ConfigError(
                 "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every reward would become 0; "

@@ -6,7 +6,7 @@ that of a step is no business of theirs: see `holdfast.engine.rl.aggregation`.
 
 With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean of its sequence's, and its
 gradient that of its own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et al.,
-"Group Sequence Policy Optimization", 2025, eq. 14 for GSPO-token).
+"Group Sequence Policy Optimization", 2025, arXiv 2507.18071, as GSPO-token).
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, S
 def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
     """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
 
-    MiniMax, "MiniMax-M1", 2025, eq. 4; the clip as in verl and AReaL (TRL's upper limit is ``eps_clip_higher`` itself).
+    MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585; the clip as in verl (TRL's upper limit is `eps_clip_higher` itself).
     """
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(*_clip_range(config))
@@ -101,7 +101,7 @@ def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor,
 def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
     """``-A sigmoid(tau (r - 1)) 4 / tau``, ``tau`` being ``sapo_tau_pos`` where A > 0 and else ``sapo_tau_neg``.
 
-    Gao et al., "Soft Adaptive Policy Optimization", 2025, eq. 5: a soft gate where PPO clips.
+    Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv 2511.20347: a soft gate where PPO clips.
     """
     tau = torch.where(inputs.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
     gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * 4.0 / tau
@@ -109,7 +109,7 @@ def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
 
 
 def gpg(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
-    """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, eq. 7."""
+    """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, arXiv 2504.02546."""
     return -inputs.advantages * inputs.logprobs, {}
 
 
@@ -118,7 +118,7 @@ def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
 
     ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
     loss of its sequence, so ``seq-mean-token-mean`` gives that of Zhao et al., "Geometric-Mean Policy Optimization",
-    2025, eq. 4.
+    2025, arXiv 2507.20673.
     """
     low, high = _clip_range(config)
     sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio

@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
             ("kl_k3", "max", 0.06),
         ]
     },
+    **{name: {"adv_estimator": name} for name in ("remax", "opo", "gpg", "grpo_passk")},
     "cispo, decoupled": {"policy_loss": "cispo", "use_decoupled_loss": True},
 }
 
@@ -75,6 +76,8 @@ def whole_batch() -> Batch:
     noise, outside = batch.pop("noise"), ~batch["loss_mask"].bool()
     near = (logp + noise, logp - noise.flip(0), logp + noise.roll(1, 0) / 2)
     batch |= {key: value.masked_fill(outside, -math.inf) for key, value in zip(POLICIES, near, strict=True)}
+    batch["reward_baselines"] = batch["rewards"].roll(1) / 2
+    batch["rewards"][4] = 0.0
     batch["truncated"] = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
     return batch
 
@@ -82,10 +85,31 @@ def whole_batch() -> Batch:
 def actor_settings(case: dict[str, Any]) -> dict[str, Any]:
     """Of `make_actor`."""
     settings = {key: value for key, value in case.items() if key not in ("std", "rejection")}
-    settings["reward_norm"] = NormConfig("group", std_level=case.get("std", "group"))
+    if "adv_estimator" in case:
+        settings["reward_norm"] = None
+    else:
+        settings["reward_norm"] = NormConfig("group", std_level=case.get("std", "group"))
     if rejection := case.get("rejection"):
         settings["rejection_sampling"] = RejectionSamplingConfig(**rejection)
     return settings | {"eps_clip_higher": 0.28, "sapo_tau_pos": TAU_POS, "sapo_tau_neg": TAU_NEG}
+
+
+def estimated(name: str, pairs: torch.Tensor, lengths: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+    """Advantages of the two answers to each prompt."""
+    scores = torch.zeros_like(pairs)
+    alpha = pairs.numel() / sum(float(reward) != 0 for reward in pairs.flatten())
+    for prompt, (a, b) in enumerate(pairs.tolist()):
+        m, n = lengths[prompt].tolist()
+        spread = abs(a - b)
+        scores[prompt] = torch.tensor(
+            {
+                "remax": [a - float(greedy[2 * prompt]), b - float(greedy[2 * prompt + 1])],
+                "opo": [a - (m * a + n * b) / (m + n), b - (m * a + n * b) / (m + n)],
+                "gpg": [alpha * (a - b) / 2, alpha * (b - a) / 2],
+                "grpo_passk": [x * spread / (spread / math.sqrt(2) + 1e-6) for x in (a > b, b > a)],
+            }[name]
+        )
+    return scores
 
 
 def advantages_of(batch: Batch, case: dict[str, Any]) -> list[torch.Tensor]:
@@ -95,7 +119,9 @@ def advantages_of(batch: Batch, case: dict[str, Any]) -> list[torch.Tensor]:
         rewards = rewards - 0.5 * torch.tensor([min(max((n - 3) / 4, 0.0), 1.0) for n in mask.sum(1).tolist()])
     pairs = rewards.reshape(-1, 2)
     scores = pairs - pairs.mean(1, True)
-    if case.get("std", "group"):
+    if estimator := case.get("adv_estimator"):
+        scores = estimated(estimator, pairs, mask.sum(1).reshape(-1, 2), batch["reward_baselines"].double())
+    elif case.get("std", "group"):
         scores = scores / (pairs.std(1, keepdim=True) + 1e-5)
     advantages = [score.repeat(int(row.sum())) for score, row in zip(scores.flatten(), mask, strict=True)]
     if kl_ctl := case.get("kl_ctl"):
@@ -191,6 +217,9 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
         actor = make_actor(path, **settings)
         seen[name] = refused(actor, "ref_logp" if name == "kl_ctl" else "logprobs")
         actor.engine.destroy()  # type: ignore[attr-defined]
+    actor = make_actor(path, adv_estimator="remax", reward_norm=None)
+    seen["remax"] = refused(actor, "reward_baselines")
+    actor.engine.destroy()  # type: ignore[attr-defined]
     actor = make_actor(path, mask_truncated_completions=True)
     seen["truncated"] = refused(actor, "truncated")
     mine["truncated"] = torch.ones(len(mine["rewards"]))
@@ -203,5 +232,6 @@ def test_what_a_batch_lacks_is_named(model_path: str) -> None:
     (seen,) = run_ranks(_what_is_missing, 1, model_path)
     assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
     assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")
+    assert seen["remax"].startswith("the batch has no finite 'reward_baselines' of shape [batch]")
     assert seen["truncated"].startswith("the batch has no 'truncated' of shape [batch]")
     assert seen["all truncated"].startswith("the batch has no loss token on any rank")

@@ -36,6 +36,8 @@ def test_an_actor_is_read_from_yaml_with_and_without_its_norms(tmp_path: Path) -
         ("rejection_sampling.level=word", "'rejection_sampling.level' is 'word'"),
         ("overlong_reward_penalty=true", "'overlong_reward_penalty' is True, but 'max_new_tokens' is null"),
         ("kl_ctl=-1", "'kl_ctl'"),
+        ("adv_estimator=best", "'adv_estimator' is 'best'; expected one of 'grpo', 'remax', 'opo', 'gpg'"),
+        ("adv_estimator=opo", "'adv_estimator' is 'opo', which compares answers to one prompt, but 'group_size' is 1"),
         ("c_clip=0.5", "'c_clip'"),
         ("ppo_n_minibatches=0", "'ppo_n_minibatches'"),
         ("gae_lambda=1.5", "'gae_lambda'"),
@@ -56,6 +58,7 @@ def test_a_bad_actor_value_is_an_error_that_names_the_key(override: str, message
     [
         (["policy_loss=cispo", "importance_sampling_level=sequence"], "policy_loss 'cispo' has no ratio of sequences"),
         (["policy_loss=sapo", "use_decoupled_loss=true"], "policy_loss 'sapo' is not defined for it"),
+        (["adv_estimator=remax", "reward_norm.std_level=null"], "a baseline of its own, but 'reward_norm' is set"),
         (["policy_loss=gpg", "c_clip=3"], "'c_clip' is 3.0, but policy_loss 'gpg' does not clip so"),
         (
             ["use_decoupled_loss=true", "rejection_sampling.metric=kl_k2", "rejection_sampling.action=clamp"],
