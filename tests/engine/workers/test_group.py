@@ -21,6 +21,7 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from holdfast.engine.workers.ray_adapter import Answers, headline
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
+from tests.limits import stretched
 from tests.ray_helpers import ROOT, Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running
 
 __all__ = ["local_ray"]
@@ -197,8 +198,10 @@ def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: Placement) 
 @pytest.mark.slow
 def test_building_has_a_bound_of_its_own(placement: Placement, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    with pytest.raises(WorkerLost, match=r"no answer to the constructor within 0.5 s"):
-        WorkerGroup(SlowToBuild, args=(str(pid_file),), placement=placement, process_group=False, build_timeout_s=0.5)
+    bound_s = stretched(2.0)  # its process has to start
+    options = {"placement": placement, "process_group": False, "build_timeout_s": bound_s}
+    with pytest.raises(WorkerLost, match=rf"no answer to the constructor within {bound_s:g} s"):
+        WorkerGroup(SlowToBuild, args=(str(pid_file),), **options)
     assert not running(int(pid_file.read_text()))
 
 
@@ -309,6 +312,7 @@ def test_resources_that_cannot_be_had_are_named() -> None:
 
 
 _DRIVER = """
+from tests.limits import stretched
 from tests.ray_helpers import Server, start_ray
 from holdfast.engine.workers.group import WorkerGroup
 start_ray(num_cpus=1)
