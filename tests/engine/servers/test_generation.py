@@ -80,9 +80,9 @@ def test_versions_are_exact_across_an_update_in_flight(
     server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
 ) -> None:
     async def update_meanwhile() -> list[ModelResponse]:
-        flying = [asyncio.create_task(server.agenerate(request(n, max_new_tokens=150))) for n in range(6)]
+        flying = [asyncio.create_task(server.agenerate(request(n, max_new_tokens=300))) for n in range(6)]
         for version in (2, 3):
-            await generated(fake, 200 * version)
+            await generated(fake, 100 * version)
             folder = publish_hashed(tmp_path / "w", version)
             await asyncio.to_thread(server.update_weights_from_disk, folder, version)
         return await asyncio.gather(*flying)
