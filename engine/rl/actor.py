@@ -24,8 +24,8 @@ from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import NormConfig, PPOActorConfig
 from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
 from .logprobs import token_logprobs
-from .losses import MAX_LOG_RATIO, Stats, kl_estimate
-from .off_policy import behave_weights, mismatch
+from .losses import kl_estimate, kl_stats
+from .off_policy import behave_weights
 from .policy_losses import POLICY_LOSSES, policy_inputs
 from .update import (
     TokenStats,
@@ -133,7 +133,7 @@ class PPOActor:
             stats.add(seen, mask)
         elif self.config.recompute_logprob and "logprobs" in batch:
             known = mask & torch.isfinite(batch["logprobs"])  # of this loss nothing depends on them
-            stats.add(mismatch(old_logprobs, batch["logprobs"], known), known)
+            stats.add(kl_stats("behave_kl", batch["logprobs"], old_logprobs, known), known)
         if "kl_rewards" in batch:
             stats.add({"kl_reward": batch["kl_rewards"]}, mask)
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
@@ -156,10 +156,10 @@ class PPOActor:
             if "behave_weights" in micro_batch:
                 losses = losses * micro_batch["behave_weights"]
             seen = {**seen, "ratio": inputs.log_ratio.exp(), "entropy": entropy, "advantage": advantages}
-            seen |= _kl_stats("kl", old_logprobs, logprobs, mask)
+            seen |= kl_stats("kl", old_logprobs, logprobs, mask)
             if "ref_logp" in micro_batch:
                 ref_logp = torch.where(inputs.mask, micro_batch["ref_logp"], 0.0)
-                seen |= _kl_stats("kl_ref", logprobs, ref_logp, mask)
+                seen |= kl_stats("kl_ref", logprobs, ref_logp, mask)
                 if config.kl_loss_coef:
                     losses = losses + config.kl_loss_coef * kl_estimate(inputs.logprobs, ref_logp, config.kl_estimator)
             if config.entropy_coeff:
@@ -267,9 +267,3 @@ class PPOActor:
         if self.config.kl_loss_coef or "ref_logp" in batch:
             hint = "kl_loss_coef is not 0, so the reference policy's compute_logp must give it"
             require_per_token(batch, "ref_logp", mask, hint)
-
-
-def _kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, mask: torch.Tensor) -> Stats:
-    """k3 and k1 estimates of the KL from the policy that has ``logprobs`` to the one that has ``others``."""
-    log_ratio = torch.where(mask.bool(), (others - logprobs).detach(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {name: torch.expm1(log_ratio) - log_ratio, f"{name}_k1": -log_ratio}

@@ -17,6 +17,7 @@ Sequences without a loss token count for nothing.
 import torch
 
 from ..api import Batch
+from ..training.microbatch import expand_to_tokens
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 """verl's names. The last one is the constant length of Liu et al., "Understanding R1-Zero-Like Training", 2025."""
@@ -67,8 +68,8 @@ def mean_by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch
         mask: ``[T]`` bool.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
     """
-    ends = cu_seqlens.to(values.device).long()
-    sequence = torch.repeat_interleave(torch.arange(len(ends) - 1, device=values.device), ends.diff())
-    sums = values.new_zeros(len(ends) - 1).index_add(0, sequence, torch.where(mask, values, 0.0))
-    counts = values.new_zeros(len(ends) - 1).index_add(0, sequence, mask.to(values.dtype))
+    zeros = values.new_zeros(len(cu_seqlens) - 1)
+    sequence = expand_to_tokens(torch.arange(len(zeros), device=values.device), cu_seqlens)
+    sums = zeros.index_add(0, sequence, torch.where(mask, values, 0.0))
+    counts = zeros.index_add(0, sequence, mask.to(values.dtype))
     return (sums / counts.clamp(min=1))[sequence]

@@ -55,6 +55,20 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = 
     return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
 
 
+def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
+    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the policy that drew the tokens to another one.
+
+    Args:
+        name: of the statistic.
+        logprobs: of the policy that drew the tokens.
+        others: of the other one, in the same shape.
+        loss_mask: outside it nothing matters.
+    """
+    log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}
+
+
 def ppo_critic_loss(
     values: torch.Tensor,
     old_values: torch.Tensor,

@@ -14,7 +14,7 @@ import torch
 
 from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
-from .losses import MAX_LOG_RATIO, Stats, kl_estimate
+from .losses import MAX_LOG_RATIO, Stats, kl_estimate, kl_stats
 
 
 @dataclass
@@ -73,11 +73,11 @@ def behave_weights(
         rejection: None: all weights as they are.
 
     Returns:
-        ``[B, S]`` float32, 0 outside the loss mask, and the statistics of `mismatch` with ``behave_weight`` and
-        ``rejected``, the fraction whose weight was changed.
+        ``[B, S]`` float32, 0 outside the loss mask, and the statistics ``behave_kl`` and ``behave_kl_k1`` (`kl_stats`
+        of KL(behave || prox)), ``behave_weight``, and ``rejected``: 1 where the weight was changed.
     """
     mask = loss_mask.bool()
-    log_ratio = _log_ratio(prox_logp, behave_logp, mask)
+    log_ratio = torch.where(mask, prox_logp.float() - behave_logp.float(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if rejection is not None and rejection.level == "sequence" and rejection.metric == "ratio":
         log_weights = _of_sequence(log_ratio, mask, "mean")
     else:
@@ -85,25 +85,15 @@ def behave_weights(
     plain = torch.where(mask, log_weights.exp(), 0.0)
     weights = plain if rejection is None else _bounded(plain, log_ratio, mask, rejection)
     stats = {"behave_weight": weights, "rejected": (weights != plain).float()}
-    return weights, {**mismatch(prox_logp, behave_logp, mask), **stats}
-
-
-def mismatch(prox_logp: torch.Tensor, behave_logp: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
-    """``behave_kl`` and ``behave_kl_k1``: k3 and k1 estimates of KL(behave || prox) by token, ``[B, S]``."""
-    log_ratio = _log_ratio(prox_logp, behave_logp, loss_mask.bool())
-    zeros = torch.zeros_like(log_ratio)
-    return {"behave_kl": kl_estimate(zeros, log_ratio, "k3"), "behave_kl_k1": -log_ratio}
-
-
-def _log_ratio(prox_logp: torch.Tensor, behave_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    log_ratio = torch.where(mask, prox_logp.float() - behave_logp.float(), 0.0)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return weights, {**kl_stats("behave_kl", behave_logp, prox_logp, mask), **stats}
 
 
 def _bounded(
     weights: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor, rejection: RejectionSamplingConfig
 ) -> torch.Tensor:
-    values = log_ratio if rejection.metric == "ratio" else _KL[rejection.metric](log_ratio)
+    values = log_ratio
+    if rejection.metric != "ratio":  # estimates of KL(prox || behave), as AReaL has them
+        values = kl_estimate(log_ratio, torch.zeros_like(log_ratio), rejection.metric.removeprefix("kl_"))
     if rejection.level == "sequence":
         values = _of_sequence(values, mask, rejection.agg)
     metric = values.clamp(max=MAX_LOG_RATIO).exp() if rejection.metric == "ratio" else values
@@ -111,13 +101,6 @@ def _bounded(
     inside = (metric >= lower) & (metric <= rejection.upper)
     outside = torch.zeros_like(weights) if rejection.action == "mask" else weights.clamp(lower, rejection.upper)
     return torch.where(mask & ~inside, outside, weights)
-
-
-_KL = {
-    "kl_k1": lambda log_ratio: log_ratio,
-    "kl_k2": lambda log_ratio: log_ratio.square() / 2,
-    "kl_k3": lambda log_ratio: torch.expm1(-log_ratio) + log_ratio,
-}
 
 
 def _of_sequence(values: torch.Tensor, mask: torch.Tensor, agg: str) -> torch.Tensor:
