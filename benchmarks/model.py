@@ -16,9 +16,9 @@ HEAD_DIM = 64
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=10**6, train_batch_size=1)
 
 
-def model_config(parameters: int, *, tied: bool = False) -> Qwen3Config:
+def model_config(parameters: int, *, tied: bool = False, vocabulary: int | None = None) -> Qwen3Config:
     """The smallest of a series of Qwen3s, ever wider and deeper, with at least so many parameters."""
-    vocabulary = 32000 if parameters >= 20e6 else 2048
+    vocabulary = vocabulary or (32000 if parameters >= 20e6 else 2048)
     width = HEAD_DIM
     while _count(width, vocabulary, tied) < parameters:
         width += HEAD_DIM
@@ -53,10 +53,15 @@ def checkpoint_bytes(parameters: int) -> int:
 
 
 def build_engine(
-    session: Session, *, tied: bool = False, parameters: int | None = None, pack_sequences: bool = True
+    session: Session,
+    *,
+    tied: bool = False,
+    parameters: int | None = None,
+    vocabulary: int | None = None,
+    pack_sequences: bool = True,
 ) -> FSDPEngine:
     """The engine on this rank, after one step: there are gradients' moments to save."""
-    config = model_config(parameters or session.options.parameters, tied=tied)
+    config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
     folder = session.options.scratch / "config"
     if session.rank == 0:
         config.save_pretrained(folder)

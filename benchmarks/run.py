@@ -18,6 +18,7 @@ from .growth import growth
 from .harness import Benchmark, Figure, Options, save_results
 from .hugging_face import hf_load, hf_save, publish
 from .loading import load
+from .logits import logits
 from .model import checkpoint_bytes
 from .recovering import recover
 from .report import show, write_report
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "bytes": bytes_written,
     "recover": recover,
     "train": train_throughput,
+    "logits": logits,
     "growth": growth,
 }
 RESULTS = "results.json"

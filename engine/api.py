@@ -17,9 +17,13 @@ Batch = dict[str, torch.Tensor]
 (``rewards``). Everything per token is aligned with the token itself: ``logprobs[i, t]`` is the log-probability of
 ``input_ids[i, t]`` given what stands before it, and is 0 at the first token."""
 
-LossFn = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is ``[tokens, vocab]`` logits of an
-actor, or ``[tokens]`` values of a critic; every per-token tensor of ``micro_batch`` is packed to ``[tokens]``."""
+LossFn = Callable[[Any, Batch], torch.Tensor]
+"""``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the `ModelOutput` of an actor
+(``output.logprobs``, ``output.entropy``, or ``output.logits``), or the ``[tokens]`` values of a critic; every per-token
+tensor of ``micro_batch`` is packed to ``[tokens]``."""
+
+PostFn = Callable[[Any, Batch], torch.Tensor]
+"""``post_fn(output, micro_batch)`` -> ``[tokens]``; ``output`` as in `LossFn`."""
 
 LossWeightFn = Callable[[Batch], torch.Tensor]
 """``loss_weight_fn(micro_batch)`` -> scalar: how much the mean of this micro-batch counts, usually its loss tokens."""
@@ -292,9 +296,7 @@ class TrainEngine(Protocol):
         """The loss `train_batch` would have, without gradients."""
         ...
 
-    def forward_batch(
-        self, batch: Batch, post_fn: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
         """Per-token results ``[batch, seqlen]`` without gradients."""
         ...
 

@@ -61,8 +61,9 @@ class MicroBatchSpec:
     """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set."""
     max_tokens_per_mb: int | None = 8192
     """Most tokens in one micro-batch; null for no limit. A single longer sequence still gets a micro-batch of its own.
-    Memory grows with it: logits and their gradient (5 GB for 8192 tokens and 150,000 words in bfloat16), and, where
-    attention masks the packed row (``sdpa``, ``eager``), tokens x tokens. The gradient does not depend on it."""
+    Memory grows with it: activations; where attention masks the packed row (``sdpa``, ``eager``), tokens x tokens; for
+    a loss or a model that needs whole logits, these and their gradient (5 GB for 8192 tokens and 150,000 words in
+    bfloat16). The gradient does not depend on it."""
     packing_algorithm: str = "ffd"
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 

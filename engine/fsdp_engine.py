@@ -8,7 +8,7 @@ until a `WorkerGroup` ends them.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from .api import (
     LossFn,
     LossWeightFn,
     ParallelStrategy,
+    PostFn,
     SaveLoadMeta,
     WeightUpdateMeta,
 )
@@ -42,13 +43,14 @@ from .hf.export import export_hf
 from .hf.sidecars import adopt_base
 from .initial_model import build_initial_model, load_weights
 from .model_folder import find_model_folder
-from .rl.logprobs import token_logprobs
+from .model_output import ModelOutput
 from .servers.connection import ServerConnection
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
 from .training.distributed import clip_grad_norm, close_process_groups, open_process_groups
+from .training.head import ScoringHead, find_scoring_head
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.packing import model_output
@@ -69,6 +71,7 @@ class FSDPEngine:
         self._groups = None
         self._model: PreTrainedModel | None = None
         self._folder: Path | None = None
+        self._scoring_head: ScoringHead | None = None
         self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -103,6 +106,8 @@ class FSDPEngine:
             if self.config.optimizer is not None:
                 self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        if not self.config.is_critic:
+            self._scoring_head = find_scoring_head(model, groups.device, groups.control)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._model, self._folder = model, folder
         n_params = sum(p.numel() for p in model.parameters())
@@ -123,7 +128,7 @@ class FSDPEngine:
             self._drop_model()
 
     def _drop_model(self) -> None:
-        self._model = self.optimizer = self.lr_scheduler = None
+        self._model = self._scoring_head = self.optimizer = self.lr_scheduler = None
         background, self._background = self._background, None
         if background is not None:
             background.close()
@@ -241,37 +246,38 @@ class FSDPEngine:
         return torch.tensor(loss * (weighed.total / total))
 
     @torch.no_grad()
-    def forward_batch(
-        self, batch: Batch, post_fn: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
         """Per-token results in evaluation mode.
 
         Args:
             batch: this rank's share.
-            post_fn: ``(output, micro_batch) -> [tokens]``; default: log-probabilities of the tokens (actor, see
-                `token_logprobs`) or values (critic).
+            post_fn: ``(output, micro_batch) -> [tokens]``, of what a `LossFn` is given; default: log-probabilities of
+                the tokens (actor) or values (critic).
 
         Returns:
             ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding.
         """
         self.eval()
-        post_fn = post_fn or self._default_post_fn
+        post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
         moved = (mb.to(self.device) for mb in micro_batches)
-        outputs = [post_fn(self._forward(mb), mb.data).float() for mb in moved]
+        outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
         batch_size, seqlen = batch["input_ids"].shape
         return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
-
-    def _default_post_fn(self, output: torch.Tensor, data: Batch) -> torch.Tensor:
-        if self.config.is_critic:
-            return output
-        return token_logprobs(output, data["input_ids"], data["cu_seqlens"], self.config.temperature)[0]
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
         if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
             output = self._forward(mb.first_token())
             return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
-        return loss_fn(self._forward(mb), mb.data) * share
+        return loss_fn(self._output(mb), mb.data) * share
+
+    def _output(self, mb: MicroBatch) -> Any:
+        """What loss functions are given."""
+        if self.config.is_critic:
+            return self._forward(mb)
+        beat()
+        packed, temperature = self.config.pack_sequences, self.config.temperature
+        return ModelOutput(self.model, mb, packed=packed, temperature=temperature, head=self._scoring_head)
 
     def _forward(self, mb: MicroBatch) -> torch.Tensor:
         beat()

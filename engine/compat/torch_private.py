@@ -14,6 +14,8 @@ _CUT = "know which part of a tensor is this rank's"
 _MADE_UP = "make sharded tensors of what it holds already"
 _VIEW = "look at a model's modules and tensors without its hooks"
 
+_HOOKS = "tell whether somebody looks at what a model's head returns"
+
 NAMES = (
     Private(
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
@@ -35,6 +37,7 @@ NAMES = (
     Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
     Private("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "follow conversions of weights"),
     Private("torch.utils._pytree:tree_leaves", "follow conversions of weights", ("tree",)),
+    Private("torch.utils._pytree:tree_map", "let an output be used as its logits", ("func", "tree")),
     Private("torch:ops.aten.clone.default._schema.is_mutable", "follow conversions of weights"),
     Private("torch:UntypedStorage._cdata", "tell whether tensors share memory"),
     Private("torch:Tensor._version", "notice that a tensor was written to while it was copied"),
@@ -42,6 +45,8 @@ NAMES = (
     Private("torch.nn:Module._parameters", _VIEW),
     Private("torch.nn:Module._buffers", _VIEW),
     Private("torch.nn:Module._state_dict_pre_hooks", _VIEW),
+    Private("torch.nn:Module._forward_hooks", _HOOKS),
+    Private("torch.nn:Module._forward_pre_hooks", _HOOKS),
     Private("torch.nn:Module._non_persistent_buffers_set", "tell which buffers checkpoints hold"),
     Private("torch.nn:Module._state_dict_hooks", "tell which modules add to their state dict"),
     Private("torch.nn:Module._save_to_state_dict", "tell which modules add to their state dict"),
@@ -59,7 +64,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -70,6 +75,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "compute_local_shape_and_global_offset",
+    "count_forward_hooks",
     "foreach_mul_",
     "foreach_norm",
     "is_persistent",
@@ -83,6 +89,7 @@ __all__ = [
     "saving_of",
     "storage_id",
     "tree_leaves",
+    "tree_map",
     "writes_in_place",
 ]
 
@@ -100,6 +107,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Its own buffers, by name, not those of submodules; a dict that may be written to."""
     return module._buffers
+
+
+def count_forward_hooks(module: nn.Module) -> int:
+    """Hooks on its forward, before and after it; not those on its submodules."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:

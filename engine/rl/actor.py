@@ -6,6 +6,7 @@ One iteration of a job is ``batch = actor.compute_advantages(batch)``, ``stats =
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -55,8 +56,8 @@ class PPOActor:
         Aligned with the token (0 at the first token and at padding), at the temperature of the configuration.
         """
 
-        def post(logits: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-            return self._logprobs(logits, micro_batch)[0]
+        def post(output: Any, micro_batch: Batch) -> torch.Tensor:
+            return self._logprobs(output, micro_batch)[0]
 
         self.engine.eval()
         return self.engine.forward_batch(batch, post)
@@ -147,9 +148,9 @@ class PPOActor:
         config = self.config
         policy_loss = POLICY_LOSSES[config.policy_loss]
 
-        def loss_fn(logits: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+        def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
             mask, advantages = micro_batch["loss_mask"], micro_batch["advantages"]
-            logprobs, entropy = self._logprobs(logits, micro_batch)
+            logprobs, entropy = self._logprobs(output, micro_batch)
             old_logprobs, cu_seqlens = micro_batch["old_logprobs"], micro_batch["cu_seqlens"]
             inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, config.ratio_level)
             losses, seen = policy_loss(inputs, config)
@@ -169,9 +170,9 @@ class PPOActor:
 
         return loss_fn
 
-    def _logprobs(self, logits: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, output: Any, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
-        return token_logprobs(logits, input_ids, cu_seqlens, self.config.temperature)
+        return token_logprobs(output, input_ids, cu_seqlens, self.config.temperature)
 
     def _old_logprobs(self, batch: Batch) -> torch.Tensor:
         if not self._recomputes:

@@ -1,38 +1,75 @@
 """From a model's packed output to per-token log-probabilities, entropies and values.
 
-A vocabulary of 150k makes ``[T, V]`` logits the largest tensor of a step, and autograd through ``log_softmax`` would
-keep a second one in float32. Here both directions go through chunks of rows, and only ``[T]`` tensors are kept beside
-the logits. The backward computes the softmax again: one more exp, in exchange for 4 bytes x T x V.
+A vocabulary of 150k makes ``[T, V]`` logits, and their gradient, the largest tensors of a step. `score_tokens` never
+has them whole: it goes from hidden states through the head to ``[T]`` tensors, forward by chunks of tokens and backward
+by chunks of words, and computes the logits of a chunk twice. `token_logprobs` begins at logits that somebody else has
+made, and keeps nothing beside them.
+
+Both compute in float32, with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
+``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. There log p is held above -inf, so that a logit of -inf
+gives 0 and not NaN.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Logits upcast at a time: 128 MiB in float32."""
+"""Logits in float32 at a time: 128 MiB."""
+_LOWEST = -1e30
+"""Of log p, where it is multiplied with a p of 0."""
 
 
 def token_logprobs(
-    logits: torch.Tensor, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
+    output: Any, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given what stands before it, and the entropy of that choice.
 
-    ``log p = z[token] - logsumexp(z)`` and ``H = -sum(p log p)`` with ``z = logits / temperature``, in float32.
-
     Args:
-        logits: ``[T, V]``; row t predicts token t + 1.
+        output: ``[T, V]`` logits, of which row t predicts token t + 1; or the `ModelOutput` of these tokens, which need
+            not make logits for it.
         input_ids: ``[T]`` packed tokens.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
         temperature: what the sampler divided its logits by.
 
     Returns:
         logprobs and entropy, both ``[T]`` float32, aligned with the token they are about, and 0 at the first token
-        of every sequence. Both are differentiable with respect to ``logits``.
+        of every sequence. Both are differentiable with respect to the logits, or to what they are made of.
     """
-    targets = torch.roll(input_ids.long(), -1)
-    logprobs, entropy = _NextToken.apply(logits, targets, temperature)
+    if not isinstance(output, torch.Tensor):
+        return output.at(temperature)
+    logprobs, entropy = _OfLogits.apply(output, next_tokens(input_ids), temperature)
     return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
+
+
+def score_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
+
+    Args:
+        hidden: ``[T, H]``, what the head is given.
+        weight: ``[V, H]``, of the head.
+        bias: ``[V]``, or None.
+        targets: ``[T]`` int64; entry t is the token after the one that row t of ``hidden`` has read.
+        temperature: what logits are divided by.
+
+    Returns:
+        both ``[T]`` float32 and differentiable with respect to ``hidden``, ``weight`` and ``bias``. Gradients of the
+        latter two are summed in one product for each chunk of words, so chunks cost no precision in bfloat16.
+    """
+    return _OfHead.apply(hidden, weight, bias, targets, temperature)
+
+
+def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
+    """``[T]`` int64: the token after each one; after the last one of a sequence it means nothing."""
+    return torch.roll(input_ids.long(), -1)
 
 
 def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -45,49 +82,127 @@ def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) ->
     return torch.roll(per_prediction, 1).index_fill(0, cu_seqlens[:-1].long(), 0.0)
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    for start in range(0, logits.shape[0], rows):
-        yield slice(start, start + rows)
+def _chunks(length: int, width: int) -> Iterator[slice]:
+    """Cuts ``length`` so that a chunk times ``width`` has about `_CHUNK_ELEMENTS`."""
+    size = max(1, _CHUNK_ELEMENTS // max(1, width))
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
-class _NextToken(torch.autograd.Function):
-    """``(logits [T, V], targets [T], temperature)`` -> ``(log p(target) [T], entropy [T])`` in float32.
+def _score(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``[t]`` log p(target), entropy and logsumexp of ``z [t, V]``, float32, which is used up by this."""
+    total = z.logsumexp(dim=-1)
+    log_p = z.sub_(total[:, None])
+    target_log_p = log_p.gather(1, targets[:, None]).squeeze(1)
+    log_p.clamp_(min=_LOWEST)
+    return target_log_p, -torch.linalg.vecdot(log_p.exp(), log_p), total
 
-    With respect to ``z = logits / temperature``: ``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``,
-    written with ``entr(p) = -p log p`` so that a logit of -inf gives 0 and not NaN.
+
+def _grad_z(
+    z: torch.Tensor,
+    scores: tuple[torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of ``z [t, v]``, any words of any tokens.
+
+    Args:
+        z: float32; used up by this.
+        scores: ``[t]`` entropy and logsumexp over all words.
+        grads: ``[t]`` of log p(target) and of the entropy; None for 0.
+        targets: ``[t]``; beyond ``[0, v)`` where the target is not among these words.
     """
+    entropy, total = scores
+    grad_logprobs, grad_entropy = grads
+    log_p = z.sub_(total[:, None])
+    if grad_entropy is None:
+        assert grad_logprobs is not None  # else nobody would ask
+        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        p = log_p.exp()
+        factor = log_p.clamp_(min=_LOWEST).add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        grad = p.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+    if grad_logprobs is not None:
+        inside = (targets >= 0) & (targets < grad.shape[1])
+        places = targets.clamp(0, grad.shape[1] - 1)
+        grad.scatter_add_(1, places[:, None], torch.where(inside, grad_logprobs, 0.0)[:, None])
+    return grad
+
+
+def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if values is None else values[rows]
+
+
+class _OfLogits(torch.autograd.Function):
+    """``(logits [T, V], targets [T], temperature)`` -> ``(log p(target) [T], entropy [T])`` in float32."""
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
-        for chunk in _chunks(logits):
-            log_p = torch.log_softmax(logits[chunk].float() / temperature, dim=-1)
-            logprobs[chunk] = log_p.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = torch.special.entr(log_p.exp_()).sum(dim=-1)
-        ctx.save_for_backward(logits, targets, entropy)
-        ctx.temperature = temperature  # type: ignore[attr-defined]
+        scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(*logits.shape):
+            scores[:, rows] = torch.stack(_score(logits[rows].float() / temperature, targets[rows]))
+        ctx.save_for_backward(logits, targets, scores)
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return scores[0].clone(), scores[1].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
-        logits, targets, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
-        temperature: float = ctx.temperature  # type: ignore[attr-defined]
+        logits, targets, (_, entropy, total) = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        for chunk in _chunks(logits):
-            p = torch.softmax(logits[chunk].float() / temperature, dim=-1)
-            grad = torch.zeros_like(p)
-            if grad_entropy is not None:
-                grad += (torch.special.entr(p) - p * entropy[chunk, None]) * grad_entropy[chunk, None]
-            if grad_logprobs is not None:
-                weight = grad_logprobs[chunk, None]
-                grad -= p * weight
-                grad.scatter_add_(1, targets[chunk, None], weight)
-            grad_logits[chunk] = grad / temperature
+        for rows in _chunks(*logits.shape):
+            grads = (_rows_of(grad_logprobs, rows), _rows_of(grad_entropy, rows))
+            z = logits[rows].float() / ctx.temperature
+            grad_logits[rows] = _grad_z(z, (entropy[rows], total[rows]), grads, targets[rows]) / ctx.temperature
         return grad_logits, None, None
+
+
+class _OfHead(torch.autograd.Function):
+    """`score_tokens`. What is kept for the backward is of the size of ``hidden``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(len(hidden), len(weight)):
+            z = linear(hidden[rows], weight, bias).float().div_(temperature)
+            scores[:, rows] = torch.stack(_score(z, targets[rows]))
+        ctx.save_for_backward(hidden, weight, bias, targets, scores)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return scores[0].clone(), scores[1].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weight, bias, targets, (_, entropy, total) = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for words in _chunks(len(weight), len(hidden)):
+            part = None if bias is None else bias[words]
+            z = linear(hidden, weight[words], part).float().div_(ctx.temperature)
+            grad = _grad_z(z, (entropy, total), (grad_logprobs, grad_entropy), targets - words.start)
+            grad = grad.div_(ctx.temperature)
+            if grad_bias is not None:
+                grad_bias[words] = grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[words] = grad.T @ hidden
+            if grad_hidden is not None:
+                grad_hidden += grad @ weight[words]
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None

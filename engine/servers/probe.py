@@ -94,7 +94,7 @@ def probe_weights(engine: Any) -> WeightsProbe | None:
     return WeightsProbe(ids[0].tolist(), logprobs[0, 1:].tolist(), engine.config.dtype)
 
 
-def _at_temperature_one(output: torch.Tensor, data: Batch) -> torch.Tensor:
+def _at_temperature_one(output: Any, data: Batch) -> torch.Tensor:
     return token_logprobs(output, data["input_ids"], data["cu_seqlens"], 1.0)[0]
 
 

@@ -5,29 +5,24 @@ not look lets sequences attend to each other without an error; one that cuts win
 of all tokens) is wrong although nothing leaks. So `check_packing` asks the architecture itself: a sequence behind
 another one must come out as it does alone.
 
-The weights of the run are not asked, because they may hide a leak: a short convolution or a gate that starts at zero, a
-residual stream that drowns it, rounding in bfloat16. The question goes to a twin of the model, sharded as it is, with
-weights that let everything through, in float32, and with windows of a few tokens. Measured on 160 architectures: packed
-ones differ by at most 3e-7 (relative), all others by 3e-3 and more.
+The weights of the run are not asked, because they may hide a leak. The question goes to a twin of the model
+(`twin_of`) with windows of a few tokens. Measured on 160 architectures: packed ones differ by at most 3e-7 (relative),
+all others by 3e-3 and more.
 """
 
 import copy
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...utils.distributed import all_agree, get_rank
+from ...utils.distributed import all_agree
 from ...utils.errors import ConfigError
 from ..collective_errors import collective_broke
-from ..compat.transformers_private import attention_of, build_from_config
 from .microbatch import MicroBatch
-from .model import give_memory
+from .twin import probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -100,15 +95,12 @@ def _comes_out_alike(
     text = config.get_text_config(decoder=True)
     for key in small:
         setattr(text, key, _WINDOW_TOKENS)
-    dtype = torch.bfloat16 if "flash" in attention_of(text) else torch.float32  # its kernels take no other
+    dtype = twin_dtype(config)
     most = getattr(text, "max_position_embeddings", None) or 0
     length = min(_LENGTH, most) if most > 0 else _LENGTH
-    generator = torch.Generator().manual_seed(0)
-    low = text.vocab_size // 4  # special tokens are the first or the last ones
-    ids = torch.randint(low, max(3 * low, low + 1), (1, _BEFORE + length), generator=generator).to(device)
+    ids = probe_tokens(config, _BEFORE + length)[None].to(device)
     positions = torch.cat([torch.arange(_BEFORE), torch.arange(length)])[None].to(device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
-        twin = _twin(model, config, dtype, device)
+    with twin_of(model, config, dtype, device) as twin:
         try:
             behind, alone = (
                 twin(input_ids=ids[:, start:], position_ids=positions[:, start:], use_cache=False).logits[0].float()
@@ -121,56 +113,6 @@ def _comes_out_alike(
                 f"{unsharded_class(model).__name__} fails at a packed row ({type(error).__name__}: {error}); set "
                 "config key 'pack_sequences' to false"
             ) from error
-        finally:
-            _free(twin)
     behind = behind[_BEFORE:]
     difference = float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt())
     return all_agree(difference <= _LIMITS[dtype], group)
-
-
-def _twin(
-    model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """A model of the same class, sharded like ``model``, with random weights that hide nothing."""
-    with torch.device("meta"):
-        twin, skeleton = (
-            build_from_config(unsharded_class(model), copy.deepcopy(config), dtype).eval() for _ in range(2)
-        )
-    mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
-    for name, module in reversed(list(model.named_modules())):  # children first, as fully_shard wants it
-        if isinstance(module, FSDPModule):
-            fully_shard(twin.get_submodule(name), mesh=mesh)
-    for name in give_memory(twin, skeleton, device):
-        twin.get_buffer(name).fill_(1)
-    experts = {value for key, value in vars(config.get_text_config(decoder=True)).items() if "expert" in key}
-    own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + get_rank(), 0))
-    for param in twin.parameters():
-        local = param.to_local() if isinstance(param, DTensor) else param
-        if param.dim() < 2:
-            local.normal_(1.0, 0.1, generator=own)
-        elif param.dim() == 2 or param.shape[0] not in experts:
-            local.normal_(0.0, param.shape[-1] ** -0.5, generator=own)
-        else:  # equal experts: which of them rounding makes a router choose does not matter
-            one = torch.empty(param.shape[1:], dtype=dtype, device=device)
-            local.copy_(one.normal_(0.0, param.shape[-1] ** -0.5, generator=common).expand(local.shape))
-    return twin
-
-
-def _free(twin: PreTrainedModel) -> None:
-    """Give the memory back at once: FSDP's states refer to their modules and back."""
-    for module in twin.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for param in twin.parameters():
-        (param.to_local() if isinstance(param, DTensor) else param).untyped_storage().resize_(0)
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Products in float32 without TensorFloat32 or bfloat16 inside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

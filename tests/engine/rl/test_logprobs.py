@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.rl import logprobs as module
-from holdfast.engine.rl.logprobs import token_logprobs
+from holdfast.engine.rl.logprobs import next_tokens, score_tokens, token_logprobs
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
@@ -65,6 +65,54 @@ def test_token_logprobs_gradient_equals_that_of_log_softmax(
     assert ours.grad is not None and theirs.grad is not None
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
     assert ours.grad[[2, 3, 8]].abs().max() == 0  # the last token of a sequence predicts nothing
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 25])
+@pytest.mark.parametrize("asked", ["logprobs", "entropy", "both"])
+def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
+    chunk_elements: int, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(7, 4, generator=generator)
+    bias = torch.randn(7, generator=generator)
+    bias[5] = -math.inf  # a word that is never chosen
+    tokens = torch.tensor([0, 1, 2, 3, 4, 6, 0, 1, 2])
+    weights = torch.randn(2, 9, generator=generator) * torch.tensor([[asked != "entropy"], [asked != "logprobs"]])
+    inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    reference = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
+    scores = score_tokens(inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8)
+    torch.stack([w @ score for w, score in zip(weights, scores, strict=True) if w.any()]).sum().backward()
+    log_p = torch.log_softmax((reference[0] @ reference[1].T + reference[2]) / 0.8, -1)
+    possible = log_p[:, [0, 1, 2, 3, 4, 6]]
+    expected = (log_p.gather(1, next_tokens(tokens)[:, None]).squeeze(1), -(possible.exp() * possible).sum(-1))
+    (weights[0].double() @ expected[0] + weights[1].double() @ expected[1]).backward()
+    for found, true in zip(scores, expected, strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-6)
+    for found, true in zip(inputs, reference, strict=True):
+        assert found.grad is not None and true.grad is not None
+        torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_a_head_in_bfloat16_cost_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((300, 16), (50, 16))]
+    targets = torch.randint(0, 50, (300,), generator=generator)
+    exact = [tensor.double().requires_grad_() for tensor in made]
+    torch.log_softmax(exact[0] @ exact[1].T, -1).gather(1, targets[:, None]).sum().backward()
+    errors = {}
+    for chunk_elements in (1 << 25, 600):
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+        inputs = [tensor.clone().requires_grad_() for tensor in made]
+        logprobs, _ = score_tokens(inputs[0], inputs[1], None, targets)
+        logprobs.sum().backward()
+        assert logprobs.dtype == torch.float32
+        for found, true in zip(inputs, exact, strict=True):
+            assert found.grad is not None and true.grad is not None and found.grad.dtype == torch.bfloat16
+            error = (found.grad.double() - true.grad).norm() / true.grad.norm()
+            errors.setdefault(chunk_elements, []).append(float(error))
+    assert max(errors[600]) < 0.01
+    assert all(cut < 1.5 * whole for whole, cut in zip(errors[1 << 25], errors[600], strict=True)), errors
 
 
 def test_bfloat16_logits_get_float32_results_and_a_bfloat16_gradient() -> None:
