@@ -30,6 +30,7 @@ from ..utils.distributed import (
 )
 from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
+from .host_engine import as_engine, shows_engine
 
 logger = get_logger(__name__)
 
@@ -59,8 +60,7 @@ class RankTarget:
     """What one rank snapshots.
 
     Attributes:
-        engines: name -> engine (with ``optimizer`` and ``dcp_state(with_optim=)``) or `DCPState`; a name is that of a
-            folder in a generation.
+        engines: name -> what `as_engine` takes; a name is that of a folder in a generation.
         stateful: name -> user object of this rank.
         group: process group for engines that have none of their own; None is the default group.
     """
@@ -74,6 +74,7 @@ class RankTarget:
             raise ConfigError("there is no engine to snapshot; pass at least one")
         if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
             raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+        self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
 
     def state(self, name: str) -> DCPState:
         """What is saved and restored of an engine."""
@@ -85,28 +86,31 @@ class RankTarget:
     def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
         """Control group (gloo) of an engine; of the first one without a name."""
         engine = next(iter(self.engines.values())) if name is None else self.engines[name]
-        return getattr(engine, "control_group", self.group)
+        return getattr(engine, "control_group", None) or self.group
 
 
 def rank_target(holder: Any) -> RankTarget:
-    """What to snapshot of ``holder``: a `RankTarget`, a dict of engines, an engine, or a worker object.
+    """What to snapshot of ``holder``: a `RankTarget`, a dict of engines, what `as_engine` takes, or a worker object.
 
     A worker object shows its engines as ``engines`` (a dict) or ``engine``, and may show per-rank user objects as
     ``stateful`` (a dict).
 
     Raises:
-        ConfigError: it shows neither.
+        ConfigError: it shows neither, nor anything else that can be snapshotted.
     """
     if isinstance(holder, RankTarget):
         return holder
     if isinstance(holder, Mapping):
         return RankTarget(dict(holder))
-    if hasattr(holder, "dcp_state") or hasattr(holder, "live_tensors"):
-        return RankTarget({"default": holder})
     engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
-    if None in engines.values():
-        raise ConfigError(f"{type(holder).__name__} has neither 'engines' nor 'engine'; the handler cannot snapshot it")
-    return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+    if None not in engines.values():
+        return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+    if shows_engine(holder):
+        return RankTarget({"default": holder})
+    raise ConfigError(
+        f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
+        "snapshot it"
+    )
 
 
 class Session(Protocol):

@@ -65,6 +65,8 @@ class RecoverHandler:
         group: gloo group of the ranks, under torchrun; None is the default group.
         notices: asked after every step whether the run has to stop, as signals and ``must_save_by`` may make it:
             `holdfast.recover.supervisor.Attempt.draining`, or a cloud's preemption notice.
+        epochs_may_change: resume also where an epoch had another number of steps; the place in the data is the caller's
+            then (`StepInfo.at` counts the restored ``global_step`` anew).
         tokenizer: saved beside the weights of Hugging Face exports (``hf_freq_steps``); may not change after `load`.
         processor: likewise.
     """
@@ -76,6 +78,7 @@ class RecoverHandler:
         *,
         group: dist.ProcessGroup | None = None,
         notices: Sequence[Callable[[], StopNotice | None]] = (),
+        epochs_may_change: bool = False,
         tokenizer: Any = None,
         processor: Any = None,
     ) -> None:
@@ -83,7 +86,7 @@ class RecoverHandler:
         self._group, self._stateful, self._sessions = group, dict[str, Stateful](), SessionRef()
         self._folder = RunFolder(config)
         self._triggers = Triggers(config, notices)
-        self._resume = ResumeChoice(config, ft_spec, self._folder.generations)
+        self._resume = ResumeChoice(config, ft_spec, self.store, epochs_may_change=epochs_may_change)
         snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
         exports = ExportWriter(config, self._folder, (tokenizer, processor))
         self._saver = Saver(config, self._folder, snapshots, exports, self._triggers.pace)
@@ -143,7 +146,8 @@ class RecoverHandler:
         From here on the ``stop_signals`` lead to a snapshot and `Preempted`; `close` gives up both.
 
         Args:
-            engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs.
+            engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs; in place of an
+                engine also ``(model, optimizer, lr_scheduler)``, or any object with these attributes.
             dataloader: anything with ``state_dict``/``load_state_dict``. Only one that says it is ``rank_independent``
                 (see `ResumableDataLoader`) can be resumed by another number of processes. A sampler that orders samples
                 by epoch (``set_epoch``) is told that of the snapshot; begin the loop over epochs with the epoch of
@@ -210,7 +214,7 @@ class RecoverHandler:
     def dump(
         self,
         engine: Any,
-        step_info: StepInfo,
+        step_info: StepInfo | int,
         dataloader: Stateful | None = None,
         *,
         force: bool = False,
@@ -228,7 +232,7 @@ class RecoverHandler:
 
         Args:
             engine: as for `load`.
-            step_info: the step that was just trained.
+            step_info: the step that was just trained; of a host that counts only these, its ``global_step``.
             dataloader: as for `load`; its cursor must be that of the last trained batch, or what it is ahead of that be
                 in the state of a registered object (`holdfast.engine.rollouts`).
             force: snapshot although none is due (but never one step twice); one rank that says so is enough.
@@ -252,6 +256,8 @@ class RecoverHandler:
             return False
         if self._position is None:
             raise ConfigError("dump was called before load: whether the run is to be resumed must be known first")
+        if not isinstance(step_info, StepInfo):
+            step_info = StepInfo.at(step_info, self.ft_spec.steps_per_epoch)
         if step_info.steps_per_epoch != self.ft_spec.steps_per_epoch:
             raise ConfigError(
                 f"step_info counts {step_info.steps_per_epoch} steps an epoch, the handler's ft_spec "

@@ -90,6 +90,7 @@ __all__ = [
     "storage_id",
     "tree_leaves",
     "tree_map",
+    "without_compile",
     "writes_in_place",
 ]
 
@@ -107,6 +108,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Its own buffers, by name, not those of submodules; a dict that may be written to."""
     return module._buffers
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """What torch.compile wraps; another module itself."""
+    return getattr(module, "_orig_mod", module)
 
 
 def count_forward_hooks(module: nn.Module) -> int:

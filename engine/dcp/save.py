@@ -37,17 +37,28 @@ BLOCK_BYTES = 8 << 20
 
 
 def save_dcp(
-    path: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+    path: str | os.PathLike[str],
+    state: DCPState | StagedState,
+    group: dist.ProcessGroup | None = None,
+    *,
+    replace: bool = False,
 ) -> None:
     """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
 
+    Args:
+        path: the folder.
+        state: what to save.
+        group: the ranks; None is the default group.
+        replace: a folder that is there already makes way for the new one once that is complete, for protocols that may
+            save one step twice.
+
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
-        CheckpointExistsError: ``path`` exists.
+        CheckpointExistsError: ``path`` exists, without ``replace``.
         CheckpointWriteError: any rank could not write; nothing is left behind.
     """
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
-    with staged_folder(require_local(path, "a DCP checkpoint", advice), group) as staging:
+    with staged_folder(require_local(path, "a DCP checkpoint", advice), group, replace=replace) as staging:
         entries = gather_objects(write_dcp(staging, state, group), group)
         if isinstance(state, StagedState):
             with all_ranks_succeed(f"finishing {path}", group):

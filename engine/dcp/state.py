@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
@@ -25,6 +26,7 @@ from ...utils.logging import get_logger
 from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
+from ..compat.torch_private import without_compile
 from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
@@ -53,11 +55,18 @@ RANK_KEYED = ("module_state", "rng")
 """Names of what each rank has of its own, under its `rank_key`."""
 
 
+def _replicated(model: nn.Module) -> nn.Module:
+    """What is replicated on every rank, or ``model`` itself; also behind torch.compile."""
+    inner = without_compile(model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else model
+
+
 class DCPState(TorchStateful):
     """A `torch.distributed.checkpoint` Stateful over any (FSDP2) module, with or without its training state.
 
     Args:
-        model: the module; parameters and persistent buffers are taken.
+        model: the module; parameters and persistent buffers are taken. DistributedDataParallel around it is left out,
+            so that the names are those of the model alone.
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
@@ -80,7 +89,7 @@ class DCPState(TorchStateful):
         *,
         changes_only_in_step: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.counters = model, optimizer, scheduler, counters
+        self.model, self.optimizer, self.scheduler, self.counters = _replicated(model), optimizer, scheduler, counters
         self.changes_only_in_step = changes_only_in_step
 
     @normal_tensors()
@@ -178,7 +187,9 @@ class DCPState(TorchStateful):
         self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
-                _check_keys(name, values[name], target.state_dict())
+                optional = getattr(target, "OPTIONAL", ())
+                own = {key: value for key, value in target.state_dict().items() if key not in optional}
+                _check_keys(name, values[name], own)
         check_rank_rng(given)
         return values
 

@@ -42,6 +42,7 @@ class ResumeChoice:
     Args:
         config: its ``mode`` and ``resume_path``.
         ft_spec: how the run is cut into epochs; a generation that was cut differently is refused.
+        epochs_may_change: do not refuse it.
         store: where the generations are.
 
     Attributes:
@@ -50,8 +51,11 @@ class ResumeChoice:
             move; this tells whether the newest generation descends from it.
     """
 
-    def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec, store: GenerationStore) -> None:
+    def __init__(
+        self, config: RecoverConfig, ft_spec: FinetuneSpec, store: GenerationStore, *, epochs_may_change: bool = False
+    ) -> None:
         self._config, self._ft_spec, self._store = config, ft_spec, store
+        self._epochs_may_change = epochs_may_change
         self._fetched: set[int] = set()
         self._told: list[StepInfo | None] = []
         self.resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
@@ -219,7 +223,7 @@ class ResumeChoice:
 
     def _check_same_run(self, path: Path, info: RecoverInfo) -> None:
         saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
-        if saved != now:
+        if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
                 f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
             )

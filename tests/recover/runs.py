@@ -28,8 +28,7 @@ FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.step
 
 def step_info(step: int) -> StepInfo:
     """Step ``step`` of a run cut as `SPEC` says."""
-    epoch, epoch_step = divmod(step, SPEC.steps_per_epoch)
-    return StepInfo(epoch, epoch_step, step, SPEC.steps_per_epoch)
+    return StepInfo.at(step, SPEC.steps_per_epoch)
 
 
 class SettledHandler(RecoverHandler):
