@@ -21,7 +21,7 @@ from .ranks import Session, on_ranks
 
 WITHOUT, WITH = OURS, f"{OURS} on whole logits"
 _VOCABULARY = 151_936  # of Qwen
-_WIDTH = 128
+_WIDTH = 64
 _LENGTHS = [256] * 8
 
 
@@ -51,8 +51,9 @@ def _measure(session: Session) -> Times:
     losses = {WITHOUT: _ours, WITH: _ours_of_logits, "AReaL": _areal, "TRL": _trl}
 
     def step(way: str) -> dict[str, float]:
-        peak = peak_bytes(session, lambda: _train(engine, batch, way))
-        return {"memory": max(session.all(peak)), "seconds": session.seconds(lambda: _train(engine, batch, way))}
+        seconds: list[float] = []
+        peak = peak_bytes(session, lambda: seconds.append(session.seconds(lambda: _train(engine, batch, way))))
+        return {"memory": max(session.all(peak)), "seconds": seconds[0]}
 
     def _train(engine: FSDPEngine, batch: Batch, way: str) -> None:
         engine.train_batch(batch, losses[way], count_loss_tokens)

@@ -59,6 +59,7 @@ def build_engine(
     parameters: int | None = None,
     vocabulary: int | None = None,
     pack_sequences: bool = True,
+    attn_impl: str | None = None,
 ) -> FSDPEngine:
     """The engine on this rank, after one step: there are gradients' moments to save."""
     config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
@@ -73,6 +74,7 @@ def build_engine(
             dtype="float32",
             device=session.options.device,
             pack_sequences=pack_sequences,
+            attn_impl=attn_impl,
             optimizer=OptimizerConfig(lr=1e-5),
         )
     )

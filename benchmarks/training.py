@@ -1,28 +1,39 @@
-"""`train`: what packing ragged sequences gains over padding them."""
+"""`train`: what packing ragged sequences gains over padding them, and what their attention costs."""
 
 import random
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.engine import FSDPEngine
+from holdfast.engine.config import PACKED_ATTENTION
 
 from .harness import Figure, Options, Times, interleave, over
 from .model import build_engine, ragged_batch, train
 from .ranks import Session, on_ranks
+from .trl_steps import HAS_TRL, TrlSteps
 
 PACKED, PADDED = "Holdfast packed", "padded"
+EQUAL, MASKED = "rows of equal length", "Holdfast packed, attn_impl sdpa"
+TRL_PADDED, TRL_FREE = "TRL", "TRL, padding_free"
 _MOST_PARAMETERS = 20_000_000  # the ratio hardly depends on the model; a step of a larger one takes long on a CPU
+_ATTENTION_PARAMETERS = 12_000_000
+_GROWTH_PARAMETERS = 3_000_000
+_GROWTH_TOKENS = (512, 1024, 2048, 4096)
+_GROWTH_LENGTH = 64
 
 
 def train_throughput(options: Options) -> list[Figure]:
-    """Tokens a second of whole training steps on the same ragged batches."""
+    """Tokens a second of whole training steps on the same ragged batches, and how their cost grows with the row."""
     seconds = on_ranks(_measure, options)["seconds"]
-    return [
-        Figure(
-            "train.tokens",
-            "tokens a second, packed / padded to the longest of a micro-batch",
-            "higher",
-            over(PADDED, seconds, inverse=True),
-            seconds=seconds,
-            note="16 sequences a rank, log-normal lengths around 40 tokens, at most 256",
-        )
-    ]
+    tokens = Figure(
+        "train.tokens",
+        "tokens a second, packed / padded to the longest of a micro-batch",
+        "higher",
+        over(PADDED, seconds, inverse=True),
+        seconds=seconds,
+        note="16 sequences a rank, log-normal lengths around 40 tokens, at most 256",
+    )
+    return [tokens, *_attention_figures(options), _growth_figure(options)]
 
 
 def _measure(session: Session) -> Times:
@@ -42,3 +53,101 @@ def _measure(session: Session) -> Times:
     for engine in engines.values():
         engine.destroy()
     return times
+
+
+def _attention_figures(options: Options) -> list[Figure]:
+    """What packing costs against a batch that needs none, and against TRL's steps on the same batch."""
+    seconds = on_ranks(_measure_attention, options, ranks=1)["seconds"]
+    note = "16 sequences of 16 to 512 tokens on one rank, in one micro-batch"
+    trl = "" if HAS_TRL else "; TRL is not installed (pip install 'holdfast[bench]')"
+    figures = [
+        Figure(
+            "train.equal_rows",
+            "tokens a second / those of a batch of as many rows and tokens, all of one length",
+            "higher",
+            over(EQUAL, seconds, inverse=True),
+            {PACKED: 0.9},
+            seconds,
+            note + trl,
+        )
+    ]
+    if HAS_TRL:
+        ratios = over(TRL_FREE, {way: seconds[way] for way in (PACKED, MASKED, TRL_PADDED, TRL_FREE)}, inverse=True)
+        title = "tokens a second / those of SFTTrainer's own step with padding_free"
+        figures.append(Figure("train.trl", title, "higher", ratios, {PACKED: 1.3}, seconds, note))
+    return figures
+
+
+def _measure_attention(session: Session) -> Times:
+    parameters = min(session.options.parameters, _ATTENTION_PARAMETERS)
+    engines = {
+        PACKED: build_engine(session, parameters=parameters),
+        MASKED: build_engine(session, parameters=parameters, attn_impl="sdpa"),
+        EQUAL: build_engine(session, parameters=parameters, pack_sequences=False),
+    }
+    attention = engines[PACKED].model.config._attn_implementation
+    assert attention == PACKED_ATTENTION, attention
+    batches = {way: ragged_batch(engine, _ragged_lengths()) for way, engine in engines.items()}
+    batches[EQUAL] = ragged_batch(engines[EQUAL], [sum(_ragged_lengths()) // 16] * 16)
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        way: lambda engine=engine, batch=batches[way]: {"seconds": session.seconds(partial(train, engine, batch))}
+        for way, engine in engines.items()
+    }
+    if HAS_TRL:
+        for way, free in ((TRL_PADDED, False), (TRL_FREE, True)):
+            steps = TrlSteps(
+                engines[PACKED].config.path, batches[PACKED], padding_free=free, scratch=session.options.scratch
+            )
+            ways[way] = lambda steps=steps: {"seconds": steps.step()}
+    times = interleave(ways, session.options.rounds)
+    for engine in engines.values():
+        engine.destroy()
+    return times
+
+
+def _ragged_lengths() -> list[int]:
+    """Of 16 sequences that have together as many tokens as 16 of one length."""
+    draw = random.Random(0)
+    lengths = [draw.randint(16, 512) for _ in range(16)]
+    lengths[0] -= sum(lengths) % 16 if lengths[0] > 32 else sum(lengths) % 16 - 16
+    return lengths
+
+
+def _growth_figure(options: Options) -> Figure:
+    """Whether a row of twice the tokens costs twice as much, when its sequences stay as long as they are."""
+    times = on_ranks(_measure_growth, options, ranks=1)
+    shortest = _GROWTH_TOKENS[0]
+    ratios, seconds = {}, {}
+    for way, by_tokens in ((PACKED, times[PACKED]), (MASKED, times[MASKED])):
+        for n_tokens in _GROWTH_TOKENS:
+            name = f"{way}, {n_tokens} tokens"
+            seconds[name] = by_tokens[str(n_tokens)]
+            pairs = zip(by_tokens[str(n_tokens)], by_tokens[str(shortest)], strict=True)
+            ratios[name] = [longer / n_tokens / (short / shortest) for longer, short in pairs]
+    return Figure(
+        "train.growth",
+        f"seconds a token of a packed row / those of a row of {shortest} tokens",
+        "lower",
+        ratios,
+        {f"{PACKED}, {_GROWTH_TOKENS[-1]} tokens": 1.25},
+        seconds,
+        f"sequences of {_GROWTH_LENGTH} tokens on one rank, {_GROWTH_PARAMETERS / 1e6:g}M parameters at most",
+    )
+
+
+def _measure_growth(session: Session) -> Times:
+    parameters = min(session.options.parameters, _GROWTH_PARAMETERS)
+    engines = {
+        PACKED: build_engine(session, parameters=parameters),
+        MASKED: build_engine(session, parameters=parameters, attn_impl="sdpa"),
+    }
+    batches = {n: ragged_batch(engines[PACKED], [_GROWTH_LENGTH] * (n // _GROWTH_LENGTH)) for n in _GROWTH_TOKENS}
+
+    def measure(engine: FSDPEngine) -> dict[str, float]:
+        return {str(n): session.seconds(partial(train, engine, batch)) for n, batch in batches.items()}
+
+    ways = {way: lambda engine=engine: measure(engine) for way, engine in engines.items()}
+    times = interleave(ways, session.options.rounds)
+    for engine in engines.values():
+        engine.destroy()
+    return {way: {n: by_way[way] for n, by_way in times.items()} for way in engines}

@@ -29,7 +29,7 @@ from .training.model import (
     draw_weights,
     give_memory,
 )
-from .training.packing import check_packing
+from .training.packing import prepare_packing
 from .training.value_model import body_name
 
 logger = get_logger(__name__)
@@ -44,7 +44,8 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
         groups: of all ranks.
 
     Raises:
-        ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized`, `check_packing`.
+        ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized` and
+            `prepare_packing`.
         CheckpointError: the weights do not load; see `load_hf`.
         PeerError: only other ranks failed.
     """
@@ -61,7 +62,7 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
         cast_buffers(model, config)
     shard_model(model, config, blocks, groups.device)
     if config.pack_sequences:  # before the model has memory, which a twin of it takes for a moment
-        check_packing(model, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
+        prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         unfilled = give_memory(model, skeleton, groups.device)
         if config.init_from_scratch or config.is_critic:

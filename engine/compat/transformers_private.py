@@ -1,6 +1,6 @@
 """What transformers keeps to itself: how it loads, converts and initialises models, and what it knows of weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ NAMES = (
     Private("transformers:PreTrainedModel._init_weights", "draw weights", ("module",)),
     Private("transformers:PreTrainedModel._no_split_modules", "shard a model block by block"),
     Private("transformers:PreTrainedModel._hf_peft_config_loaded", "tell models with adapters"),
-    Private("transformers:PretrainedConfig._attn_implementation", "check packing"),
+    Private("transformers:PretrainedConfig._attn_implementation", "check packing and choose the attention"),
     Private("transformers:AutoModelForCausalLM._model_mapping", "tell which heads an architecture has"),
     Private("transformers.dynamic_module_utils:custom_object_save", "export a model's own code", ("obj", "folder")),
 )
@@ -61,6 +61,7 @@ __all__ = [
     "load_state",
     "loading_rules",
     "revert_weight_conversion",
+    "set_attention",
     "set_conversions",
     "unsplit_classes",
 ]
@@ -145,3 +146,22 @@ def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedMo
 def attention_of(config: PretrainedConfig) -> str:
     """The name of the attention that a model was built with."""
     return str(config._attn_implementation)
+
+
+def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None:
+    """Have the parts of a built model that have one attention take another; no ``config.json`` says which.
+
+    transformers' own ``set_attn_implementation`` does not reach configs that only modules inside have.
+    """
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            for part in _parts(config):
+                if attention_of(part) == instead_of:
+                    part._attn_implementation = {"": name}  # type: ignore[assignment]  (of this part alone)
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PretrainedConfig):
+            yield from _parts(part)

@@ -52,7 +52,9 @@ class ScoringHead:
 
 
 @contextmanager
-def scoring(head: nn.Linear, mb: MicroBatch, temperature: float, packed: bool) -> Iterator[None]:
+def scoring(
+    head: nn.Linear, mb: MicroBatch, temperature: float, packed: bool, chunk_size: int | None = None
+) -> Iterator[None]:
     """Let ``head`` return ``[..., 2]`` float32, log p of the next token and the entropy, in place of logits.
 
     Args:
@@ -60,12 +62,13 @@ def scoring(head: nn.Linear, mb: MicroBatch, temperature: float, packed: bool) -
         mb: the tokens; one row of them when ``packed``, else padded as `MicroBatch.padded` does, with 0 at padding.
         temperature: what logits are divided by.
         packed: how the model is called.
+        chunk_size: tokens whose logits exist at a time; None: by their size.
     """
     targets, places = next_tokens(mb.data["input_ids"]), (mb.rows, mb.position_ids)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden[0] if packed else hidden[places]
-        scores = score_tokens(rows, head.weight, head.bias, targets, temperature)
+        rows = hidden[0, : len(targets)] if packed else hidden[places]
+        scores = score_tokens(rows, head.weight, head.bias, targets, temperature, chunk_size)
         if packed:
             return torch.stack([score[None] for score in scores], dim=-1)  # no view, which FSDP warns about
         return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))
@@ -127,4 +130,4 @@ def _difference(model: PreTrainedModel, device: torch.device, group: dist.Proces
 def _one_sequence(ids: torch.Tensor, device: torch.device) -> MicroBatch:
     cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32)
     data = {"input_ids": ids, "position_ids": torch.arange(len(ids)), "cu_seqlens": cu_seqlens}
-    return MicroBatch(data, torch.zeros(1, dtype=torch.int64), longest=len(ids)).to(device)
+    return MicroBatch(data, torch.zeros(1, dtype=torch.int64), lengths=(len(ids),)).to(device)

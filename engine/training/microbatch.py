@@ -17,9 +17,10 @@ import torch.distributed as dist
 from ...utils.distributed import gather_numbers_of, get_rank
 from ...utils.errors import BatchError
 from ...utils.logging import get_logger
-from ..api import Batch, LossWeightFn
+from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
 from .partition import partition_within, split_until
+from .trajectories import join_trajectories
 
 logger = get_logger(__name__)
 
@@ -39,13 +40,15 @@ class MicroBatch:
             int64 (restarts at 0 with every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (sequence ``i`` is
             ``[cu_seqlens[i]:cu_seqlens[i + 1]]``).
         indices: ``[n]`` int64, the rows of the original batch; empty for a dummy.
-        longest: tokens of the longest sequence.
+        lengths: tokens of each sequence, on the host.
+        row_tokens: how many tokens a packed row is filled up to; 0: as it is.
         is_dummy: one token with loss mask 0, there only so that this rank joins its peers' collectives.
     """
 
     data: Batch
     indices: torch.Tensor
-    longest: int
+    lengths: tuple[int, ...]
+    row_tokens: int = 0
     is_dummy: bool = False
 
     @property
@@ -74,7 +77,7 @@ class MicroBatch:
         data = {key: torch.zeros_like(tensor[:1]) for key, tensor in self.data.items()}
         data |= {key: self.data[key][:1] for key in ("input_ids", "attention_mask")}
         data["cu_seqlens"] = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)
-        return MicroBatch(data, self.indices[:0], longest=1, is_dummy=True)
+        return MicroBatch(data, self.indices[:0], lengths=(1,), is_dummy=True)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -83,12 +86,25 @@ class MicroBatch:
         numbers = torch.arange(len(lengths), device=lengths.device)
         return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
+    def row(self) -> "MicroBatch":
+        """What a model that can be packed gets: the tokens alone, filled up to ``row_tokens`` with zeros, which are a
+        sequence of their own behind the others."""
+        n_more = self.row_tokens - self.n_tokens
+        data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
+        if n_more <= 0:
+            return replace(self, data=data)
+        numbers = torch.arange(n_more, device=self.position_ids.device)
+        more = {"input_ids": numbers.new_zeros(n_more), "attention_mask": numbers.new_ones(n_more)}
+        more |= {"position_ids": numbers, "cu_seqlens": self.cu_seqlens.new_full((1,), self.row_tokens)}
+        filled = {key: torch.cat([data[key], more[key].to(data[key].dtype)]) for key in data}
+        return replace(self, data=filled, lengths=(*self.lengths, n_more))
+
     def padded(self) -> Batch:
         """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that cannot be packed.
 
         ``output[mb.rows, mb.position_ids]`` brings the model's ``[n, longest, ...]`` output to ``[T, ...]``.
         """
-        input_ids = self.position_ids.new_zeros((len(self.cu_seqlens) - 1, self.longest))
+        input_ids = self.position_ids.new_zeros((len(self.lengths), max(self.lengths)))
         mask, places = input_ids.clone(), (self.rows, self.position_ids)
         input_ids[places], mask[places] = self.data["input_ids"].long(), 1
         return {"input_ids": input_ids, "attention_mask": mask}
@@ -164,7 +180,9 @@ class WeighedBatch:
         return [(mb.to(device), weight / self.total) for mb, weight in pairs]
 
 
-def split_batch(batch: Batch, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None) -> list[MicroBatch]:
+def split_batch(
+    batch: Trajectories, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None, row_tokens: int = 0
+) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, as many on every rank of ``group``.
 
     There are at least ``spec.n_mbs`` of them, and as many more as keep each within ``spec.max_tokens_per_mb`` (only
@@ -172,39 +190,50 @@ def split_batch(batch: Batch, spec: MicroBatchSpec, group: dist.ProcessGroup | N
     different ranks is of like size. A rank with fewer sequences than micro-batches fills up with dummies.
 
     Args:
-        batch: padded; without ``loss_mask``, every token but the first of a sequence counts.
+        batch: padded; without ``loss_mask``, every token but the first of a sequence counts. Or a list of such, which
+            is joined first.
         spec: limits and algorithm.
         group: ranks that must agree on the number; None is the default group (or no other rank at all).
+        row_tokens: of each micro-batch, see `MicroBatch`.
 
     Raises:
-        BatchError: see `validate_batch`; the other ranks raise `PeerError`.
+        BatchError: see `validate_batch` and `join_trajectories`, or ``spec.granularity`` does not divide the number of
+            sequences; the other ranks raise `PeerError`.
     """
-    return _cut_together(batch, spec, lambda data: torch.zeros(()), group).micro_batches
+    return _cut_together(batch, spec, lambda data: torch.zeros(()), group, row_tokens).micro_batches
 
 
 def split_and_weigh(
-    batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, group: dist.ProcessGroup | None = None
+    batch: Trajectories,
+    spec: MicroBatchSpec,
+    loss_weight_fn: LossWeightFn,
+    group: dist.ProcessGroup | None = None,
+    row_tokens: int = 0,
 ) -> WeighedBatch:
     """`split_batch`, with the weight of each micro-batch; in the same small collective.
 
     Raises:
-        BatchError: see `validate_batch`; the other ranks raise `PeerError`. Or no token counts on any rank.
+        BatchError: see `split_batch`; the other ranks raise `PeerError`. Or no token counts on any rank.
         Exception: whatever ``loss_weight_fn`` raised; the other ranks raise `PeerError`. If it raises only when this
             rank cuts once more, because another one has more micro-batches, the others wait for the group's timeout,
             as for an error of the loss.
     """
-    weighed = _cut_together(batch, spec, loss_weight_fn, group)
+    weighed = _cut_together(batch, spec, loss_weight_fn, group, row_tokens)
     if not weighed.total > 0:
         raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
     return weighed
 
 
 def _cut_together(
-    batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, group: dist.ProcessGroup | None
+    batch: Trajectories,
+    spec: MicroBatchSpec,
+    loss_weight_fn: LossWeightFn,
+    group: dist.ProcessGroup | None,
+    row_tokens: int,
 ) -> WeighedBatch:
-    cutter = _Cutter(batch, spec, loss_weight_fn)
+    cutter = _Cutter(batch, spec, loss_weight_fn, row_tokens)
     rows = gather_numbers_of("cutting the batch into micro-batches", cutter.cut, 2, group)
-    cutter.cut_further(max(spec.n_mbs, *(int(n_mbs) for n_mbs, _ in rows)))
+    cutter.cut_further(spec.rounded(max(int(n_mbs) for n_mbs, _ in rows)))
     total, announced = sum(weight for _, weight in rows), rows[get_rank(group)][1]
     return WeighedBatch(cutter.micro_batches, cutter.weights, total, sum(cutter.weights) - announced)
 
@@ -212,30 +241,43 @@ def _cut_together(
 class _Cutter:
     """Cuts a batch into micro-batches, and then into more of them, of which only the new ones are packed and weighed.
 
+    What is distributed over bins are units: ``spec.granularity`` adjacent rows each.
+
     Attributes:
         micro_batches: by tokens, the largest first; dummies come last.
         weights: of each.
     """
 
-    def __init__(self, batch: Batch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn) -> None:
-        self._batch, self._spec, self._loss_weight_fn = batch, spec, loss_weight_fn
+    def __init__(
+        self, batch: Trajectories, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, row_tokens: int
+    ) -> None:
+        self._given, self._spec, self._loss_weight_fn, self._row_tokens = batch, spec, loss_weight_fn, row_tokens
+        self._batch: Batch = {}
         self._lengths: list[int] = []
+        self._unit_lengths: list[int] = []
         self._bins: list[list[int]] = []
         self.micro_batches: list[MicroBatch] = []
         self.weights: list[float] = []
 
     def cut(self) -> tuple[float, float]:
         """Cut into as few as the limits allow; their number, and what they weigh together."""
+        self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
-        self._lengths = sequence_lengths(self._batch)
-        self._pack(partition_within(self._lengths, self._spec))
+        self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
+        if len(self._lengths) % step:
+            raise BatchError(
+                f"the batch has {len(self._lengths)} sequences, which config key 'mb_spec.granularity' ({step}) does "
+                "not divide; give it whole groups of them"
+            )
+        self._unit_lengths = [sum(self._lengths[row : row + step]) for row in range(0, len(self._lengths), step)]
+        self._pack(partition_within(self._unit_lengths, self._spec))
         return len(self._bins), sum(self.weights)
 
     def cut_further(self, n_mbs: int) -> None:
         """Cut into ``n_mbs``, of which those that there are no sequences for are dummies."""
-        self._pack(split_until(self._bins, min(n_mbs, len(self._lengths)), self._lengths))
+        self._pack(split_until(self._bins, min(n_mbs, len(self._unit_lengths)), self._unit_lengths))
         if self._spec.max_tokens_per_mb is None:
-            _warn_of_long_rows(self._bins, self._lengths)
+            _warn_of_long_rows([self._rows(units) for units in self._bins], self._lengths)
         n_dummies = n_mbs - len(self._bins)
         self.micro_batches += [self.micro_batches[0].first_token()] * n_dummies
         self.weights += [0.0] * n_dummies
@@ -243,12 +285,16 @@ class _Cutter:
     def _pack(self, bins: list[list[int]]) -> None:
         """Pack and weigh those of ``bins`` that are new."""
         done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
-        self._bins = sorted(bins, key=lambda rows: (-sum(self._lengths[row] for row in rows), rows[0]))
-        new = [rows for rows in self._bins if tuple(rows) not in done]
-        packed = [_pack(self._batch, rows, self._lengths) for rows in new]
+        self._bins = sorted(bins, key=lambda units: (-sum(self._unit_lengths[unit] for unit in units), units[0]))
+        new = [units for units in self._bins if tuple(units) not in done]
+        packed = [_pack(self._batch, self._rows(units), self._lengths, self._row_tokens) for units in new]
         done |= zip(map(tuple, new), zip(packed, weigh(packed, self._loss_weight_fn), strict=True), strict=True)
-        self.micro_batches = [done[tuple(rows)][0] for rows in self._bins]
-        self.weights = [done[tuple(rows)][1] for rows in self._bins]
+        self.micro_batches = [done[tuple(units)][0] for units in self._bins]
+        self.weights = [done[tuple(units)][1] for units in self._bins]
+
+    def _rows(self, units: Sequence[int]) -> list[int]:
+        step = self._spec.granularity
+        return [row for unit in units for row in range(unit * step, (unit + 1) * step)]
 
 
 def _warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -321,7 +367,7 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     return {key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()}
 
 
-def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> MicroBatch:
+def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int], row_tokens: int) -> MicroBatch:
     """All sizes are known on the host, so nothing here waits for the device of the batch."""
     device = batch["input_ids"].device
     indices = torch.tensor(rows, dtype=torch.int64)
@@ -338,4 +384,4 @@ def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> MicroBat
     loss_mask = data.get("loss_mask", data["attention_mask"])
     data["loss_mask"] = loss_mask.masked_fill(position_ids == 0, 0)
     data["position_ids"], data["cu_seqlens"] = position_ids, cu_seqlens.to(device, torch.int32, non_blocking=True)
-    return MicroBatch(data, indices, max(lengths[row] for row in rows))
+    return MicroBatch(data, indices, tuple(lengths[row] for row in rows), row_tokens)

@@ -60,15 +60,18 @@ def _first_fit_count(lengths: Sequence[int], capacity: int) -> int:
 
 
 def partition_within(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
-    """The smallest balanced partition of at least ``spec.n_mbs`` bins that keeps to ``spec.max_tokens_per_mb``."""
+    """The smallest balanced partition of at least ``spec.n_mbs`` bins that keeps to ``spec.max_tokens_per_mb``.
+
+    Bins are as many as ``spec.n_mbs_divisor`` allows, or one for each of ``lengths``.
+    """
     capacity = spec.max_tokens_per_mb or sum(lengths)
     needed = _first_fit_count(lengths, capacity) if spec.packing_algorithm == "ffd" else -(-sum(lengths) // capacity)
-    n_bins = min(max(spec.n_mbs, needed), len(lengths))
+    n_bins = min(spec.rounded(needed), len(lengths))
     while True:  # ends at the latest with one sequence a bin
         bins = partition(lengths, n_bins, spec.packing_algorithm)
         if all(len(rows) == 1 or sum(lengths[row] for row in rows) <= capacity for rows in bins):
             return bins
-        n_bins += 1
+        n_bins = min(spec.rounded(n_bins + 1), len(lengths))
 
 
 def split_until(bins: list[list[int]], n_bins: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -42,6 +42,8 @@ WAYS = {
     "bytes.hf": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
     "recover.first_step": [],
     "train.tokens": [],
+    "train.equal_rows": ["Holdfast packed, attn_impl sdpa"],
+    "train.growth": [],
     "growth.save.size.1M": ["AReaL dcp.save"],
     "growth.save.ranks.1": ["AReaL dcp.save"],
     "growth.plan.4_ranks": [],

@@ -290,17 +290,23 @@ def test_an_architecture_without_the_wanted_head_is_refused_naming_the_key(tmp_p
         assert "\n" not in str(refusal.value)
 
 
-def test_attention_is_what_transformers_chooses_unless_another_is_asked_for(
-    tmp_path: Path,
-) -> None:
+def test_attention_is_ours_where_transformers_would_take_sdpa_unless_another_is_asked_for(tmp_path: Path) -> None:
     write_brought(tmp_path / "gpt_oss", BROUGHT["no sdpa attention"])
     write_brought(tmp_path / "olmo2", BROUGHT["rotary angles in float32"])
-    for folder, asked, taken in (("gpt_oss", None, "eager"), ("olmo2", None, "sdpa"), ("olmo2", "eager", "eager")):
-        engine = start(tmp_path / folder, **({} if asked is None else {"attn_impl": asked}))
+    for folder, asked, taken in (
+        ("gpt_oss", {"pack_sequences": False}, "eager"),
+        ("olmo2", {}, "holdfast"),
+        ("olmo2", {"attn_impl": "sdpa"}, "sdpa"),
+        ("olmo2", {"attn_impl": "eager"}, "eager"),
+        ("olmo2", {"pack_sequences": False}, "sdpa"),
+    ):
+        engine = start(tmp_path / folder, **{"pack_sequences": True, **asked})
         assert engine.model.config._attn_implementation == taken
         engine.destroy()
     with pytest.raises(ConfigError, match="'attn_impl' 'sdpa': ValueError: GptOssForCausalLM does not support"):
         start(tmp_path / "gpt_oss", attn_impl="sdpa")
+    with pytest.raises(ConfigError, match=r"GptOssForCausalLM fails at a packed row .*has no 's_aux'"):
+        start(tmp_path / "gpt_oss", attn_impl="holdfast", pack_sequences=True)
 
 
 CODE = """

@@ -164,7 +164,9 @@ def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
 class RowChunks(LlamaForCausalLM):
     """Attends within chunks that are counted from the start of the row, as Llama4 did in older transformers."""
 
-    def forward(self, input_ids: Any, position_ids: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
         chunk = torch.arange(input_ids.shape[1]) // self.config.attention_chunk_size
         sequence = (position_ids[0] == 0).cumsum(0)
         alike = (sequence[:, None] == sequence) & (chunk[:, None] == chunk)
