@@ -27,6 +27,7 @@ from .api import (
 from .api import (
     WeightUpdateMeta as WeightUpdateMeta,
 )
+from .areal import load_areal as load_areal
 from .config import (
     FSDPConfig as FSDPConfig,
 )

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 
@@ -16,6 +16,9 @@ Batch = dict[str, torch.Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
 (``rewards``). Everything per token is aligned with the token itself: ``logprobs[i, t]`` is the log-probability of
 ``input_ids[i, t]`` given what stands before it, and is 0 at the first token."""
+
+Trajectories = Batch | Sequence[Batch]
+"""A batch, or a list of batches of AReaL's kind (``[b, s]`` each, its own b and s): see `join_trajectories`."""
 
 LossFn = Callable[[Any, Batch], torch.Tensor]
 """``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the `ModelOutput` of an actor
@@ -236,6 +239,18 @@ class StepInfo:
             except TypeError as error:
                 raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
 
+    @staticmethod
+    def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
+        """The step of a run whose epochs all have ``steps_per_epoch`` steps, known by its number alone.
+
+        Raises:
+            ConfigError: the step lies before 0, or an epoch has no steps.
+        """
+        require_range("global_step", global_step, low=0)
+        require_range("steps_per_epoch", steps_per_epoch, low=1)
+        epoch, epoch_step = divmod(global_step, steps_per_epoch)
+        return StepInfo(epoch, epoch_step, global_step, steps_per_epoch)
+
     def next(self) -> "StepInfo":
         """The step after this one: where a run that restored this step goes on."""
         last = self.epoch_step == self.steps_per_epoch - 1
@@ -279,6 +294,24 @@ class BroadcastServer(InferenceServer, Protocol):
 
 class TrainEngine(Protocol):
     """What `holdfast.engine.rl` needs of an engine; `FSDPEngine` is one."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among those that see different data."""
+        ...
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """How many ranks see different data."""
+        ...
+
+    def get_version(self) -> int:
+        """The version of the policy the weights are."""
+        ...
+
+    def register_state(self, name: str, thing: Stateful) -> None:
+        """Save and restore an object of plain values, the same on every rank, with the optimizer."""
+        ...
 
     def train(self, mode: bool = True) -> "TrainEngine":
         """Switch to training mode."""

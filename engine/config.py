@@ -7,8 +7,11 @@ before a process group or a model exists.
 from dataclasses import dataclass, field
 
 from ..utils.config import require_choice, require_range
+from ..utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+PACKED_ATTENTION = "holdfast"
+"""The name of Holdfast's own attention among those of transformers."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -17,7 +20,8 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     type: str = "adam"
-    """``adam`` (AdamW, decoupled weight decay) or ``sgd``."""
+    """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (the same with moments in bfloat16: 4 bytes a parameter
+    instead of 8; see `holdfast.engine.training.adam_bf16`) or ``sgd``."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
@@ -32,6 +36,8 @@ class OptimizerConfig:
     """SGD's momentum."""
     lr_scheduler_type: str = "constant"
     """``constant``, ``linear`` or ``cosine``, after the warm-up."""
+    warmup_steps: int | None = None
+    """Steps during which the rate rises linearly; null takes ``warmup_steps_proportion``."""
     warmup_steps_proportion: float = 0.001
     """Share of all training steps, rounded down, during which the rate rises linearly."""
     min_lr_ratio: float = 0.0
@@ -40,7 +46,7 @@ class OptimizerConfig:
     """Largest global L2 norm of the gradient; longer ones are scaled down."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.type", self.type, ("adam", "sgd"))
+        require_choice("optimizer.type", self.type, ("adam", "adam_bf16", "sgd"))
         require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
         require_range("optimizer.lr", self.lr, low=0.0)
         require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
@@ -48,6 +54,7 @@ class OptimizerConfig:
         require_range("optimizer.beta2", self.beta2, low=0.0, high=0.999999)
         require_range("optimizer.eps", self.eps, low=0.0)
         require_range("optimizer.momentum", self.momentum, low=0.0, high=1.0)
+        require_range("optimizer.warmup_steps", self.warmup_steps, low=0)
         require_range("optimizer.warmup_steps_proportion", self.warmup_steps_proportion, low=0.0, high=1.0)
         require_range("optimizer.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
         require_range("optimizer.gradient_clipping", self.gradient_clipping, low=1e-12)
@@ -57,20 +64,30 @@ class OptimizerConfig:
 class MicroBatchSpec:
     """How a rank's share of a batch is cut into micro-batches."""
 
-    n_mbs: int = 1
-    """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set."""
+    n_mbs: int | None = 1
+    """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set. Null is 1."""
+    granularity: int = 1
+    """So many adjacent sequences stay in one micro-batch: 2 for pairs of a reward model. They divide the batch."""
+    n_mbs_divisor: int = 1
+    """The number of micro-batches is a multiple of this."""
     max_tokens_per_mb: int | None = 8192
     """Most tokens in one micro-batch; null for no limit. A single longer sequence still gets a micro-batch of its own.
-    Memory grows with it: activations; where attention masks the packed row (``sdpa``, ``eager``), tokens x tokens; for
-    a loss or a model that needs whole logits, these and their gradient (5 GB for 8192 tokens and 150,000 words in
-    bfloat16). The gradient does not depend on it."""
+    Memory grows with it: activations; where attention masks the packed row (``attn_impl`` ``sdpa`` or ``eager``),
+    tokens x tokens; for a loss or a model that needs whole logits, these and their gradient (5 GB for 8192 tokens and
+    150,000 words in bfloat16). The gradient does not depend on it."""
     packing_algorithm: str = "ffd"
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 
     def __post_init__(self) -> None:
         require_range("mb_spec.n_mbs", self.n_mbs, low=1)
+        require_range("mb_spec.granularity", self.granularity, low=1)
+        require_range("mb_spec.n_mbs_divisor", self.n_mbs_divisor, low=1)
         require_range("mb_spec.max_tokens_per_mb", self.max_tokens_per_mb, low=1)
         require_choice("mb_spec.packing_algorithm", self.packing_algorithm, ("ffd", "kk"))
+
+    def rounded(self, n_mbs: int) -> int:
+        """The least allowed number of micro-batches that is not below ``n_mbs``."""
+        return -(-max(n_mbs, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
 
 @dataclass
@@ -121,16 +138,23 @@ class TrainEngineConfig:
     grad_reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
     attn_impl: str | None = None
-    """Attention implementation of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ... None takes the one that
-    transformers takes by itself (``sdpa`` where the architecture has it)."""
+    """None: packed sequences attend each within itself (``holdfast``: no mask, and no work for pairs of tokens of two
+    sequences) where the architecture can do with that, else what transformers takes by itself (``sdpa``, or ``eager``).
+    Or ``holdfast``, where a model that cannot is refused, or the name of an attention of transformers: ``sdpa``,
+    ``eager``, ``flash_attention_2`` ..."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward instead of keeping its activations."""
     disable_dropout: bool = True
     """Set every dropout probability to zero, as RL needs (log-probabilities must repeat)."""
     temperature: float = 1.0
     """Logits are divided by this before log-probabilities, as the sampler did."""
+    logprobs_chunk_size: int | None = None
+    """Tokens whose log-probabilities and entropy are computed at a time; null takes as many as fit in 128 MiB."""
     pack_sequences: bool = True
     """Forward micro-batches packed into one row; False pads them, for models that cannot be packed."""
+    pad_to_maximum: bool = False
+    """Fill every packed row up to ``mb_spec.max_tokens_per_mb``, with tokens that count for nothing: the allocator of a
+    GPU sees one shape only, and each step takes as long as a full one."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batching."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
@@ -145,6 +169,23 @@ class TrainEngineConfig:
         self.grad_reduce_dtype = _DTYPE_ALIASES.get(self.grad_reduce_dtype, self.grad_reduce_dtype)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("device", self.device, ("auto", "cpu", "cuda"))
+        if self.attn_impl == PACKED_ATTENTION and not self.pack_sequences:
+            raise ConfigError(
+                f"config key 'attn_impl' is {PACKED_ATTENTION!r}, which is for packed sequences, but 'pack_sequences' "
+                "is false; set it to true, or 'attn_impl' to null"
+            )
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)
+        require_range("logprobs_chunk_size", self.logprobs_chunk_size, low=1)
         require_range("timeout_s", self.timeout_s, low=1e-3)
+        if self.pad_to_maximum and (self.mb_spec.max_tokens_per_mb is None or not self.pack_sequences):
+            unmet = "mb_spec.max_tokens_per_mb' is null" if self.pack_sequences else "pack_sequences' is False"
+            raise ConfigError(
+                f"config key 'pad_to_maximum' is True, but '{unmet}: packed rows are filled up to max_tokens_per_mb; "
+                "set that, or leave this out"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Up to how many tokens packed rows are filled; 0: as they are."""
+        return (self.mb_spec.max_tokens_per_mb or 0) if self.pad_to_maximum else 0

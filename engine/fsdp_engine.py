@@ -6,13 +6,12 @@ middle of a forward or backward (a loss function's, out of memory) leaves the ot
 until a `WorkerGroup` ends them.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,11 @@ from .api import (
     ParallelStrategy,
     PostFn,
     SaveLoadMeta,
+    Stateful,
+    Trajectories,
     WeightUpdateMeta,
 )
+from .areal.methods import ArealMethods, RunningMeans, success
 from .config import TrainEngineConfig
 from .dcp.load import load_dcp
 from .dcp.save import save_dcp
@@ -49,16 +51,18 @@ from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
-from .training.distributed import clip_grad_norm, close_process_groups, open_process_groups
+from .training.distributed import close_process_groups, open_process_groups
 from .training.head import ScoringHead, find_scoring_head
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.optimizer import build_optimizer, build_scheduler
+from .training.optimizer_step import clip_and_step
 from .training.packing import model_output
+from .training.trajectories import join_trajectories, split_like
 
 logger = get_logger(__name__)
 
 
-class FSDPEngine:
+class FSDPEngine(ArealMethods):
     """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`.
 
     Args:
@@ -77,6 +81,7 @@ class FSDPEngine:
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
         self._servers = ServerConnection()
+        self._train_stats = RunningMeans()
 
     # Lifecycle
 
@@ -99,7 +104,7 @@ class FSDPEngine:
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
         free_cached_memory(groups.device)
-        self.counters = EngineCounters()
+        self.counters, self._train_stats = EngineCounters(states=self.counters.states), RunningMeans()
         folder = find_model_folder(self.config, groups.control)
         model = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
@@ -166,34 +171,30 @@ class FSDPEngine:
         """Where this rank computes."""
         return self._require_groups().device
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among those that see different data."""
-        return dist.get_rank(self.control_group)
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """How many ranks see different data."""
-        return dist.get_world_size(self.control_group)
-
     # Batches
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch.
 
         The gradient is that of ``sum(weight * loss) / sum(weight)`` over all micro-batches of all ranks, so it does not
         depend on how the batch was cut. When it is not finite nothing is updated.
 
+        Args:
+            batch: a padded batch, or a list of them (of trajectories).
+            loss_fn: see `LossFn`.
+            loss_weight_fn: see `LossWeightFn`.
+
         Returns:
             ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (of this step), ``update_skipped`` (0 or
-            1), ``n_mbs``, ``n_tokens`` (of this rank).
+            1) and ``n_mbs``, also as AReaL's ``update_successful`` and ``num_micro_batches``, ``n_tokens`` (of this
+            rank).
 
         Raises:
             BatchError: the batch is malformed, or no token of it counts on any rank; nothing was changed.
         """
         optimizer = self._require_optimizer()
         self.train()
-        weighed = split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group)
+        weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for mb, share in weighed.shares(self.device):
@@ -202,41 +203,26 @@ class FSDPEngine:
             (loss * self.data_parallel_world_size).backward()
             loss_sum += loss.detach()
         lr = float(optimizer.param_groups[0]["lr"])
-        loss, grad_norm, skipped = self._optimizer_step(optimizer, loss_sum, weighed)
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "update_skipped": float(skipped),
-            "n_mbs": float(len(weighed.micro_batches)),
-            "n_tokens": float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy)),
-        }
+        weights = weighed.total, weighed.correction
+        loss, grad_norm, skipped = clip_and_step(
+            self.model, optimizer, self._max_norm, self.counters, loss_sum, *weights
+        )
+        n_mbs = float(len(weighed.micro_batches))
+        n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
+        stats = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **success(skipped)}
+        stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
+        self._train_stats.add(stats)
+        return stats
 
-    def _optimizer_step(
-        self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, weighed: WeighedBatch
-    ) -> tuple[float, float, bool]:
-        """Clip and update; the loss over all ranks, the norm of the gradient, and whether it was no number, so nothing
-        was updated."""
-        assert self.config.optimizer is not None
-        max_norm = self.config.optimizer.gradient_clipping
-        reduced = clip_grad_norm(self.model, max_norm, loss, weighed.total, weighed.correction)
-        loss_sum, grad_norm = reduced.tolist()  # the one wait for the device in a step
-        skipped = not math.isfinite(grad_norm)
-        if skipped:
-            self.counters.skipped_steps += 1
-            logger.warning("gradient norm is %s: update skipped (%d so far)", grad_norm, self.counters.skipped_steps)
-        else:
-            optimizer.step()
-            self.counters.optimizer_steps += 1
-            self.counters.steps_since_schedule += 1
-        optimizer.zero_grad()
-        return loss_sum, grad_norm, skipped
+    def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
+        config = self.config
+        return split_and_weigh(batch, config.mb_spec, loss_weight_fn, self.control_group, config.row_tokens)
 
     @torch.no_grad()
-    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
+    def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
         """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
         self.eval()
-        weighed = split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group)
+        weighed = self._cut(batch, loss_weight_fn)
         losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
         own = [sum(torch.stack(losses).tolist()), weighed.correction]
         loss, correction = map(sum, zip(*gather_numbers(own, self.control_group), strict=True))
@@ -245,43 +231,44 @@ class FSDPEngine:
             raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
         return torch.tensor(loss * (weighed.total / total))
 
+    @overload
+    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor: ...
+    @overload
+    def forward_batch(self, batch: Sequence[Batch], post_fn: PostFn | None = None) -> list[torch.Tensor]: ...
     @torch.no_grad()
-    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
+    def forward_batch(self, batch: Trajectories, post_fn: PostFn | None = None) -> torch.Tensor | list[torch.Tensor]:
         """Per-token results in evaluation mode.
 
         Args:
-            batch: this rank's share.
+            batch: this rank's share: a padded batch, or a list of them (of trajectories).
             post_fn: ``(output, micro_batch) -> [tokens]``, of what a `LossFn` is given; default: log-probabilities of
                 the tokens (actor) or values (critic).
 
         Returns:
-            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding.
+            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding; of a list, one for each in it.
         """
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
-        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group)
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self.config.row_tokens)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
-        batch_size, seqlen = batch["input_ids"].shape
-        return unpack(outputs, micro_batches, batch_size, seqlen).to(batch["input_ids"].device)
+        input_ids = join_trajectories(batch)["input_ids"]
+        result = unpack(outputs, micro_batches, *input_ids.shape).to(input_ids.device)
+        return result if isinstance(batch, dict) else split_like(result, batch)
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
         if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
-            output = self._forward(mb.first_token())
+            output = self._output(mb.first_token())
+            output = output if self.config.is_critic else output.logits
             return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
         return loss_fn(self._output(mb), mb.data) * share
 
     def _output(self, mb: MicroBatch) -> Any:
         """What loss functions are given."""
+        beat()
         if self.config.is_critic:
-            return self._forward(mb)
-        beat()
-        packed, temperature = self.config.pack_sequences, self.config.temperature
-        return ModelOutput(self.model, mb, packed=packed, temperature=temperature, head=self._scoring_head)
-
-    def _forward(self, mb: MicroBatch) -> torch.Tensor:
-        beat()
-        return model_output(self.model, mb, packed=self.config.pack_sequences)
+            return model_output(self.model, mb, self.config.pack_sequences)
+        return ModelOutput(self.model, mb, self.config, self._scoring_head)
 
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one; not when every update since the last call was skipped."""
@@ -294,6 +281,10 @@ class FSDPEngine:
         return reduce_stats(sums, self.control_group)
 
     # Save and load
+
+    def register_state(self, name: str, thing: Stateful) -> None:
+        """See `TrainEngine.register_state`."""
+        self.counters.states[name] = thing
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""

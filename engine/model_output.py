@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from ..utils.errors import BatchError
 from .compat.torch_private import tree_map
+from .config import TrainEngineConfig
 from .rl.logprobs import align_with_tokens, token_logprobs
 from .training.head import ScoringHead, scoring
 from .training.microbatch import MicroBatch
@@ -26,16 +27,14 @@ class ModelOutput:
     Args:
         model: of the engine.
         mb: on the model's device.
-        packed: how the model is called; see `model_output`.
-        temperature: of `logprobs` and `entropy`.
+        config: of the engine: how the model is called, and the temperature of `logprobs` and `entropy`.
         head: from `find_scoring_head`; None if all has to come from logits.
     """
 
     def __init__(
-        self, model: PreTrainedModel, mb: MicroBatch, *, packed: bool, temperature: float, head: ScoringHead | None
+        self, model: PreTrainedModel, mb: MicroBatch, config: TrainEngineConfig, head: ScoringHead | None
     ) -> None:
-        self._model, self._mb, self._packed = model, mb, packed
-        self._temperature = temperature
+        self._model, self._mb, self._config = model, mb, config
         self._head = None if head is None or head.is_seen(model) else head.linear
         self._logits: torch.Tensor | None = None
         self._scores: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -44,13 +43,13 @@ class ModelOutput:
     def logprobs(self) -> torch.Tensor:
         """``[T]`` float32: log-probability of each token, 0 at the first one of a sequence, at the engine's
         temperature."""
-        return self.at(self._temperature)[0]
+        return self.at(self._config.temperature)[0]
 
     @property
     def entropy(self) -> torch.Tensor:
         """``[T]`` float32, nats: of the choice of each token, 0 at the first one of a sequence, at the engine's
         temperature."""
-        return self.at(self._temperature)[1]
+        return self.at(self._config.temperature)[1]
 
     @property
     def logits(self) -> torch.Tensor:
@@ -61,7 +60,7 @@ class ModelOutput:
         """
         if self._logits is None:
             self._refuse_second("logits")
-            self._logits = model_output(self._model, self._mb, self._packed)
+            self._logits = model_output(self._model, self._mb, self._config.pack_sequences)
         return self._logits
 
     def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,14 +74,13 @@ class ModelOutput:
         return self._scores[temperature]
 
     def _score(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        cu_seqlens = self._mb.cu_seqlens
+        mb, packed, chunk_size = self._mb, self._config.pack_sequences, self._config.logprobs_chunk_size
         if self._head is None or self._logits is not None:
-            return token_logprobs(self.logits, self._mb.data["input_ids"], cu_seqlens, temperature)
+            return token_logprobs(self.logits, mb.data["input_ids"], mb.cu_seqlens, temperature, chunk_size)
         self._refuse_second(f"log-probabilities at temperature {temperature}")
-        with scoring(self._head, self._mb, temperature, self._packed):
-            scores = model_output(self._model, self._mb, self._packed)
-        logprobs, entropy = scores.unbind(-1)
-        return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
+        with scoring(self._head, mb, temperature, packed, chunk_size):
+            logprobs, entropy = model_output(self._model, mb, packed).unbind(-1)
+        return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
 
     def _refuse_second(self, what: str) -> None:
         # A second forward would be a collective that ranks without a loss token do not take part in.

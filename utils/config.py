@@ -6,12 +6,13 @@ configuration therefore fails before any process starts.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarEvent, YAMLError
 
@@ -35,8 +36,19 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
             missing, or a ``__post_init__`` refused it. The message names the key.
     """
     source = f"{path}" if path is not None else f"the defaults of {cls.__name__}"
-    try:
-        config: Any = OmegaConf.structured(cls)
+    source = f"{source} with overrides {list(overrides)}" if overrides else source
+    return build_config(cls, read_yaml(path, overrides, source), source)
+
+
+def read_yaml(path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str) -> DictConfig:
+    """The keys of a file, and the ``section.key=value`` overrides that win over them; nothing is interpolated yet.
+
+    Raises:
+        ConfigError: the file does not exist or is not YAML with a mapping of keys, or an override is malformed. The
+            message names ``source``, but for a file or an override that it quotes.
+    """
+    with _as_config_error(source):
+        loaded: Any = OmegaConf.create()
         if path is not None:
             if not Path(path).is_file():
                 raise ConfigError(f"config file {path} does not exist")
@@ -44,14 +56,38 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
             loaded = OmegaConf.load(Path(path))
             if not isinstance(loaded, DictConfig):
                 raise ConfigError(f"config file {path} holds a list; expected a mapping of keys")
-            config = OmegaConf.merge(config, loaded)
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
             _refuse_base_60(override.partition("=")[2])
-        source = f"{source} with overrides {list(overrides)}" if overrides else source
-        config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
-        return OmegaConf.to_object(config)  # type: ignore[return-value]
+        return OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))  # type: ignore[return-value]
+
+
+def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str) -> T:
+    """An instance of the dataclass ``cls`` with these keys.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type or is missing, or a ``__post_init__`` refused it. The
+            message names the key and ``source``.
+    """
+    with _as_config_error(source):
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), keys))  # type: ignore[return-value]
+
+
+def resolve(config: DictConfig | ListConfig, source: str) -> Any:
+    """Plain dicts and lists, interpolations resolved.
+
+    Raises:
+        ConfigError: an interpolation leads nowhere, or a value is missing (``???``). The message names the key.
+    """
+    with _as_config_error(source):
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+@contextmanager
+def _as_config_error(source: str) -> Iterator[None]:
+    try:
+        yield
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         reason = str(error).splitlines()[0]

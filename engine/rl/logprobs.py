@@ -23,7 +23,11 @@ _LOWEST = -1e30
 
 
 def token_logprobs(
-    output: Any, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, temperature: float = 1.0
+    output: Any,
+    input_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given what stands before it, and the entropy of that choice.
 
@@ -33,6 +37,7 @@ def token_logprobs(
         input_ids: ``[T]`` packed tokens.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
         temperature: what the sampler divided its logits by.
+        chunk_size: rows of logits upcast at a time; None: as many as `_CHUNK_ELEMENTS` allows.
 
     Returns:
         logprobs and entropy, both ``[T]`` float32, aligned with the token they are about, and 0 at the first token
@@ -40,7 +45,7 @@ def token_logprobs(
     """
     if not isinstance(output, torch.Tensor):
         return output.at(temperature)
-    logprobs, entropy = _OfLogits.apply(output, next_tokens(input_ids), temperature)
+    logprobs, entropy = _OfLogits.apply(output, next_tokens(input_ids), temperature, chunk_size)
     return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
 
 
@@ -50,6 +55,7 @@ def score_tokens(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
@@ -59,12 +65,13 @@ def score_tokens(
         bias: ``[V]``, or None.
         targets: ``[T]`` int64; entry t is the token after the one that row t of ``hidden`` has read.
         temperature: what logits are divided by.
+        chunk_size: as in `token_logprobs`.
 
     Returns:
         both ``[T]`` float32 and differentiable with respect to ``hidden``, ``weight`` and ``bias``. Gradients of the
         latter two are summed in one product for each chunk of words, so chunks cost no precision in bfloat16.
     """
-    return _OfHead.apply(hidden, weight, bias, targets, temperature)
+    return _OfHead.apply(hidden, weight, bias, targets, temperature, chunk_size)
 
 
 def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
@@ -82,11 +89,15 @@ def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) ->
     return torch.roll(per_prediction, 1).index_fill(0, cu_seqlens[:-1].long(), 0.0)
 
 
-def _chunks(length: int, width: int) -> Iterator[slice]:
-    """Cuts ``length`` so that a chunk times ``width`` has about `_CHUNK_ELEMENTS`."""
-    size = max(1, _CHUNK_ELEMENTS // max(1, width))
+def _chunks(length: int, width: int, elements: int) -> Iterator[slice]:
+    """Cuts ``length`` so that a chunk times ``width`` has at most so many elements, where that is possible."""
+    size = max(1, elements // max(1, width))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def _chunk_elements(words: int, chunk_size: int | None) -> int:
+    return _CHUNK_ELEMENTS if chunk_size is None else chunk_size * words
 
 
 def _score(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,17 +145,17 @@ def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 
 
 class _OfLogits(torch.autograd.Function):
-    """``(logits [T, V], targets [T], temperature)`` -> ``(log p(target) [T], entropy [T])`` in float32."""
+    """``(logits [T, V], targets [T], temperature, chunk_size)`` -> ``(log p(target), entropy)``, ``[T]`` float32."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_size: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(*logits.shape):
+        ctx.temperature, ctx.elements = temperature, _chunk_elements(logits.shape[1], chunk_size)
+        for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
             scores[:, rows] = torch.stack(_score(logits[rows].float() / temperature, targets[rows]))
         ctx.save_for_backward(logits, targets, scores)
-        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
 
@@ -152,14 +163,14 @@ class _OfLogits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, (_, entropy, total) = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        for rows in _chunks(*logits.shape):
+        for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
             grads = (_rows_of(grad_logprobs, rows), _rows_of(grad_entropy, rows))
             z = logits[rows].float() / ctx.temperature
             grad_logits[rows] = _grad_z(z, (entropy[rows], total[rows]), grads, targets[rows]) / ctx.temperature
-        return grad_logits, None, None
+        return grad_logits, None, None, None
 
 
 class _OfHead(torch.autograd.Function):
@@ -173,13 +184,14 @@ class _OfHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
+        chunk_size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(len(hidden), len(weight)):
+        ctx.temperature, ctx.elements = temperature, _chunk_elements(len(weight), chunk_size)
+        for rows in _chunks(len(hidden), len(weight), ctx.elements):
             z = linear(hidden[rows], weight, bias).float().div_(temperature)
             scores[:, rows] = torch.stack(_score(z, targets[rows]))
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
-        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
 
@@ -187,13 +199,13 @@ class _OfHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, bias, targets, (_, entropy, total) = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        for words in _chunks(len(weight), len(hidden)):
+        for words in _chunks(len(weight), len(hidden), ctx.elements):
             part = None if bias is None else bias[words]
             z = linear(hidden, weight[words], part).float().div_(ctx.temperature)
             grad = _grad_z(z, (entropy, total), (grad_logprobs, grad_entropy), targets - words.start)
@@ -205,4 +217,4 @@ class _OfHead(torch.autograd.Function):
                 grad_weight[words] = grad.T @ hidden
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None

@@ -1,30 +1,52 @@
 """What an engine counts, saved with its training state."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ...utils.logging import get_logger
+from ..api import Stateful
+
+logger = get_logger(__name__)
+
+_COUNTS = ("version", "optimizer_steps", "skipped_steps", "steps_since_schedule")
 
 
 @dataclass
 class EngineCounters:
-    """What an engine counts; saved with its training state.
+    """What an engine counts, and the states that others gave it; saved with its training state.
 
     Attributes:
         version: weight version, as `FSDPEngine.set_version` left it.
         optimizer_steps: updates made.
         skipped_steps: updates not made because the gradient was not finite.
         steps_since_schedule: updates made since the schedule last advanced.
+        states: name -> object of plain values, the same on every rank.
     """
 
     version: int = 0
     optimizer_steps: int = 0
     skipped_steps: int = 0
     steps_since_schedule: int = 0
+    states: dict[str, Stateful] = field(default_factory=dict)
+
+    OPTIONAL: ClassVar = ("states",)
+    """Names that a checkpoint may lack."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts by name."""
-        return asdict(self)
+        """The counts by name, and ``states`` if there are any."""
+        counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
+        states = {name: thing.state_dict() for name, thing in self.states.items()}
+        return {**counts, "states": states} if states else counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put counts back."""
-        for name in asdict(self):
+        """Put counts and states back; an object that the checkpoint does not know starts anew, with a warning."""
+        for name in _COUNTS:
             setattr(self, name, int(state_dict[name]))
+        saved = state_dict.get("states", {})
+        for name, thing in self.states.items():
+            if name in saved:
+                thing.load_state_dict(saved[name])
+            else:
+                logger.warning("the checkpoint has no state of %r; it starts anew", name)
+        for name in sorted(saved.keys() - self.states.keys()):
+            logger.warning("the checkpoint has a state of %r, which this engine was not given; it is ignored", name)

@@ -14,14 +14,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import OptimizerConfig
 from ..tensors import normal_tensors
+from .adam_bf16 import AdamBF16, initial_state
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019) or SGD over all ``params``."""
+    """AdamW (Loshchilov & Hutter, 2019), with moments in float32 or bfloat16, or SGD over all ``params``."""
     if config.type == "sgd":
         return torch.optim.SGD(params, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    adam = AdamBF16 if config.type == "adam_bf16" else torch.optim.AdamW
+    return adam(params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -31,7 +33,9 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     The cosine is that of Loshchilov & Hutter, "SGDR", 2017, without restarts. From ``total_steps`` on it stays at
     ``min_lr_ratio``.
     """
-    warmup = int(config.warmup_steps_proportion * total_steps)
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = int(config.warmup_steps_proportion * total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if config.lr_scheduler_type == "constant":
@@ -50,8 +54,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, t
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every trainable parameter the state its first step would start from, without taking a step.
 
-    Knows Adam, AdamW and SGD. For another optimizer nothing is made: its state exists after its first step, and a
-    load makes it from the checkpoint.
+    Knows Adam, AdamW, `AdamBF16` and SGD. For another optimizer nothing is made: its state exists after its first step,
+    and a load makes it from the checkpoint.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -61,6 +65,8 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter) -> dict[str, torch.Tensor]:
     match optimizer:
+        case AdamBF16():
+            return initial_state(param)
         case torch.optim.Adam() | torch.optim.AdamW():
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
             on_device = group["capturable"] or group["fused"]

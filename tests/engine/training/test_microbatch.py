@@ -51,6 +51,44 @@ def test_split_batch_packs_every_token_once_and_unpack_puts_it_back(algorithm: s
     assert torch.equal(restored, batch["logprobs"] * batch["attention_mask"])
 
 
+@pytest.mark.parametrize("algorithm", ["ffd", "kk"])
+@pytest.mark.parametrize(("limit", "expected"), [(None, 3), (6, 4), (14, 3)])
+def test_adjacent_sequences_of_a_granularity_stay_together(algorithm: str, limit: int | None, expected: int) -> None:
+    batch = make_batch([5, 1, 9, 3, 3, 7, 2, 2])
+    spec = MicroBatchSpec(n_mbs=3, granularity=2, max_tokens_per_mb=limit, packing_algorithm=algorithm)
+    mbs = split_batch(batch, spec)
+    assert len(mbs) == expected
+    for mb in mbs:
+        firsts, seconds = mb.indices.tolist()[::2], mb.indices.tolist()[1::2]
+        assert seconds == [row + 1 for row in firsts] and all(row % 2 == 0 for row in firsts)
+    restored = unpack([mb.data["logprobs"] for mb in mbs], mbs, *batch["input_ids"].shape)
+    assert torch.equal(restored, batch["logprobs"] * batch["attention_mask"])
+    with pytest.raises(BatchError, match=r"has 3 sequences, which config key 'mb_spec.granularity' \(2\) does not"):
+        split_batch(make_batch([1, 2, 3]), spec)
+
+
+@pytest.mark.parametrize(("n_mbs", "divisor", "expected"), [(None, 1, 1), (1, 3, 3), (4, 3, 6), (5, 4, 8), (6, 3, 6)])
+def test_the_number_of_micro_batches_is_a_multiple_of_the_divisor(
+    n_mbs: int | None, divisor: int, expected: int
+) -> None:
+    mbs = split_batch(make_batch(LENGTHS), MicroBatchSpec(n_mbs=n_mbs, n_mbs_divisor=divisor))
+    assert len(mbs) == expected and sum(mb.is_dummy for mb in mbs) == max(0, expected - len(LENGTHS))
+    by_tokens = split_batch(make_batch(LENGTHS), MicroBatchSpec(n_mbs_divisor=divisor, max_tokens_per_mb=9))
+    assert len(by_tokens) % divisor == 0 and all(mb.n_tokens <= 9 for mb in by_tokens)
+
+
+def test_a_row_is_filled_up_with_a_sequence_of_its_own_that_the_loss_does_not_see() -> None:
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=9)
+    assert mb.n_tokens == 5 and mb.cu_seqlens.tolist() == [0, 3, 5]
+    row = mb.row()
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3] and row.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert row.data["input_ids"].tolist() == [*mb.data["input_ids"].tolist(), 0, 0, 0, 0]
+    assert row.lengths == (3, 2, 4) and row.cu_seqlens.dtype == mb.cu_seqlens.dtype
+    (longer,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=4)
+    assert longer.row().n_tokens == 5, "a sequence that is too long stays whole"
+    assert mb.first_token().row().n_tokens == 1
+
+
 def test_micro_batch_restarts_positions_and_masks_the_first_token_of_each_sequence() -> None:
     (mb,) = split_batch(make_batch([3, 1, 2]), MicroBatchSpec())
     assert mb.cu_seqlens.tolist() == [0, 3, 4, 6] and mb.cu_seqlens.dtype == torch.int32
@@ -90,7 +128,7 @@ def test_max_tokens_per_mb_is_kept_except_by_a_single_longer_sequence(algorithm:
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 30))]
         spec = MicroBatchSpec(n_mbs=rng.randint(1, 3), max_tokens_per_mb=32, packing_algorithm=algorithm)
         mbs = split_batch(make_batch(lengths), spec)
-        assert len(mbs) >= spec.n_mbs
+        assert len(mbs) >= spec.rounded(1)
         assert all(mb.n_tokens <= 32 or len(mb.indices) == 1 for mb in mbs)
         assert sorted(torch.cat([mb.indices for mb in mbs]).tolist()) == list(range(len(lengths)))
         sizes = [mb.n_tokens for mb in mbs if not mb.is_dummy]

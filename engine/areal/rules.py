@@ -1,0 +1,77 @@
+"""Keys of an AReaL file that mean something together; each rule changes the translated keys, or refuses them.
+
+A rule takes the keys as translated, and the section as it is in the file; it returns remarks for the warning. The first
+lines of these docstrings are a table of docs/areal.md.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...utils.errors import ConfigError
+
+Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
+
+
+def weights_of_one(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`use_decoupled_loss` without `rejection_sampling`: AReaL's weights are 1, so `recompute_logprob` alone."""
+    if not keys.get("use_decoupled_loss") or keys.get("rejection_sampling"):
+        return []
+    if (method := keys.get("prox_logp_method", "recompute")) not in ("recompute", "metrics"):
+        raise ConfigError(
+            f"config key 'prox_logp_method' is {method!r} without 'rejection_sampling': AReaL's weights are 1 then, "
+            "which here goes with a recomputed policy alone; set rejection_sampling"
+        )
+    keys["use_decoupled_loss"], keys["recompute_logprob"] = False, True
+    keys.pop("prox_logp_method", None)
+    return ["use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights are 1 then"]
+
+
+def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`rejection_sampling` without `use_decoupled_loss`: dropped, as AReaL does."""
+    if not keys.get("rejection_sampling") or keys.get("use_decoupled_loss"):
+        return []
+    keys.pop("rejection_sampling")
+    return ["rejection_sampling without use_decoupled_loss bounds nothing"]
+
+
+def kl_of_rewards(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`kl_estimator` other than `k1` with a `kl_ctl` that is not 0: refused, the KL in rewards is k1."""
+    if keys.get("kl_ctl") and (estimator := found.get("kl_estimator", "k1")) != "k1":
+        raise ConfigError(
+            f"config key 'kl_estimator' is {estimator!r} with kl_ctl {keys['kl_ctl']}: it is of the KL in rewards, "
+            "which here is 'k1'; take that"
+        )
+    return []
+
+
+def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL does."""
+    if keys.get("prox_logp_method") != "reuse_train_logp" or keys.get("ppo_n_minibatches") == 1:
+        return []
+    keys["ppo_n_minibatches"] = 1
+    return ["ppo_n_minibatches is 1 with prox_logp_method reuse_train_logp"]
+
+
+def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`std_level` other than `mean_level`, or with `mean_leave1out`: the textbook's, not AReaL's; a remark."""
+    remarks = []
+    for name in ("reward_norm", "adv_norm"):
+        norm = keys.get(name) or {}
+        mean, std = norm.get("mean_level", "batch"), norm.get("std_level", "batch")
+        if std is not None and (std != mean or norm.get("mean_leave1out")):
+            remarks.append(f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md")
+    return remarks
+
+
+def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`mode` that is `off` or `disabled`: no exports either, where AReaL's `saver` goes on; a remark."""
+    if keys.get("mode") not in ("disabled", "off", False):
+        return []
+    return ["the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"]
+
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "PPOActorConfig": (weights_of_one, bounds_of_nothing, kl_of_rewards, one_minibatch, deviation),
+    "RecoverConfig": (nothing_saved,),
+}
+"""By class, in this order."""

@@ -1,0 +1,106 @@
+"""Every example file of AReaL that has an actor loads, or is refused for a reason that is named here."""
+
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.engine import TrainEngineConfig, load_areal
+from holdfast.engine.areal.keys import KEYS, Fate
+from holdfast.recover import RecoverConfig
+from holdfast.utils.errors import ConfigError
+from tests.engine.areal.test_load import Job
+
+FILES = yaml.safe_load((Path(__file__).parent / "files.yaml").read_text())
+LORA = "'actor.use_lora' .* is True: all parameters are trained here"
+REMOVED = "AReaL has removed it: `rejection_sampling"
+REFUSED = {
+    "alignment/hhrlhf_dpo": "'actor.beta' .* of the DPO loss",
+    "distillation/gsm8k_grpo_distill_mode_rolloutEngine": "'teacher' .* no loss of distillation",
+    "distillation/gsm8k_grpo_distill_mode_trainEngine": "'teacher' .* no loss of distillation",
+    "experimental/inference_service/online_rollout": "'group_size' is 1: every reward would become 0",
+    "math/gsm8k_grpo_lora": LORA,
+    "math/gsm8k_grpo_megatron_lora": LORA,
+    "math/gsm8k_grpo_megatron_lora_moe": LORA,
+    "math/gsm8k_kpop": "'rejection_sampling.metric' is 'binary_kl'",
+    "math/gsm8k_m2po": "'actor.m2_threshold' .* no M2PO",
+    "math/gsm8k_reinforce_baseline": "'kl_estimator' is 'k2' with kl_ctl 0.001",
+    "openclaw/config": "'group_size' is 1: every reward would become 0",
+    "scaffolding/gsm8k_rlvr_scaffolding": REMOVED,
+    "scaffolding/gsm8k_rlvr_scaffolding_2nodes": REMOVED,
+    "terminal_bench/config_tb_sglang": REMOVED,
+    "terminal_bench/config_tb_vllm_npu": REMOVED,
+    "vlm/qwen3_6_27b_geometry3k_grpo": LORA,
+    "vlm/qwen3_6_35b_a3b_geometry3k_grpo": LORA,
+}
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Dotted key -> value."""
+    own = dict(FILES["files"][name])
+    base, less = FILES[own.pop("base")], own.pop("less", [])
+    left = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{gone}.") for gone in less)}
+    return {**left, **own}
+
+
+def write(folder: Path, keys: dict[str, Any]) -> Path:
+    file: dict[str, Any] = {"experiment_name": "e", "trial_name": "t", "cluster": {"fileroot": "/shared"}}
+    for key, value in keys.items():
+        *parents, last = key.split(".")
+        spec = [{"task_type": "worker", "gpu": 1, "cmd": "python -m areal.infra.rpc.rpc_server"}]
+        reduce(lambda section, name: section.setdefault(name, {}), parents, file)[last] = (
+            spec if value == "SPEC" else value
+        )
+    (folder / "config.yaml").write_text(yaml.safe_dump(file))
+    return folder / "config.yaml"
+
+
+def load(name: str, path: Path) -> dict[str, Any]:
+    """Section -> what was read of it."""
+    if FILES["files"][name]["base"] == "engine":
+        return {"actor": load_areal(TrainEngineConfig, path), "recover": load_areal(RecoverConfig, path)}
+    return vars(load_areal(Job, path))
+
+
+def test_there_are_as_many_files_as_areal_has() -> None:
+    assert len(FILES["files"]) == 67 and len(FILES["files"]) - len(REFUSED) == 50
+    assert set(REFUSED) <= set(FILES["files"])
+
+
+@pytest.mark.parametrize("name", FILES["files"])
+def test_an_example_file_loads_or_is_refused_for_a_named_reason(name: str, tmp_path: Path) -> None:
+    keys = keys_of(name)
+    path = write(tmp_path, keys)
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[name]):
+            load(name, path)
+        return
+    sections = load(name, path)
+    compared = 0
+    for key, value in keys.items():
+        section, _, inner = key.partition(".")
+        if (
+            section in sections
+            and sections[section] is not None
+            and is_same(sections[section], inner)
+            and is_plain(value)
+        ):
+            found = reduce(getattr, inner.split("."), sections[section])
+            assert found == (float(value) if type(found) is float else value), key
+            compared += 1
+    assert compared >= 15
+
+
+def is_same(config: Any, key: str) -> bool:
+    """Whether the table says that the key means here what it means there, and no rule looks at it."""
+    tables = [KEYS[base.__name__] for base in type(config).__mro__ if base.__name__ in KEYS]
+    fate: Fate | None = next((table[key] for table in tables if key in table), None)
+    by_rule = ("use_decoupled_loss", "recompute_logprob", "rejection_sampling", "mode")
+    return fate is not None and fate.kind == "same" and key.partition(".")[0] not in by_rule
+
+
+def is_plain(value: Any) -> bool:
+    return value is not None and not re.match(r"\$\{", str(value)) and value not in ("bf16", "fp32")

@@ -1,0 +1,100 @@
+"""AdamW with moments in bfloat16: the steps of AdamW, moments that can fall, and checkpoints that keep every bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.engine import MicroBatchSpec, OptimizerConfig, SaveLoadMeta
+from holdfast.engine.training.adam_bf16 import MOMENTS, AdamBF16, round_at_random
+from holdfast.engine.training.optimizer import build_optimizer, materialize_state
+from holdfast.utils.errors import CheckpointError
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.helpers import run_ranks
+
+CONFIG = OptimizerConfig(type="adam_bf16", lr=1e-2, weight_decay=0.1, gradient_clipping=1e9)
+
+
+def test_a_number_is_rounded_to_a_neighbour_and_is_right_in_the_mean() -> None:
+    values = torch.cat([torch.randn(50), torch.tensor([0.0, 1.0, -3e-30, 1e30])]).repeat(2000, 1)
+    rounded = round_at_random(values, torch.Generator().manual_seed(0))
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(round_at_random(rounded.float(), torch.Generator().manual_seed(1)), rounded), "exact stays exact"
+    exact = values[0].double()
+    assert bool(((rounded.double() - exact).abs() <= exact.abs() * 2**-7).all())
+    assert torch.allclose(rounded.double().mean(0), exact, rtol=4 * 2**-7 / 2000**0.5)
+
+
+def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:
+    torch.manual_seed(0)
+    start, target = torch.randn(64, 8), torch.randn(64, 8)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [AdamBF16([params[0]], lr=0.05), torch.optim.AdamW([params[1]], lr=0.05)]
+    for _ in range(30):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            optimizer.zero_grad()
+            (param - target).square().sum().backward()
+            optimizer.step()
+    moved = (params[1] - start).norm().item()
+    assert (params[0] - params[1]).norm().item() / moved < 0.01
+    state = optimizers[0].state[params[0]]
+    assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16} and params[0].dtype == torch.float32
+
+
+def test_a_second_moment_falls_when_gradients_do() -> None:
+    """To the nearest, 0.999 of a number of bfloat16 is the number itself."""
+    assert torch.equal(torch.full((1,), 1.0).bfloat16().mul_(0.999), torch.full((1,), 1.0).bfloat16())
+    param = nn.Parameter(torch.zeros(1024))
+    optimizer = AdamBF16([param], lr=0.0)
+    for step in range(201):
+        param.grad = torch.full_like(param, 1.0 if step == 0 else 0.0)
+        optimizer.step()
+    assert float(optimizer.state[param]["exp_avg_sq"].float().mean()) == pytest.approx(0.001 * 0.999**200, rel=0.01)
+
+
+def test_the_state_before_the_first_step_is_that_it_would_start_from_and_survives_a_plain_state_dict() -> None:
+    (param, twin) = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    optimizer, other = build_optimizer([param], CONFIG), build_optimizer([twin], CONFIG)
+    assert isinstance(optimizer, AdamBF16)
+    materialize_state(optimizer)
+    for p, o in ((param, optimizer), (twin, other)):
+        p.grad = torch.full_like(p, 0.3)
+        o.step()
+    assert torch.equal(param, twin)
+    third = build_optimizer([twin], CONFIG)
+    third.load_state_dict(optimizer.state_dict())
+    for name in (*MOMENTS, "step"):
+        loaded, saved = third.state[twin][name], optimizer.state[param][name]
+        assert loaded.dtype == saved.dtype and torch.equal(loaded, saved)
+
+
+def _killed_and_resumed(rank: int, world_size: int, folder: str, out: str) -> None:
+    batch = rows(make_batch(), slice(rank * 8 // world_size, (rank + 1) * 8 // world_size))
+    engine = make_engine(folder, optimizer=CONFIG, mb_spec=MicroBatchSpec(n_mbs=2))
+    engine.save(SaveLoadMeta(f"{out}/fresh", "dcp", with_optim=True))
+    for _ in range(3):
+        engine.train_batch(batch, nll, loss_tokens)
+    engine.save(SaveLoadMeta(f"{out}/now", "dcp", with_optim=True))
+    engine.save(SaveLoadMeta(f"{out}/later", "dcp", with_optim=True), blocking=False)
+    saved = whole(engine)
+    moments = [tensor for name, tensor in saved.items() if name.endswith(MOMENTS)]
+    assert moments and {tensor.dtype for tensor in moments} == {torch.bfloat16} and any(m.any() for m in moments)
+    engine.train_batch(batch, nll, loss_tokens)
+    after = whole(engine)
+    engine.wait_for_save()
+    for path in (f"{out}/now", f"{out}/later"):
+        other = make_engine(folder, optimizer=CONFIG, mb_spec=MicroBatchSpec(n_mbs=2))
+        other.load(SaveLoadMeta(path, "dcp", with_optim=True))
+        assert same(whole(other), saved)
+        other.train_batch(batch, nll, loss_tokens)
+        assert same(whole(other), after), "the step after a resume rounds as it would have"
+    plain = make_engine(folder, optimizer=OptimizerConfig(lr=1e-2))
+    with pytest.raises(CheckpointError, match=r"dtype torch\.bfloat16, this model needs torch\.float32"):
+        plain.load(SaveLoadMeta(f"{out}/now", "dcp", with_optim=True))
+
+
+def test_moments_in_bfloat16_survive_checkpoints_bit_for_bit_and_the_next_step_is_the_same(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    run_ranks(_killed_and_resumed, 2, str(tmp_path / "model"), str(tmp_path))

@@ -1,0 +1,59 @@
+"""Lists of trajectories are the padded batch they join to; what cannot be joined is refused with its number and key."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.api import Batch
+from holdfast.engine.training.trajectories import join_trajectories, split_like
+from holdfast.utils.errors import BatchError
+
+
+def trajectory(rows: int, seqlen: int, start: int = 0) -> Batch:
+    ids = torch.arange(start, start + rows * seqlen).reshape(rows, seqlen) + 1
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "hidden": ids[..., None].float().repeat(1, 1, 2),
+        "rewards": torch.arange(rows).float() + start,
+    }
+
+
+def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
+    parts = [trajectory(1, 3), trajectory(2, 5, 10), trajectory(1, 1, 30)]
+    batch = join_trajectories(parts)
+    assert {key: list(tensor.shape) for key, tensor in batch.items()} == {
+        "input_ids": [4, 5],
+        "attention_mask": [4, 5],
+        "hidden": [4, 5, 2],
+        "rewards": [4],
+    }
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5, 5, 1]
+    assert batch["rewards"].tolist() == [0, 10, 11, 30]
+    assert [torch.equal(a, b["input_ids"]) for a, b in zip(split_like(batch["input_ids"], parts), parts, strict=True)]
+    assert torch.equal(batch["hidden"][..., 1], batch["input_ids"].float())
+    assert join_trajectories(batch) is batch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [1.0]}, "trajectory 1: 'rewards' is a list; expected a torch.Tensor"),
+        ({"rewards": torch.tensor(1.0)}, r"trajectory 1: 'rewards' is torch.float32 of shape \[\]"),
+        ({"input_ids": torch.ones(1, 2)}, "trajectory 1: 'input_ids' is torch.float32"),
+        ({"hidden": torch.ones(1, 2, 3)}, r"trajectory 1: 'hidden' is of shape \[1, 2, 3\], not \[1, 3, 2\]"),
+        ({"extra": torch.ones(1)}, r"trajectory 1 has the keys .*'extra'"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        join_trajectories([trajectory(1, 3), {**trajectory(1, 2), **change}])
+
+
+def test_no_list_of_dicts_is_refused() -> None:
+    with pytest.raises(BatchError, match="empty"):
+        join_trajectories([])
+    strangers: Any = [trajectory(1, 3), "text"]
+    with pytest.raises(BatchError, match="trajectory 1 is a str; expected a dict"):
+        join_trajectories(strangers)
