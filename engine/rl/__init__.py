@@ -1,17 +1,27 @@
-"""Reinforcement learning on top of an engine: losses, advantages, actor, critic; and supervised fine-tuning."""
+"""Reinforcement learning on top of an engine: losses, advantages, actor, critic; reward models, DPO, supervised
+fine-tuning."""
 
 from .actor import PPOActor
+from .alignment import from_areal_alignment, to_areal_alignment
 from .config import NormConfig, PPOActorConfig, PPOCriticConfig
 from .critic import PPOCritic
+from .dpo import DPO, DPOConfig
 from .losses import count_loss_tokens
+from .reward_model import RewardModel, RewardModelConfig
 from .sft import sft_loss_fn
 
 __all__ = [
+    "DPO",
+    "DPOConfig",
     "NormConfig",
     "PPOActor",
     "PPOActorConfig",
     "PPOCritic",
     "PPOCriticConfig",
+    "RewardModel",
+    "RewardModelConfig",
     "count_loss_tokens",
+    "from_areal_alignment",
     "sft_loss_fn",
+    "to_areal_alignment",
 ]

@@ -5,7 +5,9 @@ One iteration of a job is ``batch = actor.compute_advantages(batch)``, ``stats =
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,11 +25,14 @@ from .advantages import (
 )
 from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import NormConfig, PPOActorConfig
+from .covariance import picked_tokens
 from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
+from .kl_controller import make_kl_controller
 from .logprobs import token_logprobs
 from .losses import kl_estimate, kl_stats
 from .off_policy import behave_weights
-from .policy_losses import POLICY_LOSSES, policy_inputs
+from .policy_losses import OF_PICKED_TOKENS, POLICY_LOSSES, policy_inputs
+from .proximal import approximation_errors, interpolate, prox_alpha
 from .update import (
     TokenStats,
     all_ranks_accept,
@@ -38,17 +43,36 @@ from .update import (
 )
 
 _TOKEN_STATS = (
-    *("ratio", "clip_fraction", "dual_clip_fraction", "kl", "kl_k1", "kl_ref", "kl_ref_k1", "entropy", "advantage"),
+    *(
+        "ratio",
+        "clip_fraction",
+        "dual_clip_fraction",
+        "cov_fraction",
+        "kl",
+        "kl_k1",
+        "kl_ref",
+        "kl_ref_k1",
+        "entropy",
+        "advantage",
+    ),
     *("behave_kl", "behave_kl_k1", "behave_weight", "rejected", "kl_reward"),
+    *("loglinear_error", "linear_error", "rollout_error"),
 )
 
 
 class PPOActor:
-    """PPO/GRPO updates of the model in ``engine``."""
+    """PPO/GRPO updates of the model in ``engine``.
+
+    Attributes:
+        kl_ctl: coefficient of the KL in rewards; with ``kl_target`` the engine saves and restores it.
+    """
 
     def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
+        self.kl_ctl = make_kl_controller(config.kl_ctl, config.kl_target, config.kl_horizon)
+        if config.kl_target is not None:
+            engine.register_state("kl_ctl", self.kl_ctl)
 
     def compute_logp(self, batch: Batch) -> torch.Tensor:
         """Log-probability of every token under the present weights: ``[B, S]`` float32.
@@ -90,7 +114,8 @@ class PPOActor:
             token_rewards = rewards_at_last_token(rewards, loss_mask)
             if kl_rewards is not None:
                 token_rewards = token_rewards + kl_rewards
-            advantages, result["returns"] = self._gae(token_rewards, batch["values"], loss_mask)
+            last_values = self._last_values(batch)
+            advantages, result["returns"] = self._gae(token_rewards, batch["values"], loss_mask, last_values)
         else:
             advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
@@ -110,11 +135,13 @@ class PPOActor:
         ``prox_logp``, computed here unless the batch has it. The learning-rate schedule is left to the caller.
 
         Returns:
-            what `train_minibatches` gives; ``reward``, the mean of the raw rewards over sequences (NaN when no rank has
-            any); and means over loss tokens of ``advantage``, ``ratio``, ``kl`` (from the old policy to this one),
-            ``kl_ref`` (to the reference policy), ``entropy`` (nats), ``behave_kl`` (from the policy that sampled to the
-            proximal one) and what the loss adds (``clip_fraction`` ...). KLs are k3 estimates; ``kl_k1`` and so on are
-            the k1 estimates of the same. All over all ranks; what does not apply is left out.
+            what `train_minibatches` gives; ``kl_ctl``, the coefficient that rewards had (``kl_target`` adapts it
+            afterwards); ``reward``, the mean of the raw rewards over sequences (NaN when no rank has any); and means
+            over loss tokens of ``advantage``, ``ratio``, ``kl`` (from the old policy to this one), ``kl_ref`` (to the
+            reference policy), ``entropy`` (nats), ``behave_kl`` (from the policy that sampled to the trainer's before
+            the update; without a forward pass for it, of the first mini-batch alone) and what the loss adds
+            (``clip_fraction`` ...). KLs are k3 estimates; ``kl_k1`` and so on are the k1 estimates of the same. All
+            over all ranks; what does not apply is left out.
 
         Raises:
             BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``) ``ref_logp`` are missing or
@@ -123,39 +150,47 @@ class PPOActor:
         with all_ranks_accept(self.engine):
             validate_batch(batch)
             self._validate_update(batch)
-        needed = ("input_ids", "attention_mask", "advantages", "ref_logp")
-        share = {key: batch[key] for key in needed if key in batch}
-        share["loss_mask"] = mask = loss_mask_of(batch)
-        share["old_logprobs"] = old_logprobs = self._old_logprobs(batch)
+        share = self._share_of(batch)
         stats = TokenStats()
-        if self.config.use_decoupled_loss:
-            rejection = self.config.rejection_sampling
-            share["behave_weights"], seen = behave_weights(old_logprobs, batch["logprobs"], mask, rejection)
-            stats.add(seen, mask)
-        elif self.config.recompute_logprob and "logprobs" in batch:
-            known = mask & torch.isfinite(batch["logprobs"])  # of this loss nothing depends on them
-            stats.add(kl_stats("behave_kl", batch["logprobs"], old_logprobs, known), known)
         if "kl_rewards" in batch:
-            stats.add({"kl_reward": batch["kl_rewards"]}, mask)
-        share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
+            stats.add({"kl_reward": batch["kl_rewards"]}, share["loss_mask"])
         self.engine.train()
         n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
-        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses)
+        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses, self._preparation())
         reward = mean_over_ranks(self.engine, batch.get("rewards"))
-        return {"reward": reward, **stats.reduce(self.engine, _TOKEN_STATS), **result}
+        return {"reward": reward, **self._update_kl_ctl(batch), **stats.reduce(self.engine, _TOKEN_STATS), **result}
+
+    def _share_of(self, batch: Batch) -> Batch:
+        """What the loss needs of the batch."""
+        needed = ("input_ids", "attention_mask", "advantages", "ref_logp")
+        share = {key: batch[key] for key in needed if key in batch}
+        share["loss_mask"] = loss_mask_of(batch)
+        if "logprobs" in batch:
+            share["behave_logp"] = batch["logprobs"]
+        method = self.config.prox_logp_method
+        if method == "reuse_train_logp":
+            share["prox_alpha"] = torch.ones_like(batch["logprobs"], dtype=torch.float32)
+        elif method != "recompute":
+            share["prox_alpha"] = prox_alpha(batch["versions"], self.engine.get_version())
+        if self._recomputes and ("prox_logp" in batch or method in ("recompute", "metrics")):
+            share["prox_logp"] = batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
+        return with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         config = self.config
         policy_loss = POLICY_LOSSES[config.policy_loss]
 
         def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
-            mask, advantages = micro_batch["loss_mask"], micro_batch["advantages"]
+            mask, advantages, cu_seqlens = (micro_batch[key] for key in ("loss_mask", "advantages", "cu_seqlens"))
             logprobs, entropy = self._logprobs(output, micro_batch)
-            old_logprobs, cu_seqlens = micro_batch["old_logprobs"], micro_batch["cu_seqlens"]
-            inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, config.ratio_level)
+            old_logprobs = _old_logprobs(micro_batch, logprobs)
+            of_sequences, picked = (cu_seqlens, config.ratio_level), micro_batch.get("picked")
+            inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, *of_sequences, picked)
             losses, seen = policy_loss(inputs, config)
-            if "behave_weights" in micro_batch:
-                losses = losses * micro_batch["behave_weights"]
+            if config.use_decoupled_loss:
+                bounds = (cu_seqlens, config.rejection_sampling)
+                weights, of_weights = behave_weights(old_logprobs, micro_batch["behave_logp"], mask, *bounds)
+                losses, seen = losses * weights, {**seen, **of_weights}
             seen = {**seen, "ratio": inputs.log_ratio.exp(), "entropy": entropy, "advantage": advantages}
             seen |= kl_stats("kl", old_logprobs, logprobs, mask)
             if "ref_logp" in micro_batch:
@@ -166,18 +201,30 @@ class PPOActor:
             if config.entropy_coeff:
                 losses = losses - config.entropy_coeff * entropy
             stats.add(seen, mask)
+            _add_mismatch(stats, micro_batch, logprobs, old_logprobs)
             return aggregate(losses, micro_batch)
 
         return loss_fn
 
+    def _preparation(self) -> Callable[[Batch], Batch]:
+        """What is done to the mini-batches of an update, in their order, each right before its step."""
+        steps = count()
+
+        def prepare(minibatch: Batch) -> Batch:
+            if next(steps) == 0:
+                minibatch = {**minibatch, "before_update": minibatch["loss_mask"]}
+            return self._with_picked(minibatch) if self.config.policy_loss in OF_PICKED_TOKENS else minibatch
+
+        return prepare
+
+    def _with_picked(self, minibatch: Batch) -> Batch:
+        logprobs = self.compute_logp(minibatch)
+        old_logprobs = _old_logprobs(minibatch, logprobs)
+        return {**minibatch, "picked": picked_tokens(minibatch, logprobs, old_logprobs, self.config, self.engine)}
+
     def _logprobs(self, output: Any, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
         return token_logprobs(output, input_ids, cu_seqlens, self.config.temperature)
-
-    def _old_logprobs(self, batch: Batch) -> torch.Tensor:
-        if not self._recomputes:
-            return batch["logprobs"]
-        return batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
 
     @property
     def _recomputes(self) -> bool:
@@ -208,16 +255,40 @@ class PPOActor:
         if not self.config.kl_ctl:
             return None
         kl = kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], "k1")
-        return torch.where(loss_mask, -self.config.kl_ctl * kl, 0.0)
+        return torch.where(loss_mask, -self.kl_ctl.value * kl, 0.0)
+
+    def _update_kl_ctl(self, batch: Batch) -> dict[str, float]:
+        """Adapt the coefficient to the KL of the batch: the mean over sequences of their means, as verl has it."""
+        if "kl_rewards" not in batch:
+            return {}
+        mask, used = loss_mask_of(batch), self.kl_ctl.value
+        if self.config.kl_target is None:
+            return {"kl_ctl": used}
+        kl = kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], "k1")
+        tokens = mask.sum(1)
+        means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
+        own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
+        sums = self.engine.all_reduce_stats(own)
+        self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
+        return {"kl_ctl": used}
 
     def _sampled(self, batch: Batch) -> str:
         """Which log-probabilities of the batch are those of the policy that rewards are for."""
         return "prox_logp" if self.config.recompute_logprob and "prox_logp" in batch else "logprobs"
 
     def _gae(
-        self, rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor
+        self,
+        rewards: torch.Tensor,
+        values: torch.Tensor,
+        loss_mask: torch.Tensor,
+        last_values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return gae_advantages(rewards, values, loss_mask, self.config.discount, self.config.gae_lambda)
+        return gae_advantages(rewards, values, loss_mask, self.config.discount, self.config.gae_lambda, last_values)
+
+    def _last_values(self, batch: Batch) -> torch.Tensor | None:
+        if not self.config.bootstrap_truncated:
+            return None
+        return torch.where(batch["truncated"].bool(), batch["last_values"].float(), 0.0)
 
     def _norm(self, norm: NormConfig | None) -> NormConfig | None:
         return norm and replace(norm, group_size=norm.group_size or self.config.group_size)
@@ -238,11 +309,24 @@ class PPOActor:
         if self.config.kl_ctl:
             for key in (self._sampled(batch), "ref_logp"):
                 require_per_token(batch, key, loss_mask_of(batch), "kl_ctl is not 0, so rewards need it")
-        truncated = batch.get("truncated", torch.tensor(False))
-        if self.config.mask_truncated_completions and truncated.shape != batch["rewards"].shape:
+        self._validate_truncated(batch)
+
+    def _validate_truncated(self, batch: Batch) -> None:
+        shape, nothing = batch["rewards"].shape, torch.tensor(math.nan)
+        key = "bootstrap_truncated" if self.config.bootstrap_truncated else "mask_truncated_completions"
+        if getattr(self.config, key) and batch.get("truncated", nothing).shape != shape:
             raise BatchError(
-                "the batch has no 'truncated' of shape [batch], which mask_truncated_completions needs: whether each "
-                "answer was cut off"
+                f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each answer was cut off"
+            )
+        if not self.config.bootstrap_truncated:
+            return
+        if "values" not in batch:
+            raise BatchError("bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out")
+        last_values = batch.get("last_values", nothing)
+        if last_values.shape != shape or not bool(torch.isfinite(last_values[batch["truncated"].bool()]).all()):
+            raise BatchError(
+                "the batch has no finite 'last_values' of shape [batch], which bootstrap_truncated needs; the critic's "
+                "with_values gives them"
             )
 
     def _validate_estimator(self, batch: Batch) -> None:
@@ -265,6 +349,34 @@ class PPOActor:
             require_per_token(batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob")
         if self._recomputes and "prox_logp" in batch:
             require_per_token(batch, "prox_logp", mask, "")
-        if self.config.kl_loss_coef or "ref_logp" in batch:
-            hint = "kl_loss_coef is not 0, so the reference policy's compute_logp must give it"
+        if self.config.prox_logp_method in ("loglinear", "metrics"):
+            hint = "prox_logp_method needs the version that sampled each token, as rollouts give it"
+            require_per_token(batch, "versions", mask, hint)
+        if self.config.kl_loss_coef or self.config.kl_target is not None or "ref_logp" in batch:
+            hint = "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
             require_per_token(batch, "ref_logp", mask, hint)
+
+
+def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities that ratios are taken to; of a padded batch or a packed one, as ``logprobs`` are."""
+    if "prox_logp" in batch:
+        return batch["prox_logp"]
+    if "prox_alpha" in batch:
+        return interpolate(batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"])
+    return batch["behave_logp"]
+
+
+def _add_mismatch(stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> None:
+    """How far the policy that sampled is from the trainer's own before the update: of all tokens where a forward pass
+    was made for that, else of the first mini-batch."""
+    of_prox = "prox_logp" in micro_batch
+    if "behave_logp" not in micro_batch or not (of_prox or "before_update" in micro_batch):
+        return
+    behave_logp = micro_batch["behave_logp"]
+    known = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)
+    old_logprobs = old_logprobs if of_prox else logprobs
+    seen = kl_stats("behave_kl", behave_logp, old_logprobs, known)
+    if of_prox and "prox_alpha" in micro_batch:
+        alpha = micro_batch["prox_alpha"]
+        seen |= approximation_errors(old_logprobs, behave_logp, logprobs, alpha, known)
+    stats.add(seen, known)

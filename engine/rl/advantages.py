@@ -123,13 +123,14 @@ def gae_advantages(
     loss_mask: torch.Tensor,
     discount: float = 1.0,
     gae_lambda: float = 1.0,
+    last_values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation over the loss tokens of each row.
 
     ``delta[t] = r[t] + discount * V[t'] - V[t]`` and ``A[t] = delta[t] + discount * gae_lambda * A[t']``, where t' is
     the *next loss token* (tokens in between, such as a tool's answer, are not actions: they are stepped over) and both
-    V[t'] and A[t'] are 0 after the last. Schulman et al., "High-Dimensional Continuous Control Using
-    Generalized Advantage Estimation", 2015, eq. 16.
+    V[t'] and A[t'] are 0 after the last; or V[t'] is there the row's ``last_values``. Schulman et al.,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, eq. 16.
 
     Args:
         rewards: ``[B, S]``; what stands outside the loss mask is ignored.
@@ -137,6 +138,8 @@ def gae_advantages(
         loss_mask: ``[B, S]``.
         discount: gamma.
         gae_lambda: lambda.
+        last_values: ``[B]``, value after the last token of each row: of an answer that was cut off, what it was still
+            worth; 0 for one that came to its end. None: 0.
 
     Returns:
         advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
@@ -144,7 +147,9 @@ def gae_advantages(
     mask = loss_mask.bool()
     rewards, values = (torch.where(mask, x.float(), 0.0) for x in (rewards, values))
     advantages = torch.zeros_like(values)
-    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    if last_values is not None:
+        next_value = last_values.float()
     for t in range(values.shape[1] - 1, -1, -1):
         delta = rewards[:, t] + discount * next_value - values[:, t]
         advantage = delta + discount * gae_lambda * next_advantage

@@ -60,16 +60,20 @@ def count_losses(micro_batch: Batch) -> torch.Tensor:
     return micro_batch["loss_counts"].sum()
 
 
-def mean_by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Every token has the mean of ``values`` over its sequence's tokens in ``mask``; 0 where there are none.
+def by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, agg: str = "mean") -> torch.Tensor:
+    """Every token has what ``values`` come to over its sequence's tokens in ``mask``; 0 where there are none.
 
     Args:
         values: ``[T]`` packed, finite in ``mask``.
         mask: ``[T]`` bool.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
+        agg: ``mean``, ``sum`` or ``max``.
     """
     zeros = values.new_zeros(len(cu_seqlens) - 1)
     sequence = expand_to_tokens(torch.arange(len(zeros), device=values.device), cu_seqlens)
-    sums = zeros.index_add(0, sequence, torch.where(mask, values, 0.0))
     counts = zeros.index_add(0, sequence, mask.to(values.dtype))
-    return (sums / counts.clamp(min=1))[sequence]
+    if agg == "max":
+        largest = zeros.scatter_reduce(0, sequence, values.masked_fill(~mask, -torch.inf), "amax", include_self=False)
+        return torch.where(counts > 0, largest, 0.0)[sequence]
+    sums = zeros.index_add(0, sequence, torch.where(mask, values, 0.0))
+    return (sums / counts.clamp(min=1) if agg == "mean" else sums)[sequence]

@@ -9,6 +9,8 @@ from .aggregation import LOSS_AGG_MODES
 from .estimators import ADV_ESTIMATORS, OVER_GROUPS
 from .off_policy import RejectionSamplingConfig
 from .policy_losses import POLICY_LOSSES, WITH_SEQUENCE_RATIOS
+from .proximal import PROX_LOGP_METHODS
+from .rollout_keys import rejection_from_rollout_keys
 
 LEVELS = ("group", "batch", None)
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
@@ -50,7 +52,8 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: int = 4
     """Optimizer steps in one `ppo_update`."""
     policy_loss: str = "ppo"
-    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``gpg`` or ``gmpo``: see `holdfast.engine.rl.policy_losses`."""
+    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``gpg``, ``gmpo``, ``clip_cov`` or ``kl_cov``: see
+    `holdfast.engine.rl.policy_losses`."""
     importance_sampling_level: str = "token"
     """``token``, or ``sequence``: the ratio of a token is the geometric mean of its sequence's (with ``ppo``: GSPO)."""
     loss_agg_mode: str = "token-mean"
@@ -68,6 +71,16 @@ class PPOActorConfig(TrainEngineConfig):
     """``sapo``: sharpness of the gate at positive advantages."""
     sapo_tau_neg: float = 1.05
     """``sapo``: and at the others."""
+    clip_cov_ratio: float = 0.0002
+    """``clip_cov``: share of the loss tokens of a mini-batch that lose their gradient, at least one token ..."""
+    clip_cov_lb: float = 1.0
+    """... drawn from those with a covariance above this ..."""
+    clip_cov_ub: float = 5.0
+    """... and below this."""
+    kl_cov_ratio: float = 0.0002
+    """``kl_cov``: share of the loss tokens of a mini-batch, those of largest covariance, that have a penalty ..."""
+    ppo_kl_coef: float = 0.1
+    """... and how much of it."""
     reward_norm: NormConfig | None = None
     """Normalisation of rewards; for GRPO ``{mean_level: group, std_level: group}``."""
     reward_scaling: float = 1.0
@@ -85,9 +98,17 @@ class PPOActorConfig(TrainEngineConfig):
     """GAE's gamma. Used only when the batch has ``values``."""
     gae_lambda: float = 1.0
     """GAE's lambda. Used only when the batch has ``values``."""
+    bootstrap_truncated: bool = False
+    """GAE of answers that were cut off (``truncated`` in the batch) goes on with the value after their last token
+    (``last_values``) in place of 0."""
     kl_ctl: float = 0.0
     """Penalty on the reward of every token: so many times its k1 estimate of the KL to the reference policy
     (``ref_logp`` in the batch)."""
+    kl_target: float | None = None
+    """KL to the reference policy, in nats a token, that ``kl_ctl`` is adapted to after every update; null: never. The
+    coefficient that it came to is saved with the engine."""
+    kl_horizon: int = 10000
+    """Sequences in which a KL that stays 20 % or more off the target changes the coefficient by about a fifth."""
     kl_loss_coef: float = 0.0
     """Weight in the loss of the KL to the reference policy (``ref_logp`` in the batch)."""
     kl_estimator: str = "k3"
@@ -100,6 +121,19 @@ class PPOActorConfig(TrainEngineConfig):
     """Do so, and weigh each token by its probability under that policy over that under the one that sampled it."""
     rejection_sampling: RejectionSamplingConfig | None = None
     """Bounds of these weights; null for none."""
+    prox_logp_method: str = "recompute"
+    """Where ``use_decoupled_loss`` has the proximal log-probabilities from: ``recompute``, a forward pass before the
+    update; ``loglinear``, interpolation by the ``versions`` of the batch, without that pass; ``metrics``, the former,
+    with the error of interpolation in the statistics; ``reuse_train_logp``, those of the one training step itself. See
+    `holdfast.engine.rl.proximal`."""
+    rollout_is: str | None = None
+    """verl's name: ``token`` or ``sequence`` sets ``use_decoupled_loss``, with weights limited to the threshold."""
+    rollout_is_threshold: float = 2.0
+    """Likewise."""
+    rollout_rs: str | None = None
+    """Likewise: ``token_k1`` ... ``seq_max_k3`` sets ``use_decoupled_loss``, and rejects beyond the threshold."""
+    rollout_rs_threshold: str | None = None
+    """Likewise: a number, or ``lower_upper``."""
     overlong_reward_penalty: bool = False
     """DAPO's soft punishment: an answer of more than ``max_new_tokens - overlong_tokens`` tokens loses up to
     ``overlong_penalty_factor`` of its reward, in proportion to how far it is beyond."""
@@ -126,6 +160,7 @@ class PPOActorConfig(TrainEngineConfig):
         require_range("gae_lambda", self.gae_lambda, low=0.0, high=1.0)
         require_range("kl_loss_coef", self.kl_loss_coef, low=0.0)
         require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        self._read_rollout_keys()
         self._check_loss()
         self._check_overlong()
         require_range("entropy_coeff", self.entropy_coeff, low=0.0)
@@ -144,6 +179,11 @@ class PPOActorConfig(TrainEngineConfig):
                 f"config key 'adv_estimator' is {self.adv_estimator!r}, which compares answers to one prompt, but "
                 "'group_size' is 1"
             )
+        if self.bootstrap_truncated and self.mask_truncated_completions:
+            raise ConfigError(
+                "config keys 'bootstrap_truncated' and 'mask_truncated_completions' are both True, but answers without "
+                "a loss token need no advantage; leave one out"
+            )
         if norm is not None and norm.mean_level == "group" and (norm.group_size or self.group_size) == 1:
             raise ConfigError(
                 "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every reward would become 0; "
@@ -160,9 +200,16 @@ class PPOActorConfig(TrainEngineConfig):
         require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         require_range("kl_ctl", self.kl_ctl, low=0.0)
+        require_range("kl_horizon", self.kl_horizon, low=1)
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
+            raise ConfigError(
+                f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an adaptive coefficient "
+                "is multiplied, expected both to be more than 0"
+            )
         for key in ("loss_scale_factor", "sapo_tau_pos", "sapo_tau_neg"):
             if (value := getattr(self, key)) is not None and not value > 0:
                 raise ConfigError(f"config key {key!r} is {value}; expected more than 0")
+        self._check_covariance()
         if self.importance_sampling_level == "sequence" and self.policy_loss not in WITH_SEQUENCE_RATIOS:
             raise ConfigError(
                 f"config key 'importance_sampling_level' is 'sequence', but policy_loss {self.policy_loss!r} has no "
@@ -181,10 +228,45 @@ class PPOActorConfig(TrainEngineConfig):
             raise ConfigError(
                 "config key 'use_decoupled_loss' is True, but policy_loss 'sapo' is not defined for it; take another"
             )
+        require_choice("prox_logp_method", self.prox_logp_method, PROX_LOGP_METHODS)
+        if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
+            raise ConfigError(
+                f"config key 'prox_logp_method' is {self.prox_logp_method!r}, but 'use_decoupled_loss' is False, so "
+                "that there is no proximal policy; set that, or leave this out"
+            )
+        if self.prox_logp_method == "reuse_train_logp" and self.ppo_n_minibatches != 1:
+            raise ConfigError(
+                "config key 'prox_logp_method' is 'reuse_train_logp', which takes the policy of the training step for "
+                f"the one before the update, but 'ppo_n_minibatches' is {self.ppo_n_minibatches}; set it to 1"
+            )
         if self.rejection_sampling is not None and not self.use_decoupled_loss:
             raise ConfigError(
                 "config key 'rejection_sampling' is set, but 'use_decoupled_loss' is False, so that there are no "
                 "weights to bound; set that, or leave this out"
+            )
+
+    def _read_rollout_keys(self) -> None:
+        """verl's keys become ``use_decoupled_loss`` and ``rejection_sampling``, and are null then."""
+        keys = (self.rollout_is, self.rollout_is_threshold, self.rollout_rs, self.rollout_rs_threshold)
+        found = rejection_from_rollout_keys(*keys)
+        if found is None:
+            return
+        if self.rejection_sampling is not None:
+            raise ConfigError(
+                "config keys 'rollout_is' and 'rollout_rs' (verl's) say what 'rejection_sampling' (AReaL's) does, "
+                "which is set too; leave one of them out"
+            )
+        self.use_decoupled_loss, self.rejection_sampling = True, found
+        self.rollout_is = self.rollout_rs = self.rollout_rs_threshold = None
+
+    def _check_covariance(self) -> None:
+        for key in ("clip_cov_ratio", "kl_cov_ratio"):
+            require_range(key, getattr(self, key), low=0.0, high=1.0)
+        require_range("ppo_kl_coef", self.ppo_kl_coef, low=0.0)
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ConfigError(
+                f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', {self.clip_cov_ub}: no "
+                "token lies between them"
             )
 
     def _check_overlong(self) -> None:

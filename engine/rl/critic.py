@@ -25,8 +25,18 @@ class PPOCritic:
 
     def compute_values(self, batch: Batch) -> torch.Tensor:
         """``[B, S]`` float32: the value before each token was chosen; 0 at the first token and at padding."""
+        return self.with_values(batch)["values"]
+
+    def with_values(self, batch: Batch) -> Batch:
+        """The batch with ``values`` (see `compute_values`) and ``last_values``, ``[B]`` float32: the value after the
+        last token of each row, which `PPOActorConfig.bootstrap_truncated` is about. One forward pass."""
         self.engine.eval()
-        return self.engine.forward_batch(batch, _token_values)
+        after = self.engine.forward_batch(batch)  # each token
+        attention_mask = batch["attention_mask"].bool()
+        values = torch.zeros_like(after)
+        values[:, 1:] = torch.where(attention_mask[:, 1:], after[:, :-1], 0.0)
+        last = attention_mask.sum(1, keepdim=True) - 1
+        return {**batch, "values": values, "last_values": after.gather(1, last).squeeze(1)}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """``ppo_n_minibatches`` optimizer steps towards ``returns``, held near ``values`` (both ``[B, S]``).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .aggregation import mean_by_sequence
+from .aggregation import by_sequence
 from .losses import MAX_LOG_RATIO, Stats
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class PolicyInputs:
         advantages: A.
         mask: bool.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
+        picked: bool, the tokens that the covariance losses treat apart; None with the others.
     """
 
     logprobs: torch.Tensor
@@ -39,6 +40,7 @@ class PolicyInputs:
     advantages: torch.Tensor
     mask: torch.Tensor
     cu_seqlens: torch.Tensor
+    picked: torch.Tensor | None = None
 
 
 def policy_inputs(
@@ -48,6 +50,7 @@ def policy_inputs(
     loss_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
     level: str = "token",
+    picked: torch.Tensor | None = None,
 ) -> PolicyInputs:
     """What a policy loss is computed from; what the arguments hold outside ``loss_mask`` does not matter.
 
@@ -58,13 +61,14 @@ def policy_inputs(
         loss_mask: ``[T]``.
         cu_seqlens: ``[n + 1]``.
         level: ``token`` or ``sequence``.
+        picked: ``[T]`` bool, see `holdfast.engine.rl.covariance`.
     """
     mask = loss_mask.bool()
     logprobs, old, advantages = (torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages))
     log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "sequence":
-        log_ratio = mean_by_sequence(log_ratio.detach(), mask, cu_seqlens) + logprobs - logprobs.detach()
-    return PolicyInputs(logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens)
+        log_ratio = by_sequence(log_ratio.detach(), mask, cu_seqlens) + logprobs - logprobs.detach()
+    return PolicyInputs(logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens, picked)
 
 
 PolicyLoss = Callable[[PolicyInputs, "PPOActorConfig"], tuple[torch.Tensor, Stats]]
@@ -123,15 +127,44 @@ def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     low, high = _clip_range(config)
     sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio
     held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low - 1.0, high - 1.0))
-    mean_ratio = mean_by_sequence(held, inputs.mask, inputs.cu_seqlens).exp()
-    mean_advantage = mean_by_sequence(inputs.advantages, inputs.mask, inputs.cu_seqlens)
+    mean_ratio = by_sequence(held, inputs.mask, inputs.cu_seqlens).exp()
+    mean_advantage = by_sequence(inputs.advantages, inputs.mask, inputs.cu_seqlens)
     return -mean_advantage * mean_ratio, {"clip_fraction": ((held != log_ratio) & (sign != 0)).float()}
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": ppo, "cispo": cispo, "sapo": sapo, "gpg": gpg, "gmpo": gmpo}
+def clip_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """`ppo`'s, but 0, without a gradient, for tokens of large covariance between probability and advantage.
+
+    Clip-Cov of Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv
+    2505.22617; `holdfast.engine.rl.covariance` picks the tokens.
+    """
+    assert inputs.picked is not None
+    losses, seen = ppo(inputs, config)
+    return torch.where(inputs.picked, 0.0, losses), {**seen, "cov_fraction": inputs.picked.float()}
+
+
+def kl_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+    """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of largest covariance; ibid., KL-Cov."""
+    assert inputs.picked is not None
+    penalty = torch.where(inputs.picked, config.ppo_kl_coef * inputs.log_ratio.abs(), 0.0)
+    return penalty - inputs.advantages * inputs.log_ratio.exp(), {"cov_fraction": inputs.picked.float()}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ppo,
+    "gspo": ppo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "gmpo": gmpo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
 """By the name in ``policy_loss``; ``gspo`` is `ppo` at the level of sequences."""
 WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
 """Those that ``importance_sampling_level: sequence`` has a meaning for."""
+OF_PICKED_TOKENS = ("clip_cov", "kl_cov")
+"""Those that need `PolicyInputs.picked`."""
 
 
 def _clip_range(config: "PPOActorConfig") -> tuple[float, float]:

@@ -5,7 +5,7 @@ the rest with a token that counts for nothing. No sequence is dropped, whatever 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -101,7 +101,12 @@ def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
 
 
 def train_minibatches(
-    engine: TrainEngine, batch: Batch, n_minibatches: int, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    engine: TrainEngine,
+    batch: Batch,
+    n_minibatches: int,
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    prepare: Callable[[Batch], Batch] | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step for each mini-batch that has a loss token on any rank.
 
@@ -111,11 +116,12 @@ def train_minibatches(
         n_minibatches: the same on every rank.
         loss_fn: see `LossFn`.
         loss_weight_fn: see `LossWeightFn`; not 0 for a micro-batch with a loss token.
+        prepare: makes of each mini-batch, right before its step, what is trained on; may be a collective.
 
     Returns:
         ``loss`` (weighted by loss tokens), ``grad_norm`` (mean of the steps taken), ``lr`` (of the last step),
-        ``n_updates``, ``update_skipped`` (steps the engine refused), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs``
-        (over all ranks).
+        ``n_updates``, ``update_skipped`` (steps the engine refused), ``update_successful`` (the share of the others, as
+        AReaL has it), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
@@ -130,18 +136,23 @@ def train_minibatches(
         raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
 
     trained = [(totals[str(i)], minibatch) for i, minibatch in enumerate(minibatches) if totals[str(i)]]
-    results = [engine.train_batch(minibatch, loss_fn, loss_weight_fn) for _, minibatch in trained]
+    results = []
+    for _, minibatch in trained:
+        ready = minibatch if prepare is None else prepare(minibatch)
+        results.append(engine.train_batch(ready, loss_fn, loss_weight_fn))
     loss = sum(weight * result["loss"] for (weight, _), result in zip(trained, results, strict=True))
     return {"loss": loss / counts["n_loss_tokens"], **_summarise(results), **counts}
 
 
 def _summarise(results: list[dict[str, float]]) -> dict[str, float]:
     applied = [result for result in results if not result["update_skipped"]] or results[-1:]
+    n_skipped = sum(float(result["update_skipped"]) for result in results)
     return {
         "grad_norm": sum(result["grad_norm"] for result in applied) / len(applied),
         "lr": results[-1]["lr"],
         "n_updates": float(len(results)),
-        "update_skipped": sum(float(result["update_skipped"]) for result in results),
+        "update_skipped": n_skipped,
+        "update_successful": 1.0 - n_skipped / len(results),
     }
 
 

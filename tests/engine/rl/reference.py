@@ -22,6 +22,29 @@ def reference_logprobs(model: nn.Module, batch: Batch, temperature: float) -> tu
     return tuple(F.pad(x, (1, 0)) * batch["attention_mask"] for x in (picked, entropy))  # type: ignore[return-value]
 
 
+def picked_tokens(case: dict[str, Any], logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> list[bool]:
+    """Which of the n loss tokens of a mini-batch a covariance loss treats apart; ``clip_cov`` without a draw."""
+    n, (logp, old, adv) = len(logp), (x.detach() for x in (logp, old, adv))
+    cov = [float((adv[i] - adv.sum() / n) * (logp[i] - logp.sum() / n)) for i in range(n)]
+    if case["policy_loss"] == "kl_cov":
+        k = max(1, math.floor(case.get("kl_cov_ratio", 0.0002) * n))
+        return [sum(other > mine for other in cov) < k for mine in cov]
+    assert case["clip_cov_ratio"] == 1.0
+    ratio = (logp - old).exp()
+    clipped = [(r > 1 + HIGH and a > 0) or (r < 1 - LOW and a < 0) for r, a in zip(ratio, adv, strict=True)]
+    inside = [case["clip_cov_lb"] < value < case["clip_cov_ub"] for value in cov]
+    return [yes and not no for yes, no in zip(inside, clipped, strict=True)]
+
+
+def covariance_losses(
+    case: dict[str, Any], logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, picked: torch.Tensor
+) -> torch.Tensor:
+    """``[n]`` losses of the n loss tokens of one sequence, whose picked ones are known."""
+    if case["policy_loss"] == "clip_cov":
+        return policy_losses("ppo", logp, old, adv) * ~picked
+    return -adv * (logp - old).exp() + picked * case.get("ppo_kl_coef", 0.1) * (logp - old).abs()
+
+
 def policy_losses(kind: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
     """``[n]`` losses of the n loss tokens of one sequence."""
     ratio = (logp - old).exp()
@@ -90,6 +113,39 @@ def weights(prox: torch.Tensor, behave: torch.Tensor, rejection: dict[str, Any] 
         if not settings["lower"] <= judged <= settings["upper"]:
             w[i] = 0.0 if settings["action"] == "mask" else min(max(w[i], settings["lower"]), settings["upper"])
     return torch.tensor(w, dtype=torch.float64)
+
+
+def verl_weights(case: dict[str, Any], trainer: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """``[n]`` weights by verl's keys for one sequence: truncated importance sampling, times what is kept."""
+    logs = [float(x) for x in trainer - sampler]
+    limit = case.get("rollout_is_threshold", math.inf)
+    ratios = {None: [1.0] * len(logs), "token": [math.exp(x) for x in logs]}
+    ratios["sequence"] = [math.exp(sum(logs))] * len(logs)
+    w = [min(x, limit) for x in ratios[case.get("rollout_is")]]
+    if name := case.get("rollout_rs"):
+        level, k = name.rsplit("_", 1)
+        values = {"k1": [-x for x in logs], "k2": [x * x / 2 for x in logs], "k3": [math.exp(x) - 1 - x for x in logs]}[
+            k
+        ]
+        if level != "token":
+            whole = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[level]
+            values = [whole] * len(values)
+        low, high = -math.inf, 0.0
+        if k == "k1":
+            low, high = (math.log(float(bound)) for bound in case["rollout_rs_threshold"].split("_"))
+        else:
+            high = float(case["rollout_rs_threshold"])
+        w = [x if low <= value <= high else 0.0 for x, value in zip(w, values, strict=True)]
+    return torch.tensor(w, dtype=torch.float64)
+
+
+def interpolated(behave: torch.Tensor, now: torch.Tensor, versions: list[int], version: int) -> torch.Tensor:
+    """``[n]`` proximal log-probabilities on the line from the sampler's to the present ones."""
+    prox = behave.clone()
+    for i, sampled_by in enumerate(versions):
+        if sampled_by < version:
+            prox[i] += (version - 1 - sampled_by) / (version - sampled_by) * (float(now[i]) - float(behave[i]))
+    return prox
 
 
 def aggregate(mode: str, losses: list[torch.Tensor], scale: float | None) -> torch.Tensor:

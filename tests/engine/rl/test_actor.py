@@ -202,6 +202,28 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     mask = mine["attention_mask"]
     assert torch.equal(values[:, 1:], raw[:, :-1] * mask[:, 1:]) and not bool(values[:, 0].any())
 
+    lengths = mask.sum(1)
+    last_values = critic.with_values(mine)["last_values"]
+    assert last_values.tolist() == [float(raw[i, n - 1]) for i, n in enumerate(lengths)]
+    truncated = torch.arange(len(lengths)) % 2 == 0
+    bootstrapping = make_actor(path, reward_norm=None, discount=0.9, gae_lambda=0.95, bootstrap_truncated=True)
+    seen_from = {"values": values, "last_values": last_values, "truncated": truncated}
+    returns = bootstrapping.compute_advantages({**mine, **seen_from})["returns"].double()
+    for i, row in enumerate(mine["loss_mask"].bool()):
+        v = [*values[i, row].double().tolist(), float(last_values[i]) * float(truncated[i])]
+        gain, expected = 0.0, []
+        for t in reversed(range(len(v) - 1)):
+            reward = float(mine["rewards"][i]) if t == len(v) - 2 else 0.0
+            gain = reward + 0.9 * v[t + 1] - v[t] + 0.9 * 0.95 * gain
+            expected.insert(0, gain + v[t])
+        assert returns[i, row].tolist() == pytest.approx(expected, abs=1e-5)
+    lacks = {name: value for name, value in seen_from.items() if name != "last_values"}
+    assert "'last_values'" in raises_batch_error(lambda: bootstrapping.compute_advantages({**mine, **lacks}))
+    assert "is for GAE" in raises_batch_error(
+        lambda: bootstrapping.compute_advantages({**mine, "truncated": truncated})
+    )
+    bootstrapping.engine.destroy()  # type: ignore[attr-defined]
+
     actor = make_actor(path, reward_norm=None, discount=0.9, gae_lambda=0.95)
     ready = actor.compute_advantages({**mine, "values": values})
     assert not bool(ready["returns"][~ready["loss_mask"]].any())

@@ -88,13 +88,13 @@ def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
 
 
 def gae_by_loop(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, discount: float, lam: float
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, discount: float, lam: float, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums of discounted deltas over the actions alone, each from its definition."""
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
     for i in range(len(values)):
         actions = np.nonzero(mask[i])[0]
-        v, r = [*values[i, actions], 0.0], rewards[i, actions]
+        v, r = [*values[i, actions], last[i]], rewards[i, actions]
         deltas = [r[k] + discount * v[k + 1] - v[k] for k in range(len(actions))]
         for k, t in enumerate(actions):
             advantages[i, t] = sum((discount * lam) ** (m - k) * deltas[m] for m in range(k, len(actions)))
@@ -102,14 +102,17 @@ def gae_by_loop(
     return advantages, returns
 
 
+@pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float, lam: float) -> None:
+def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float, lam: float, bootstrap: bool) -> None:
     rewards, values = RNG.normal(size=(2, 6, 9))
     mask = RNG.random((6, 9)) < 0.6
     mask[0], mask[1] = False, True
-    expected = gae_by_loop(rewards, values, mask, discount, lam)
+    last = RNG.normal(size=6) * bootstrap
+    expected = gae_by_loop(rewards, values, mask, discount, lam, last)
     polluted = torch.tensor(np.where(mask, values, np.nan))
-    advantages, returns = gae_advantages(torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam)
+    given = torch.tensor(last) if bootstrap else None
+    advantages, returns = gae_advantages(torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam, given)
     np.testing.assert_allclose(advantages.numpy(), expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(returns.numpy(), expected[1], rtol=1e-5, atol=1e-5)
 

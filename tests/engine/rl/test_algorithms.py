@@ -15,12 +15,25 @@ from holdfast.engine.config import MicroBatchSpec
 from holdfast.engine.rl import NormConfig, PPOActor
 from holdfast.engine.rl.off_policy import RejectionSamplingConfig
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
-from tests.engine.rl.reference import TAU_NEG, TAU_POS, aggregate, kl, policy_losses, reference_logprobs, weights
+from tests.engine.rl.reference import (
+    TAU_NEG,
+    TAU_POS,
+    aggregate,
+    covariance_losses,
+    interpolated,
+    kl,
+    picked_tokens,
+    policy_losses,
+    reference_logprobs,
+    verl_weights,
+    weights,
+)
 from tests.engine.rl.test_actor import TEMPERATURE, global_batch, make_actor, raises_batch_error, share_of
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
 POLICIES = ("logprobs", "ref_logp", "prox_logp")
+VERSION = 4
 MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -64,6 +77,25 @@ CASES: dict[str, dict[str, Any]] = {
         ]
     },
     **{name: {"adv_estimator": name} for name in ("remax", "opo", "gpg", "grpo_passk")},
+    "interpolated": {"use_decoupled_loss": True, "prox_logp_method": "loglinear", "rejection": {"upper": 1.2}},
+    "the training step's own policy": {
+        **{"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", "ppo_n_minibatches": 1},
+        "rejection": {"upper": 1.2},
+    },
+    "interpolation measured": {"use_decoupled_loss": True, "prox_logp_method": "metrics"},
+    "verl's token weights": {"rollout_is": "token", "rollout_is_threshold": 1.1},
+    "verl's sequence weights": {"rollout_is": "sequence", "rollout_is_threshold": 1.3},
+    "verl's rejection": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.95_1.04"},
+    "verl's rejection by k3": {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": "0.06"},
+    "verl's both": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.2,
+        "rollout_rs": "token_k2",
+        "rollout_rs_threshold": "0.04",
+    },
+    "clip_cov": {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.6},
+    "kl_cov": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7},
+    "kl_cov, one token": {"policy_loss": "kl_cov", "loss_agg_mode": "seq-mean-token-mean"},
     "cispo, decoupled": {"policy_loss": "cispo", "use_decoupled_loss": True},
 }
 
@@ -78,6 +110,8 @@ def whole_batch() -> Batch:
     batch |= {key: value.masked_fill(outside, -math.inf) for key, value in zip(POLICIES, near, strict=True)}
     batch["reward_baselines"] = batch["rewards"].roll(1) / 2
     batch["rewards"][4] = 0.0
+    versions = torch.randint(0, VERSION + 1, outside.shape, generator=torch.Generator().manual_seed(2))
+    batch["versions"] = versions.masked_fill(outside, -1)
     batch["truncated"] = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
     return batch
 
@@ -139,17 +173,31 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
     kind = case.get("policy_loss", "ppo")
     if case.get("importance_sampling_level") == "sequence":
         kind = "gspo" if kind == "ppo" else f"sequence {kind}"
-    losses = []
+    rows = []
     for i, (row, adv) in enumerate(zip(batch["loss_mask"].bool(), advantages_of(batch, case), strict=True)):
-        if not row.any() or (case.get("mask_truncated_completions") and batch["truncated"][i]):
-            continue
-        p, behave, ref, prox = (x[i, row].double() for x in (logp, *(batch[key] for key in POLICIES)))
+        if row.any() and not (case.get("mask_truncated_completions") and batch["truncated"][i]):
+            p, h, behave, ref, prox = (x[i, row].double() for x in (logp, entropy, *(batch[key] for key in POLICIES)))
+            if case.get("prox_logp_method") == "loglinear":
+                prox = interpolated(behave, p, batch["versions"][i, row].tolist(), VERSION)
+            elif case.get("prox_logp_method") == "reuse_train_logp":
+                prox = p.detach()
+            rows.append((p, h, behave, ref, prox, adv))
+    picked = [torch.zeros(len(adv), dtype=torch.bool) for *_, adv in rows]
+    if kind in ("clip_cov", "kl_cov"):
+        p, _, behave, _, _, adv = (torch.cat(each) for each in zip(*rows, strict=True))
+        picked = torch.tensor(picked_tokens(case, p, behave, adv)).split([len(each) for *_, each in rows])
+    losses = []
+    for (p, h, behave, ref, prox, adv), apart in zip(rows, picked, strict=True):
         if case.get("use_decoupled_loss"):
             loss = policy_losses(kind, p, prox, adv) * weights(prox, behave, case.get("rejection"))
+        elif "rollout_is" in case or "rollout_rs" in case:
+            loss = policy_losses(kind, p, prox, adv) * verl_weights(case, prox, behave)
+        elif kind in ("clip_cov", "kl_cov"):
+            loss = covariance_losses(case, p, behave, adv, apart)
         else:
             loss = policy_losses(kind, p, behave, adv)
         loss = loss + case.get("kl_loss_coef", 0.0) * kl(case.get("kl_estimator", "k3"), p, ref)
-        losses.append(loss - case.get("entropy_coeff", 0.0) * entropy[i, row])
+        losses.append(loss - case.get("entropy_coeff", 0.0) * h)
     total = aggregate(case.get("loss_agg_mode", "token-mean"), losses, case.get("loss_scale_factor"))
     total.backward()
     with torch.no_grad():
@@ -159,13 +207,20 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
     return model, float(total.detach())
 
 
+def _left_out(case: dict[str, Any]) -> tuple[str, ...]:
+    """Entries that a batch may have, and not with this case."""
+    return ("prox_logp",) if case.get("prox_logp_method") in ("loglinear", "reuse_train_logp") else ()
+
+
 def _each_case(rank: int, world_size: int, path: str, n_mbs: int) -> list[str]:
     """Cases whose step is another one than the reference takes; what differs most."""
     wrong = []
     mine = share_of(whole_batch(), rank, world_size)
     for name, case in CASES.items():
         actor = make_actor(path, mb_spec=MicroBatchSpec(n_mbs=n_mbs), **actor_settings(case))
-        stats = actor.ppo_update(actor.compute_advantages(mine))
+        actor.engine.set_version(VERSION)  # type: ignore[attr-defined]
+        share = {key: value for key, value in mine.items() if key not in _left_out(case)}
+        stats = actor.ppo_update(actor.compute_advantages(share))
         reference, loss = reference_step(case)
         wanted = dict(reference.named_parameters())
         worst = max(
@@ -181,9 +236,11 @@ def _each_case(rank: int, world_size: int, path: str, n_mbs: int) -> list[str]:
 
 def _wrong_stats(name: str, case: dict[str, Any], stats: dict[str, float]) -> Iterator[str]:
     for key, applies in {
-        "behave_kl": "use_decoupled_loss" in case,
-        "rejected": "use_decoupled_loss" in case,
+        "behave_kl": True,
+        "rejected": "use_decoupled_loss" in case or "rollout_is" in case or "rollout_rs" in case,
+        "loglinear_error": case.get("prox_logp_method") == "metrics",
         "kl_reward": "kl_ctl" in case,
+        "cov_fraction": case.get("policy_loss") in ("clip_cov", "kl_cov"),
         "kl_k1": True,
         "kl_ref_k1": True,
     }.items():
@@ -217,6 +274,9 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
         actor = make_actor(path, **settings)
         seen[name] = refused(actor, "ref_logp" if name == "kl_ctl" else "logprobs")
         actor.engine.destroy()  # type: ignore[attr-defined]
+    actor = make_actor(path, use_decoupled_loss=True, prox_logp_method="loglinear")
+    seen["versions"] = refused(actor, "versions")
+    actor.engine.destroy()  # type: ignore[attr-defined]
     actor = make_actor(path, adv_estimator="remax", reward_norm=None)
     seen["remax"] = refused(actor, "reward_baselines")
     actor.engine.destroy()  # type: ignore[attr-defined]
@@ -232,6 +292,7 @@ def test_what_a_batch_lacks_is_named(model_path: str) -> None:
     (seen,) = run_ranks(_what_is_missing, 1, model_path)
     assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
     assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")
+    assert seen["versions"].startswith("the batch has no 'versions'; prox_logp_method needs the version")
     assert seen["remax"].startswith("the batch has no finite 'reward_baselines' of shape [batch]")
     assert seen["truncated"].startswith("the batch has no 'truncated' of shape [batch]")
     assert seen["all truncated"].startswith("the batch has no loss token on any rank")

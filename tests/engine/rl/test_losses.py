@@ -31,7 +31,7 @@ def actor_loss(
 ) -> tuple[torch.Tensor, Stats]:
     """The mean over the loss tokens of one packed sequence."""
     ends = torch.tensor([0, len(logprobs)])
-    inputs = policy_inputs(logprobs, old, advantages, mask, ends)
+    inputs = policy_inputs(logprobs, old, advantages, mask, ends, picked=torch.arange(len(logprobs)) == 0)
     losses, stats = POLICY_LOSSES[name](inputs, PPOActorConfig(policy_loss=name, **settings))  # type: ignore[arg-type]
     return masked_mean(losses, mask), stats
 

@@ -1,0 +1,127 @@
+"""Direct preference optimization on top of any `TrainEngine`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...utils.config import require_choice, require_range
+from ...utils.errors import ConfigError
+from ..api import Batch, LossFn, TrainEngine
+from ..config import TrainEngineConfig
+from .logprobs import token_logprobs
+from .pairs import (
+    PairStats,
+    evaluate_pairs,
+    mean_over_pairs,
+    of_pairs,
+    require_pairs,
+    spec_of_pairs,
+    sum_of_tokens,
+    train_pairs,
+)
+
+
+@dataclass
+class DPOConfig(TrainEngineConfig):
+    """A policy trained on pairs of answers, of which one was preferred."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference policy."""
+    loss_type: str = "sigmoid"
+    """``sigmoid`` (DPO) or ``ipo``: see `dpo_losses`."""
+    label_smoothing: float = 0.0
+    """``sigmoid``: share of pairs that are taken to be the wrong way round; below 0.5."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_critic:
+            raise ConfigError("config key 'is_critic' is True; DPO trains a language-model head, expected False")
+        require_choice("loss_type", self.loss_type, ("sigmoid", "ipo"))
+        require_range("label_smoothing", self.label_smoothing, low=0.0, high=0.4999)
+        if not self.beta > 0:
+            raise ConfigError(f"config key 'beta' is {self.beta}; expected more than 0")
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ConfigError(
+                f"config key 'label_smoothing' is {self.label_smoothing}, but loss_type {self.loss_type!r} has none; "
+                "take 'sigmoid', or 0"
+            )
+        self.mb_spec = spec_of_pairs(self.mb_spec)
+
+
+class DPO:
+    """Preference updates of the model in ``engine``. Every method is a collective.
+
+    Args:
+        config: the engine's.
+        engine: with a language-model head.
+    """
+
+    def __init__(self, config: DPOConfig, engine: TrainEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    def compute_logp(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of every token under the present weights, ``[B, S]`` float32: of the engine that holds the
+        reference policy, the ``ref_logp`` of the batch."""
+        self.engine.eval()
+        return self.engine.forward_batch(batch)
+
+    def train_dpo(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``, with ``ref_logp``.
+
+        The loss is the mean of `dpo_losses` over the pairs of all ranks.
+
+        Returns:
+            what `TrainEngine.train_batch` gives, and means over the pairs of all ranks: the rewards that the policy
+            implies (``beta`` times the log-ratio to the reference) of ``chosen`` and ``rejected`` answers, the
+            ``margin`` between them, and ``accuracy``.
+
+        Raises:
+            BatchError: see `require_pairs`; or no pair counts on any rank.
+        """
+        stats = PairStats()
+        return train_pairs(self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats)
+
+    def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
+        """``loss`` and the statistics of `train_dpo`, without a step."""
+        stats = PairStats()
+        return evaluate_pairs(self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats)
+
+    def _checked(self, batch: Batch) -> Batch:
+        return require_pairs(self.engine, batch, [("ref_logp", "compute_logp of the reference policy must give it")])
+
+
+def dpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+    """``[n]`` losses of pairs from ``[n]`` log-ratios of policy to reference, with ``d = chosen - rejected``.
+
+    ``sigmoid``: ``-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)``, e being ``label_smoothing``: Rafailov et
+    al., "Direct Preference Optimization", 2023, eq. 7; smoothed: Mitchell, "A note on DPO with noisy preferences",
+    2023.
+    ``ipo``: ``(d - 1 / (2 beta))^2``, the log-ratios being means over tokens: Azar et al., "A General Theoretical
+    Paradigm to Understand Learning from Human Preferences", 2023, eq. 17, with TRL's and AReaL's mean.
+    """
+    difference = chosen - rejected
+    if config.loss_type == "ipo":
+        return (difference - 1.0 / (2.0 * config.beta)).square()
+    margin = config.beta * difference
+    return -(1.0 - config.label_smoothing) * F.logsigmoid(margin) - config.label_smoothing * F.logsigmoid(-margin)
+
+
+def dpo_loss_fn(config: DPOConfig, stats: PairStats) -> LossFn:
+    """The loss of `DPO.train_dpo`, for ``train_batch`` with `count_pairs` on a batch of `require_pairs`."""
+
+    def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
+        mask = micro_batch["loss_mask"].bool()
+        input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
+        logprobs, _ = token_logprobs(output, input_ids, cu_seqlens, config.temperature)
+        log_ratios = torch.where(mask, logprobs - micro_batch["ref_logp"].float(), 0.0)
+        sums = sum_of_tokens(log_ratios, micro_batch)
+        chosen, rejected = of_pairs(config.beta * sums.detach(), micro_batch)
+        stats.add_pairs(chosen, rejected, micro_batch)
+        if config.loss_type == "ipo":
+            sums = sums / sum_of_tokens(mask.float(), micro_batch).clamp(min=1)
+        return mean_over_pairs(dpo_losses(*of_pairs(sums, micro_batch), config), micro_batch)
+
+    return loss_fn

@@ -1,0 +1,83 @@
+"""A reward model on top of any `TrainEngine` with a value head: a sequence is worth what stands at its last token."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ...utils.errors import ConfigError
+from ..api import Batch, LossFn, TrainEngine
+from ..config import TrainEngineConfig
+from .pairs import (
+    PairStats,
+    at_last_token,
+    evaluate_pairs,
+    mean_over_pairs,
+    of_pairs,
+    require_pairs,
+    spec_of_pairs,
+    train_pairs,
+)
+
+
+@dataclass
+class RewardModelConfig(TrainEngineConfig):
+    """A model that scores whole sequences, trained on pairs."""
+
+    is_critic: bool = True
+    """Always True."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_critic:
+            raise ConfigError("config key 'is_critic' is False; a reward model has a value head, expected True")
+        self.mb_spec = spec_of_pairs(self.mb_spec)
+
+
+class RewardModel:
+    """Pairwise updates of, and scores by, the model in ``engine``. Every method is a collective.
+
+    Args:
+        config: the engine's.
+        engine: with a value head.
+    """
+
+    def __init__(self, config: RewardModelConfig, engine: TrainEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    def train_rw(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``.
+
+        The loss is the mean over the pairs of all ranks of ``-log sigmoid(s_chosen - s_rejected)``: Bradley and Terry,
+        1952; Ouyang et al., "Training language models to follow instructions with human feedback", 2022, eq. 1.
+
+        Returns:
+            what `TrainEngine.train_batch` gives, and means over the pairs of all ranks: ``chosen`` and ``rejected``
+            scores, ``margin`` between them, and ``accuracy``.
+
+        Raises:
+            BatchError: see `require_pairs`; or no pair counts on any rank.
+        """
+        stats = PairStats()
+        return train_pairs(self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats)
+
+    def evaluate_rw(self, batch: Batch) -> dict[str, float]:
+        """``loss`` and the statistics of `train_rw`, without a step."""
+        stats = PairStats()
+        return evaluate_pairs(self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats)
+
+
+def rw_loss_fn(stats: PairStats) -> LossFn:
+    """The loss of `RewardModel.train_rw`, for ``train_batch`` with `count_pairs` on a batch of `require_pairs`."""
+
+    def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+        chosen, rejected = of_pairs(_scores(output, micro_batch), micro_batch)
+        stats.add_pairs(chosen, rejected, micro_batch)
+        return mean_over_pairs(-F.logsigmoid(chosen - rejected), micro_batch)
+
+    return loss_fn
+
+
+def _scores(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+    return at_last_token(output.float(), micro_batch)
