@@ -181,7 +181,8 @@ class RolloutExecutor:
     def stats(self) -> dict[str, float]:
         """Numbers for a log, of the batch given last: ``staleness_mean`` and ``staleness_max`` of its sampled tokens
         (steps), ``waited_s`` for it; ``running`` tickets now; ``finished`` and ``rejected`` ones of the whole run, and
-        requests ``retried`` since this executor was made. Each name begins with ``rollouts/``."""
+        requests ``retried`` since this executor was made. Each name begins with ``rollouts/``. What ``stats()`` of the
+        workflow returns, if it has one, is added."""
         with self._changed:
             staleness = self._staleness.float() if len(self._staleness) else torch.zeros(1)
             numbers = {
@@ -193,7 +194,8 @@ class RolloutExecutor:
                 "rejected": self._ledger.rejected,
                 "retried": self._sender.retried,
             }
-        return {f"rollouts/{name}": float(number) for name, number in numbers.items()}
+        own = {f"rollouts/{name}": float(number) for name, number in numbers.items()}
+        return own | getattr(self._workflow, "stats", dict)()
 
     def close(self) -> None:
         """Give up what is being sampled; may be called twice. The workflow and the servers are their owner's."""

@@ -11,14 +11,11 @@ from typing import Any
 
 from ...utils.config import require_range
 from ...utils.errors import CallLost, ConfigError
-from ...utils.logging import get_logger
 from ..servers.api import GenerationHyperparameters, ModelRequest
 from .call_pool import CallPool
 from .rewards import RewardFn, Rewards
 from .trajectory import TokenSequence, Trajectory, to_trajectory
 from .workflow import EpisodeEngine, decode, encode_prompt
-
-logger = get_logger(__name__)
 
 ToolFn = Callable[..., Sequence[int] | str | None]
 """``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``: the completion that came last, and
@@ -29,9 +26,9 @@ speak again: token ids, or text with a tokenizer; None ends the episode. A top-l
 class MultiTurnWorkflow:
     """Has the model and a tool take turns.
 
-    An episode ends when the tool says so, when a completion is cut off by its length, or after ``max_turns``. The
-    reward function then sees everything after the prompt as the completion. An episode whose tool hangs or ends its
-    process, twice, ends there with ``lost_reward``.
+    An episode ends when the tool says so, when a completion is cut off by its length or there is no room for another
+    (``truncated`` says so in either case), or after ``max_turns``. The reward function then sees everything after the
+    prompt as the completion. An episode whose tool hangs or ends its process, twice, ends there with ``lost_reward``.
 
     Args:
         reward_fn: see `RewardFn`; `Rewards` says what becomes of one that fails.
@@ -76,18 +73,18 @@ class MultiTurnWorkflow:
         sequence.extend_given(prompt)
         for turn in range(self._max_turns):
             if (gconfig := self._limited(len(sequence.input_ids))) is None:
+                sequence.truncated = True
                 break
             before = list(sequence.input_ids)
             request = ModelRequest(before, gconfig, seed=number * self._max_turns + turn)
             response = await engine.agenerate(request)
             sequence.extend_sampled(response)
-            if response.stop_reason == "length" or turn == self._max_turns - 1:
+            if sequence.truncated or turn == self._max_turns - 1:
                 break
             try:
                 said = await self._ask_tool(before, response.output_tokens, data)
             except CallLost as error:
-                logger.warning("an episode ends with reward %g: %s", self._rewards.lost_reward, error)
-                return sequence, self._rewards.lost_reward
+                return sequence, self._rewards.lose(error)
             if said is None:
                 break
             sequence.extend_given(said)
@@ -110,6 +107,10 @@ class MultiTurnWorkflow:
         if self._tokenizer is None:
             raise ConfigError(f"the tool said {said!r}, but there is no tokenizer; it must return token ids")
         return self._tokenizer.encode(said, add_special_tokens=False)
+
+    def stats(self) -> dict[str, float]:
+        """See `Rewards.stats`."""
+        return self._rewards.stats()
 
     def close(self) -> None:
         """End the processes that compute rewards and call tools."""

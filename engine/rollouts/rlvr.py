@@ -20,7 +20,7 @@ class RLVRWorkflow:
         tokenizer: applies the chat template to the samples' ``messages``, and decodes for ``reward_fn``. None: samples
             have ``input_ids``.
         pool: where rewards are computed; None makes one, with its own defaults.
-        lost_reward: of a completion whose reward hangs or ends its process.
+        lost_reward: of a completion whose reward raises, hangs or ends its process.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class RLVRWorkflow:
 
         samples = await asyncio.gather(*map(sample, range(self._gconfig.n_samples)))
         return to_trajectory([sequence for sequence, _ in samples], [reward for _, reward in samples])
+
+    def stats(self) -> dict[str, float]:
+        """See `Rewards.stats`."""
+        return self._rewards.stats()
 
     def close(self) -> None:
         """End the processes that compute rewards."""

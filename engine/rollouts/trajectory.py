@@ -12,11 +12,13 @@ from ..training.microbatch import validate_batch
 
 Trajectory = dict[str, torch.Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs`` and
-``versions`` of ``[n, S]``, ``rewards`` of ``[n]``; more entries of either shape may follow. Everything per token is
-aligned with the token itself, as in `Batch`; ``versions`` are -1 where nothing was sampled."""
+``versions`` of ``[n, S]``, ``rewards`` of ``[n]``; more entries of either shape may follow, among them ``truncated``,
+``[n]`` bool: which sequences ended for want of room. Everything per token is aligned with the token itself, as in
+`Batch`; ``versions`` are -1 where nothing was sampled."""
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _PADDING = {"versions": -1}
+_TRUNCATED = "truncated"
 
 
 @dataclass
@@ -28,12 +30,14 @@ class TokenSequence:
         loss_mask: 1 where a token was sampled.
         logprobs: log-probability of each sampled token; 0 elsewhere.
         versions: version of the weights that sampled each token; -1 elsewhere.
+        truncated: whether the last completion ended for its length and not with a stop token.
     """
 
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    truncated: bool = False
 
     def extend_given(self, ids: Sequence[int]) -> None:
         """Append tokens that were not sampled: a prompt, or a tool's answer."""
@@ -48,10 +52,11 @@ class TokenSequence:
         self.loss_mask += [1] * len(response.output_tokens)
         self.logprobs += response.output_logprobs
         self.versions += response.output_versions
+        self.truncated = response.stop_reason == "length"
 
 
 def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) -> Trajectory:
-    """Pad sequences: int32 tokens and versions, bool masks, float32 log-probabilities and rewards."""
+    """Pad sequences: int32 tokens and versions, bool masks and ``truncated``, float32 log-probabilities and rewards."""
     longest = max(len(sequence.input_ids) for sequence in sequences)
 
     def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
@@ -64,6 +69,7 @@ def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) 
         "logprobs": padded([sequence.logprobs for sequence in sequences], torch.float32),
         "versions": padded([sequence.versions for sequence in sequences], torch.int32, _PADDING["versions"]),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
+        _TRUNCATED: torch.tensor([sequence.truncated for sequence in sequences], dtype=torch.bool),
     }
 
 
@@ -80,8 +86,9 @@ def check_trajectory(trajectory: Trajectory) -> None:
     for name in _PER_TOKEN:
         if trajectory[name].shape != expected:
             raise BatchError(f"{name!r} has shape {list(trajectory[name].shape)}; expected {list(expected)}")
-    if trajectory["rewards"].shape != expected[:1]:
-        raise BatchError(f"'rewards' has shape {list(trajectory['rewards'].shape)}; expected {list(expected[:1])}")
+    for name in {"rewards", _TRUNCATED} & trajectory.keys():
+        if trajectory[name].shape != expected[:1]:
+            raise BatchError(f"{name!r} has shape {list(trajectory[name].shape)}; expected {list(expected[:1])}")
 
 
 def sampled_versions(trajectory: Trajectory) -> torch.Tensor:
@@ -99,9 +106,15 @@ def rewards_differ(trajectory: Trajectory) -> bool:
 def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
     """One batch of all sequences, in order, padded to the longest; integers and masks become int64.
 
+    Where only some say which sequences are ``truncated``, those of the others count as complete: a ledger of an older
+    version does not say it.
+
     Raises:
-        BatchError: the trajectories do not all have the same entries.
+        BatchError: the trajectories do not all have the same other entries.
     """
+    if any(_TRUNCATED in each for each in trajectories):
+        complete = [torch.zeros(len(each["rewards"]), dtype=torch.bool) for each in trajectories]
+        trajectories = [{_TRUNCATED: no, **each} for no, each in zip(complete, trajectories, strict=True)]
     names = trajectories[0].keys()
     if other := [sorted(each) for each in trajectories if each.keys() != names]:
         raise BatchError(f"the trajectories of a batch have different entries: {sorted(names)} and {other[0]}")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -64,6 +65,13 @@ class Server:
             tokens.append(token(*parts, *([self.version] if self.versioned else [])))
             versions.append(self.version)
         return ModelResponse(list(request.input_ids), tokens, [-0.5] * len(tokens), versions, "stop")
+
+
+class Cut(Server):
+    """Ends every completion for its length."""
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return replace(await super().agenerate(request), stop_reason="length")
 
 
 class Echo:

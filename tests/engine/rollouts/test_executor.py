@@ -58,6 +58,7 @@ def test_a_batch_has_the_shapes_that_training_expects() -> None:
         "logprobs": ((12, 6), torch.float32),
         "versions": ((12, 6), torch.int64),
         "rewards": ((12,), torch.float32),
+        "truncated": ((12,), torch.int64),
     }
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 1]] * 12
     assert batch["versions"].tolist() == [[-1, -1, 0, 0, 0, 0]] * 12

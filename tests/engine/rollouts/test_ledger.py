@@ -10,7 +10,7 @@ from holdfast.engine.rollouts import RolloutExecutor, Ticket
 from holdfast.engine.servers.api import ModelRequest, ModelResponse
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from holdfast.utils.safe_torch import pack_plain, unpack_plain
-from tests.engine.rollouts.servers import Echo, Server, make_executor, make_loader
+from tests.engine.rollouts.servers import Cut, Echo, Server, make_executor, make_loader
 from tests.engine.rollouts.test_executor import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -110,6 +110,19 @@ def test_a_batch_taken_before_the_snapshot_of_the_step_before_is_not_lost() -> N
     with restored(states, server, max_head_offpolicyness=1) as executor:
         executor.set_version(1)
         assert torch.equal(executor.next_batch(1)["versions"], early["versions"])
+
+
+def test_a_ledger_that_does_not_say_what_was_cut_off_is_taken_over_and_makes_batches() -> None:
+    state, data, _ = half_done()
+    kept = [entry["trajectory"] for entry in state["tickets"] if entry["trajectory"] is not None]
+    for trajectory in kept:
+        del trajectory["truncated"]  # an older version did not say
+    with restored((state, data), Cut(3)) as executor:
+        executor.set_version(3)
+        batches = [executor.next_batch(step) for step in (3, 4, 5)]
+    n_kept = sum(len(trajectory["rewards"]) for trajectory in kept)
+    truncated = torch.cat([batch["truncated"] for batch in batches])
+    assert n_kept > 0 and int((truncated == 0).sum()) == n_kept and int(truncated.sum()) == 12 - n_kept
 
 
 def test_the_state_holds_no_more_steps_than_staleness_allows() -> None:

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.engine.rollouts import CallPool, MultiTurnWorkflow, RLVRWorkflow, Trajectory
-from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.utils.errors import ConfigError, RolloutError
 from tests.engine.rollouts import user_code
-from tests.engine.rollouts.servers import Server, make_executor, make_loader
+from tests.engine.rollouts.servers import Cut, Server, make_executor, make_loader
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,6 +56,12 @@ def test_rlvr_samples_each_prompt_and_rewards_each_completion(pool: CallPool) ->
     assert len({request.seed for request in server.seen}) == len(server.seen) == 8
 
 
+@pytest.mark.parametrize(("server", "cut"), [(Server, False), (Cut, True)])
+def test_rlvr_says_which_completions_the_server_cut_off(pool: CallPool, server: type[Server], cut: bool) -> None:
+    for trajectory in first_step(RLVRWorkflow(user_code.length_reward, TWO, pool=pool), server()):
+        assert trajectory["truncated"].dtype == torch.bool and trajectory["truncated"].tolist() == [cut, cut]
+
+
 def test_rlvr_applies_the_chat_template_and_decodes_for_the_reward(pool: CallPool) -> None:
     data = [{"messages": [{"role": "user", "content": "2+2"}]}]
     workflow = RLVRWorkflow(user_code.text_reward, TWO, Tokenizer(), pool)
@@ -73,12 +80,24 @@ def test_a_reward_that_ends_its_process_counts_as_lost() -> None:
         workflow = RLVRWorkflow(user_code.die, GenerationHyperparameters(max_new_tokens=2), pool=pool, lost_reward=-1.0)
         (trajectory,) = first_step(workflow, Server(), batch_size=1)
         assert trajectory["rewards"].tolist() == [-1.0] and pool.n_lost == 2
+        assert workflow.stats() == {"rewards/raised": 0, "rewards/lost": 1}
 
 
-def test_a_reward_that_raises_fails_its_ticket(pool: CallPool) -> None:
+def test_a_reward_that_raises_costs_its_completion_alone_and_is_counted(pool: CallPool) -> None:
+    workflow = RLVRWorkflow(user_code.fussy_reward, TWO, pool=pool, lost_reward=-1.0)
+    with make_executor([Server()], workflow, make_loader(24)) as executor:
+        executor.set_version(0)
+        trajectories = [trajectory for _, trajectory in executor.next_trajectories(0)]
+        stats = executor.stats()
+    expected = [[1.0, -1.0, -1.0, -1.0, 1.0][int(t["input_ids"][0, 0]) % 5] for t in trajectories]
+    assert [t["rewards"].tolist() for t in trajectories] == [[reward] * 2 for reward in expected]
+    assert stats["rewards/raised"] == 2 * expected.count(-1.0) > 0 and stats["rewards/lost"] == 0
+
+
+def test_a_reward_function_that_fails_every_call_ends_the_run(pool: CallPool) -> None:
     workflow = RLVRWorkflow(user_code.refuse, TWO, pool=pool)  # it takes one argument
-    with pytest.raises(RolloutError, match="TypeError: refuse"):
-        first_step(workflow, Server())
+    with pytest.raises(RolloutError, match=r"refuse.* has failed each of its first 16 calls, .* TypeError: refuse"):
+        first_step(workflow, Server(), batch_size=8)
 
 
 def test_model_and_tool_take_turns_in_one_sequence(pool: CallPool) -> None:
@@ -109,22 +128,21 @@ def test_seeds_of_turns_do_not_depend_on_what_comes_first(pool: CallPool) -> Non
 
 def test_an_episode_ends_after_its_last_turn(pool: CallPool) -> None:
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_turns=2, pool=pool)
-    assert {t["input_ids"].shape[1] for t in first_step(workflow, Server())} == {12}
+    for trajectory in first_step(workflow, Server()):
+        assert trajectory["input_ids"].shape[1] == 12 and trajectory["truncated"].tolist() == [False, False]
 
 
 def test_an_episode_ends_where_there_is_no_room_for_a_token(pool: CallPool) -> None:
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool)
-    assert {t["input_ids"].shape[1] for t in first_step(workflow, Server())} <= {9, 11}
+    for trajectory in first_step(workflow, Server()):
+        assert trajectory["input_ids"].shape[1] in (9, 11)
+        assert trajectory["truncated"].tolist() == [True, True]  # the tool spoke, and nobody could answer
 
 
 def test_an_episode_ends_with_a_completion_that_is_cut_off(pool: CallPool) -> None:
-    class Cut(Server):
-        async def agenerate(self, request: ModelRequest) -> ModelResponse:
-            answer = await super().agenerate(request)
-            return ModelResponse(*list(vars(answer).values())[:-1], stop_reason="length")
-
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, pool=pool)
-    assert {t["input_ids"].shape[1] for t in first_step(workflow, Cut())} == {6}
+    for trajectory in first_step(workflow, Cut()):
+        assert trajectory["input_ids"].shape == (2, 6) and trajectory["truncated"].tolist() == [True, True]
 
 
 def test_an_episode_whose_tool_is_lost_ends_there() -> None:

@@ -54,6 +54,13 @@ def length_reward(
     return float(100 * answer + len(completion_ids))
 
 
+def fussy_reward(*_: Any, answer: int, **__: Any) -> float:
+    """Of every second prompt no number."""
+    if answer % 2:
+        raise ValueError(f"{answer} is odd")
+    return float("nan") if answer == 2 else 1.0
+
+
 def text_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
     return float(prompt == "<user>2+2</user><assistant>" and completion == " ".join(map(str, completion_ids)))
 
