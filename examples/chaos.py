@@ -77,8 +77,7 @@ class GrpoRun:
 
     def attempts(self) -> list[dict[str, Any]]:
         """What `note_attempt` wrote: one entry a start of training, over all starts of the driver."""
-        path = self.trial_root / "stats" / "attempts.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_attempts(self.trial_root / "stats")
 
     def pids(self) -> dict[str, list[int]]:
         """Role (``driver``, ``trainer``, ``rollout``) -> process ids by rank, as the driver wrote them down last; only
@@ -120,6 +119,12 @@ class GrpoRun:
         """The safetensors file of the final export."""
         (export,) = (self.trial_root / "hf").glob("global_step_*")
         return export / "model.safetensors"
+
+
+def read_attempts(stats_folder: Path) -> list[dict[str, Any]]:
+    """What `note_attempt` wrote into the folder."""
+    path = stats_folder / "attempts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def sha256(path: Path) -> str:

@@ -5,22 +5,25 @@ and by reinforcement (`reward`) alike. Everything here is a function of its argu
 a killed job, get the same bytes.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tiny_models
+from tasks import Item
+from tiny_models import EOS_ID, SPECIAL_TOKENS, write_tiny_qwen3
 
 from holdfast.engine import Batch
 from holdfast.utils.errors import ConfigError
-from holdfast.utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files
 
-VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "=")
+VOCABULARY = (*SPECIAL_TOKENS, *"0123456789", "=")
 """15 tokens, one a character; the index is the token id."""
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 N_DIGITS = 3
 PROMPT_TOKENS = N_DIGITS + 1
 """The digits and ``=``; every prompt is this long."""
@@ -48,72 +51,12 @@ def encode(text: str) -> list[int]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character. Its chat template puts ``=`` after the user and the end token after the assistant."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=64,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return tiny_models.make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
 
 
 def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False) -> Path:
-    """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with ``init_from_scratch``.
-
-    The folder appears complete; one that exists is left as it is, so any process may call this, at any start.
-
-    Args:
-        folder: where; its parents are made.
-        layers: blocks of the model.
-        hidden: its width, a multiple of 8.
-        for_vllm: give it weights, drawn at random, and a head that is not tied to the embeddings: vLLM 0.32 reloads
-            no model that it has started without weights, and on a CPU gives a tied head the wrong ones.
-
-    Returns:
-        ``folder``.
-    """
-    folder = Path(folder)
-    if folder.exists():
-        return folder
-    staging = staging_path(folder)
-    staging.mkdir(parents=True)
-    special: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=hidden // 4,
-        max_position_embeddings=64,
-        tie_word_embeddings=not for_vllm,
-        dtype="float32",
-        **special,
-    )
-    if for_vllm:
-        AutoModelForCausalLM.from_config(config).save_pretrained(staging)
-    config.save_pretrained(staging)
-    GenerationConfig(**special, do_sample=False).save_pretrained(staging)
-    make_tokenizer().save_pretrained(staging)
-    for name in walk_files(staging):
-        fsync_file(staging / name)
-    try:
-        commit_folder(staging, folder)
-    except OSError:
-        remove_folder(staging)
-        if not folder.is_dir():  # else another process was faster, with the same contents
-            raise
-    return folder
+    """The folder of a tiny Qwen3 with this tokenizer: see `write_tiny_qwen3`."""
+    return write_tiny_qwen3(folder, make_tokenizer(), layers, hidden, for_vllm)
 
 
 def require_copy_tokenizer(folder: str | Path) -> None:
@@ -157,6 +100,38 @@ def reward(completion_ids: Sequence[int], answer: str) -> float:
     right = sum(int(a == b) for a, b in zip(completion_ids, expected, strict=False)) / len(expected)
     ended = list(completion_ids).index(EOS_ID) == len(expected) if EOS_ID in completion_ids else False
     return 0.8 * right + 0.2 * ended
+
+
+class CopyTask:
+    """The task as the GRPO jobs take it (`tasks.Task`).
+
+    There are only a thousand prompts: those to judge by are drawn from another seed, but a long run has seen them.
+
+    Args:
+        n: see `CopyPrompts`.
+        seed: see `CopyPrompts`.
+        tokenizer: of the model, which `require_copy_tokenizer` has seen.
+    """
+
+    max_new_tokens = MAX_NEW_TOKENS
+
+    def __init__(self, n: int, seed: int, tokenizer: object) -> None:
+        self._prompts = {held_out: CopyPrompts(n, seed + held_out) for held_out in (False, True)}
+
+    def item(self, number: int, held_out: bool = False) -> Item:
+        """See `tasks.Task`."""
+        prompt = self._prompts[held_out][number]
+        answer = prompt["answer"]
+        data = {"task": "copy", "answer": answer}
+        return {"prompt_ids": prompt["prompt_ids"], "answer_ids": [*encode(answer), EOS_ID], "data": data}
+
+    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+        """See `reward`."""
+        return [reward(ids, item["data"]["answer"]) for item, ids in zip(items, answers, strict=True)]
+
+    def stats(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
 
 
 def sft_sample(prompt: Prompt) -> dict[str, list[int]]:

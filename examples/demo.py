@@ -81,13 +81,13 @@ def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     return Kill(what, step, detected_s, attempt["time"] - killed_at, attempt["step"])
 
 
-def follow(console: Console, run: GrpoRun, step: int, name: str) -> None:
+def follow(console: Console, run: GrpoRun, step: int, name: str, total_steps: int = TOTAL_STEPS) -> None:
     """Show progress until ``step`` has been trained."""
     with console.status(name) as status:
 
         def reached() -> bool:
             last = run.last_step()
-            status.update(f"{name}: step {last + 1} of {TOTAL_STEPS}")
+            status.update(f"{name}: step {last + 1} of {total_steps}")
             return last >= step or run.exit_code() is not None
 
         run.wait_until(reached, TIMEOUT_S)

@@ -19,16 +19,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
 from holdfast.engine.api import Batch
+from holdfast.engine.model_folder import find_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.servers.publish import PublishedWeights
-from holdfast.engine.training.model import require_model_folder
 from holdfast.engine.worker_group import STRATEGIES
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config, require_choice, require_range
 from holdfast.utils.errors import ConfigError, HoldfastError, Preempted
 from holdfast.utils.logging import configure_logging
+from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.rng import seed_rng
+from holdfast.utils.trackers import require_trackers
 
 
 @dataclass
@@ -76,8 +78,8 @@ class GRPOConfig:
     """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
     stall_timeout_s: float = 1800.0
     """Workers that answer pings, but make no progress for so long, are lost."""
-    tensorboard: bool = True
-    """Log to TensorBoard too."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """What statistics are logged to besides ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
     log_level: str = "WARNING"
     """Of the driver and all workers."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
@@ -87,6 +89,7 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
+        require_trackers(self.trackers)
         require_range("total_steps", self.total_steps, low=1)
         require_range("n_trainers", self.n_trainers, low=1)
         require_range("min_trainers", self.min_trainers, low=1, high=self.n_trainers)
@@ -129,6 +132,11 @@ class GRPOConfig:
         return FinetuneSpec(epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps)
 
     @property
+    def lr_spec(self) -> FinetuneSpec:
+        """The steps over which the learning rate changes: all of them."""
+        return self.ft_spec
+
+    @property
     def stats_folder(self) -> Path:
         """``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
         return self.recover.trial_root / "stats"
@@ -147,7 +155,7 @@ class TrainWorker:
         seed_rng(config.seed, int(os.environ["RANK"]))
         self.engine = FSDPEngine(config.actor)
         self.engine.create_process_group()
-        self.engine.initialize(None, config.ft_spec)
+        self.engine.initialize(None, config.lr_spec)
         self.actor = PPOActor(config.actor, self.engine)
 
     def connect(self, servers: list[InferenceServer], path: str) -> None:
@@ -175,6 +183,12 @@ class TrainWorker:
         self.engine.destroy()
 
 
+def open_stats(config: GRPOConfig) -> StatsLogger:
+    """Where the statistics of the run go."""
+    trackers, name = config.trackers, config.trial_name
+    return StatsLogger(config.stats_folder, trackers, project=config.experiment_name, name=name)
+
+
 def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
     """Tell people (and the demo) where this attempt starts, with how many trainers, and what ended the one before."""
     loss = None if attempt.event is None else asdict(attempt.event)
@@ -194,7 +208,7 @@ def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]
 
 def show_progress() -> Progress:
     """A live line on a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]:.3f}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
     timing = (TextColumn("{task.fields[seconds]:.2f} s/step"), TimeRemainingColumn())
     return Progress(TextColumn("GRPO"), *columns, *timing)
 
@@ -225,13 +239,19 @@ def connect_ray(config: GRPOConfig) -> None:
     ray.init(address=config.ray_address, logging_level=logging.WARNING, **options)
 
 
-def run_job(config: C, make_model: Callable[[Path], Path], supervise: Callable[[C, Supervisor], None]) -> int:
+def run_job(
+    config: C,
+    make_model: Callable[[Path], Path],
+    supervise: Callable[[C, Supervisor], None],
+    check_model: Callable[[Path], object] = require_copy_tokenizer,
+) -> int:
     """Run a job under a supervisor, unless its run is finished.
 
     Args:
         config: of the job.
         make_model: makes the model folder at a path, for a job that names none.
         supervise: called with the configuration and the supervisor, once Ray is there.
+        check_model: raises ConfigError if the task cannot use the model in a folder.
     """
     configure_logging(config.log_level)
     if config.final_export.exists():
@@ -240,7 +260,7 @@ def run_job(config: C, make_model: Callable[[Path], Path], supervise: Callable[[
     if not config.actor.path:
         config.actor.path = str(make_model(config.recover.trial_root / "base_model"))
         config.actor.init_from_scratch = True
-    require_copy_tokenizer(require_model_folder(config.actor.path))
+    check_model(find_model_folder(config.actor))
     connect_ray(config)
     try:
         supervise(config, Supervisor(config.recover))

@@ -23,7 +23,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from copy_task import EOS_ID, MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
-from grpo_job import GRPOConfig, TrainWorker, exit_with, note_attempt, read_config, run_job, show_progress, split_rows
+from grpo_job import (
+    GRPOConfig,
+    TrainWorker,
+    exit_with,
+    note_attempt,
+    open_stats,
+    read_config,
+    run_job,
+    show_progress,
+    split_rows,
+)
 from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
 
 from holdfast.engine import StepInfo
@@ -37,7 +47,7 @@ from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import require_range
 from holdfast.utils.errors import ConfigError, RolloutError
 from holdfast.utils.files import replace_atomically
-from holdfast.utils.metrics import StatsLogger, read_stats
+from holdfast.utils.metrics import read_stats
 
 
 @dataclass
@@ -150,7 +160,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         closing(RLVRWorkflow(copy_reward, config.gconfig)) as workflow,
         RolloutExecutor(config.rollout, loader, workflow, servers.fleet.serving) as rollouts,
         RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
-        closing(StatsLogger(config.stats_folder, tensorboard=config.tensorboard)) as stats_logger,
+        closing(open_stats(config)) as stats_logger,
     ):
         servers.note_processes(config, trainer)
         handler.register("rollouts", rollouts)
@@ -159,7 +169,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         with show_progress() as progress:
-            task = progress.add_task("", total=config.total_steps, completed=step.global_step, reward=0.0, seconds=0.0)
+            task = progress.add_task("", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0)
             while step.global_step < config.total_steps:
                 started = time.monotonic()
                 stats = train_step(config, servers.fleet, rollouts, trainer, step.global_step)
@@ -167,7 +177,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
                 stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
                 last = step.global_step == config.total_steps - 1
                 handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
-                progress.update(task, advance=1, reward=stats["reward"], seconds=seconds)
+                progress.update(task, advance=1, seen=f"reward {stats['reward']:.3f}", seconds=seconds)
                 if not progress.console.is_terminal and step.global_step % 10 == 9:
                     print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
                 step = step.next()

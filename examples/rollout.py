@@ -30,15 +30,17 @@ class RolloutWorker:
         )  # without GPUs of its own it sees none
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
         self.model: Any = None
+        self.stop_ids: list[int] = []
         self.version = -1
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load a published folder and serve it from now on."""
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.model = model.to(self.device).eval()
+        self.stop_ids = _stop_ids(self.tokenizer, self.model.generation_config)
         # The folder's own may cut the distribution (top_p ...): the log-probabilities would not be the trainer's.
         self.model.generation_config = GenerationConfig(
-            pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.tokenizer.eos_token_id
+            pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.stop_ids
         )
         self.version = version
         return version
@@ -47,12 +49,13 @@ class RolloutWorker:
     def generate(
         self, prompts: list[list[int]], n_samples: int, max_new_tokens: int, temperature: float, seed: int
     ) -> Batch:
-        """Sample ``n_samples`` completions of each prompt.
+        """Sample ``n_samples`` completions of each prompt; greedily, at temperature 0.
 
         Returns:
             right-padded ``[B, S]`` tensors on the CPU, of B = prompts x samples rows, samples of a prompt next to each
             other: ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on what was sampled), ``logprobs`` of what was
-            sampled at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt).
+            sampled at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt). And
+            ``truncated``, ``[B]`` bool: whether the completion was cut off.
         """
         if self.model is None:
             raise RuntimeError("no weights were published to this rollout worker yet")
@@ -61,9 +64,7 @@ class RolloutWorker:
         padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
         out = self.model.generate(
             **padded,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
+            **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
             max_new_tokens=max_new_tokens,
             output_scores=True,
             return_dict_in_generate=True,
@@ -74,8 +75,8 @@ class RolloutWorker:
         return self._pack(rows, completions.cpu(), logprobs.cpu())
 
     def _pack(self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor) -> Batch:
-        ended = (completions == self.tokenizer.eos_token_id).long().cumsum(1)
-        lengths = ((ended - (completions == self.tokenizer.eos_token_id).long()) == 0).sum(1)  # EOS included
+        stops = torch.isin(completions, torch.tensor(self.stop_ids)).long()
+        lengths = (stops.cumsum(1) - stops == 0).sum(1)  # the stop token included
         shape = (len(rows), max(len(row) for row in rows) + completions.shape[1])
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
         batch |= {"logprobs": torch.zeros(shape), "versions": torch.full(shape, -1)}
@@ -86,4 +87,11 @@ class RolloutWorker:
             batch["loss_mask"][i, len(row) : end] = 1
             batch["logprobs"][i, len(row) : end] = logprobs[i, :length]
             batch["versions"][i, len(row) : end] = self.version
-        return batch
+        return {**batch, "truncated": ~stops.bool().any(1)}
+
+
+def _stop_ids(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
+    """The tokenizer's end token, and those that the model folder names besides (Qwen3's ends a turn, or a text)."""
+    also: Any = generation_config.eos_token_id
+    also = [] if also is None else [also] if isinstance(also, int) else also
+    return sorted({tokenizer.eos_token_id, *also})

@@ -37,6 +37,7 @@ from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.processes import die_with_parent
 from holdfast.utils.remote import require_local
 from holdfast.utils.rng import seed_rng
+from holdfast.utils.trackers import require_trackers
 
 
 @dataclass
@@ -68,10 +69,11 @@ class TrainerConfig:
     ``resume_path``: from ``resume_from_path``."""
     resume_from_path: str | None = None
     """A ``.../recover/global_step_N`` folder."""
-    tensorboard: bool = True
-    """Log to TensorBoard too."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """What statistics are logged to besides ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
 
     def __post_init__(self) -> None:
+        require_trackers(self.trackers)
         require_choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         key = "config key 'trainer.default_local_dir'"
         self.default_local_dir = str(require_local(self.default_local_dir, "a run", "give one all ranks see", key))
@@ -163,7 +165,7 @@ def train(
         )
     logger = None
     if rank == 0:
-        logger = StatsLogger(config.trainer.default_local_dir, tensorboard=config.trainer.tensorboard)
+        logger = StatsLogger(config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy")
         logger.resume_after(None if last is None else last.global_step)
     for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
         stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)

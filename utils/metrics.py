@@ -1,4 +1,4 @@
-"""Numbers a step: summed over ranks, and logged to JSON Lines and TensorBoard with each step exactly once.
+"""Numbers a step: summed over ranks, and logged to JSON Lines and trackers with each step exactly once.
 
 A run that was killed after its last snapshot has logged steps that it will do again. `StatsLogger.resume_after`
 takes those out first, so that the files of a run that was killed are those of one that was not. Lines are flushed
@@ -7,9 +7,10 @@ every step: a kill loses none, a power cut may lose the last ones.
 
 import json
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -19,47 +20,65 @@ from .distributed import control_group, gather_numbers, gather_objects, get_worl
 from .errors import PeerError
 from .files import replace_atomically
 from .logging import get_logger
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
 
 logger = get_logger(__name__)
 
 STATS_NAME = "stats.jsonl"
+RUN_ID_NAME = "run_id"
+"""File with the id that trackers know the run by."""
 
 
 class StatsLogger:
-    """Writes ``<folder>/stats.jsonl`` and, if asked to, TensorBoard events under ``<folder>/tensorboard``.
+    """Writes ``<folder>/stats.jsonl``, and the same numbers to trackers.
 
+    The file is the record: a tracker is given the steps of it that it lacks when it is opened, and none that it has.
     One process of a run owns a folder: rank 0 under torchrun, the driver under Ray.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        trackers: Sequence[str] = (),
+        *,
+        project: str = "holdfast",
+        name: str | None = None,
+    ) -> None:
         """Make the folder. What it holds stays until `resume_after` says what to keep.
 
         Args:
             folder: where the files go.
-            tensorboard: also log to TensorBoard; without the ``tensorboard`` package, a warning says that it is not.
+            trackers: names of `holdfast.utils.trackers.TRACKERS` to log to as well.
+            project: what trackers file the run under.
+            name: what they call it; None is the name of the folder.
+
+        Raises:
+            ConfigError: a tracker is unknown or not installed.
         """
+        require_trackers(trackers)
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._tensorboard, self._purge_step = tensorboard, None
+        self._names, self._project, self._name = list(trackers), project, name or self._folder.resolve().name
+        self._logged_step: int | None = None
         self._file: IO[bytes] | None = None
-        self._writer: SummaryWriter | None = None
+        self._trackers: list[Tracker] = []
 
     def resume_after(self, step: int | None) -> None:
         """Forget what was logged before of steps after ``step``; of all steps when it is None (a fresh start).
 
-        Call it before the first `log`. The file is replaced atomically; lines torn by a crash go too.
+        Call it before the first `log`. The file is replaced atomically; lines torn by a crash go too. A fresh start is
+        another run to the trackers.
         """
         self.close()
-        path = self._folder / STATS_NAME
-        kept = [line for line in read_stats(path) if step is not None and line["step"] <= step] if path.exists() else []
-        replace_atomically(path, "".join(map(_to_line, kept)).encode())
-        self._purge_step = 0 if step is None else step + 1
+        lines, last = self._lines(), -1 if step is None else step
+        self._logged_step = -1 if step is None else max([last, *(line["step"] for line in lines)])
+        kept = "".join(_to_line(line) for line in lines if line["step"] <= last)
+        if step is None:
+            (self._folder / RUN_ID_NAME).unlink(missing_ok=True)
+        replace_atomically(self._folder / STATS_NAME, kept.encode())
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and one TensorBoard scalar a name.
+        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and the same to each tracker that lacks the step.
 
         Args:
             step: global step, counted from 0.
@@ -76,28 +95,49 @@ class StatsLogger:
         assert self._file is not None
         self._file.write(_to_line({"step": step, **values}).encode())
         self._file.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        for tracker in self._trackers:
+            _give(tracker, step, values)
 
     def close(self) -> None:
-        """Close the files. A later `log` opens them again."""
+        """Close the files and the trackers. A later `log` opens them again."""
         if self._file is not None:
             self._file.close()
-        if self._writer is not None:
-            self._writer.close()
-        self._file = self._writer = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._file, self._trackers = None, []
+
+    def _lines(self) -> list[dict[str, Any]]:
+        path = self._folder / STATS_NAME
+        return read_stats(path) if path.exists() else []
 
     def _open(self) -> None:
         path = self._folder / STATS_NAME
+        lines = self._lines()
+        last = max((line["step"] for line in lines), default=-1)
+        logged, self._logged_step = last if self._logged_step is None else max(last, self._logged_step), None
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = open(path, "ab")  # noqa: SIM115  (close() closes it)
         if torn:
             self._file.write(b"\n")
-        if self._tensorboard:
-            self._writer = _open_tensorboard(self._folder / "tensorboard", self._purge_step)
-            self._purge_step = None
+        if not self._names:
+            return
+        run = TrackedRun(self._folder, self._project, self._name, self._run_id(), last, logged)
+        for name in self._names:
+            self._trackers.append(TRACKERS[name](run))
+            for line in lines:
+                _give(self._trackers[-1], line["step"], {key: line[key] for key in line if key != "step"})
+
+    def _run_id(self) -> str:
+        path = self._folder / RUN_ID_NAME
+        if not path.exists():
+            replace_atomically(path, uuid.uuid4().hex[:12].encode())
+        return path.read_text()
+
+
+def _give(tracker: Tracker, step: int, values: Mapping[str, float]) -> None:
+    if step > tracker.has_step:
+        tracker.log(step, values)
+        tracker.has_step = step
 
 
 def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -152,12 +192,3 @@ def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = No
 
 def _to_line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry) + "\n"
-
-
-def _open_tensorboard(folder: Path, purge_step: int | None) -> "SummaryWriter | None":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning("tensorboard is not installed: stats go to %s only; pip install tensorboard", STATS_NAME)
-        return None
-    return SummaryWriter(str(folder), purge_step=purge_step)

@@ -40,7 +40,7 @@ def grpo_settings(machine: Machine) -> list[str]:
 
 
 def test_grpo_trains_and_samples_on_the_device(machine: Machine, figures: Figures, tmp_path: Path) -> None:
-    settings = (f"total_steps={STEPS}", "log_level=INFO", "tensorboard=false", "recover.freq_steps=7")
+    settings = (f"total_steps={STEPS}", "log_level=INFO", "trackers=[]", "recover.freq_steps=7")
     run = GrpoRun(tmp_path / "run", *settings, *grpo_settings(machine))
     run.start()
     try:

@@ -67,7 +67,7 @@ def without_a_launcher(run: Path, machine: Machine) -> Iterator[list[subprocess.
     """Two ranks that nobody watches over: torchrun would end the one that is left."""
     env = os.environ | CUBLAS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, str(REPEATABLE), str(SCRIPT), f"trainer.default_local_dir={run}"]
-    command += ["trainer.tensorboard=false", *settings(machine)]
+    command += ["trainer.trackers=[]", *settings(machine)]
     jobs = []
     try:
         for rank in range(2):

@@ -25,7 +25,7 @@ def start(
         env: on top of the environment.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    arguments = [*map(str, script), f"trainer.default_local_dir={run}", "trainer.tensorboard=false", *overrides]
+    arguments = [*map(str, script), f"trainer.default_local_dir={run}", "trainer.trackers=[]", *overrides]
     return subprocess.Popen(
         [sys.executable, *launcher, *arguments],
         env={**os.environ, **(env or {})},

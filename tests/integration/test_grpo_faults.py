@@ -22,7 +22,7 @@ from tests.ray_helpers import running
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 24
-SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "tensorboard=false")
+SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "trackers=[]")
 PATIENCE_S = stretched(240.0)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from examples.grpo import start_workers
+from examples.grpo import copy_digits, start_workers
 from examples.grpo_job import GRPOConfig
 from holdfast.engine.workers.placement import WorkerResources
 from holdfast.utils.config import load_config
@@ -33,7 +33,8 @@ def test_trainers_and_the_rollout_worker_get_the_gpus_that_their_keys_name(
     overrides: list[str], trainer: WorkerResources, rollout: WorkerResources
 ) -> None:
     attempt: Any = NoAttempt()
-    start_workers(load_config(GRPOConfig, "examples/grpo_copy.yaml", overrides), attempt)
+    config = load_config(GRPOConfig, "examples/grpo_copy.yaml", overrides)
+    start_workers(config, copy_digits(config), attempt)
     assert attempt.asked == {"trainer": trainer, "rollout": rollout}
 
 

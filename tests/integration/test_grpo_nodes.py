@@ -21,7 +21,7 @@ from tests.ray_clusters import NODE, cluster_of, kill_node, node_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 40
-SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "tensorboard=false")
+SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "trackers=[]")
 PATIENCE_S = stretched(240.0)
 WANTED_S = stretched(10.0)
 """What a node's loss may cost beyond starting the workers, which costs the same wherever they are."""

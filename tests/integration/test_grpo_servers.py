@@ -17,7 +17,7 @@ from tests.limits import stretched
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 STEPS = 16
-SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "tensorboard=false")
+SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "trackers=[]")
 PATIENCE_S = stretched(240.0)
 
 

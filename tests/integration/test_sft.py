@@ -22,7 +22,7 @@ EXPORT = f"hf/global_step_{STEPS - 1}"
 @pytest.mark.timeout(150)
 def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    reference = start(whole, 2, *OVERRIDES, "trainer.tensorboard=true")
+    reference = start(whole, 2, *OVERRIDES, "trainer.trackers=[tensorboard]")
     moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
     print(f"killing at (step, seconds after it) {moments}")
     for launcher_only, (step, delay_s) in zip((False, True), moments, strict=True):

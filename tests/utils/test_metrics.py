@@ -44,13 +44,13 @@ def test_stats_are_read_back_exactly_one_line_a_step(tmp_path: Path) -> None:
 
 
 def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path) -> None:
-    first = StatsLogger(tmp_path, tensorboard=True)
+    first = StatsLogger(tmp_path, ["tensorboard"])
     first.resume_after(None)
     log_steps(first, range(0, 7), life=1)
-    second = StatsLogger(tmp_path, tensorboard=True)  # the first was killed: it never closed
+    second = StatsLogger(tmp_path, ["tensorboard"])  # the first was killed: it never closed
     second.resume_after(3)
     log_steps(second, range(4, 6), life=2)
-    third = StatsLogger(tmp_path, tensorboard=True)
+    third = StatsLogger(tmp_path, ["tensorboard"])
     third.resume_after(3)
     log_steps(third, range(4, 10), life=3)
     third.close()
@@ -60,8 +60,8 @@ def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path)
 
 
 def test_a_fresh_start_drops_what_a_life_without_a_snapshot_logged(tmp_path: Path) -> None:
-    log_steps(StatsLogger(tmp_path, tensorboard=True), range(3), life=1)
-    again = StatsLogger(tmp_path, tensorboard=True)
+    log_steps(StatsLogger(tmp_path, ["tensorboard"]), range(3), life=1)
+    again = StatsLogger(tmp_path, ["tensorboard"])
     again.resume_after(None)
     log_steps(again, range(2), life=2)
     again.close()
@@ -89,7 +89,7 @@ def test_a_line_torn_by_a_crash_is_skipped_and_spoils_no_other(cut: int, tmp_pat
 def test_no_line_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
     script = (
         "import os, signal\nfrom holdfast.utils.metrics import StatsLogger\n"
-        f"stats = StatsLogger({str(tmp_path)!r}, tensorboard=True)\n"
+        f"stats = StatsLogger({str(tmp_path)!r}, ['tensorboard'])\n"
         "for step in range(5): stats.log(step, {'x': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -1,0 +1,57 @@
+"""``make learn``: `examples/reasoning.py` from scratch, while a trainer and then the driver are killed.
+
+Prints the kills and the accuracy on held-out items before and after GRPO, draws it over steps to ``learn_out/``, and
+exits with 1 if it has not risen.
+"""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chaos import GrpoRun
+from demo import finish, follow, kill_and_watch, show
+from reasoning import ReasoningConfig
+
+from holdfast.utils.config import load_config
+from holdfast.utils.metrics import read_stats
+
+OUT = Path("learn_out").absolute()
+SCRIPT = Path(__file__).with_name("reasoning.py")
+
+
+def main() -> int:
+    """Run it."""
+    console, started = Console(), time.monotonic()
+    config = load_config(ReasoningConfig, SCRIPT.with_suffix(".yaml"))
+    grpo_steps, last = config.total_steps - config.sft_steps, config.total_steps - 1
+    console.print(
+        f"{config.sft_steps} supervised steps, then {grpo_steps} of GRPO, on {config.task}; it is killed twice."
+    )
+    shutil.rmtree(OUT, ignore_errors=True)
+    run = GrpoRun(OUT, script=SCRIPT, experiment=config.experiment_name)
+    try:
+        run.start()
+        follow(console, run, config.sft_steps + grpo_steps // 3, "learning", config.total_steps)
+        kills = [kill_and_watch(console, run, "trainer", "trainer rank 1")]
+        follow(console, run, config.sft_steps + 2 * grpo_steps // 3, "learning", config.total_steps)
+        kills.append(kill_and_watch(console, run, "driver", "driver"))
+        follow(console, run, last, "learning", config.total_steps)
+        finish(run)
+    finally:
+        run.stop()
+    show(console, kills)
+    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
+    accuracy = {entry["step"]: entry["held_out"] for entry in stats if "held_out" in entry}
+    before = accuracy[max(step for step in accuracy if step < config.sft_steps)]
+    seconds = f"{time.monotonic() - started:.0f} s"
+    console.print(f"right on held-out items: {before:.0%} before GRPO, {accuracy[last]:.0%} after it, after {seconds}")
+    console.print(f"The picture: {run.trial_root / 'held_out.png'}", soft_wrap=True)
+    return 0 if accuracy[last] > before else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

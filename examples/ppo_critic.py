@@ -1,0 +1,76 @@
+"""PPO with a critic: `examples/grpo.py` with a second engine, in one generation with the first.
+
+    python examples/ppo_critic.py [--config examples/ppo_critic.yaml] [key=value ...]
+
+One answer to a prompt; what GRPO takes from its neighbours, the critic estimates: the value before each token is
+chosen, of which GAE makes advantages for the actor and returns for the critic. `RecoverHandler` finds both under
+``engines`` and commits them together, so that no kill leaves a critic of another step than its actor.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from copy_task import write_model_folder
+from grpo import copy_digits, run_parts
+from grpo_job import GRPOConfig, TrainWorker, exit_with, read_config, run_job
+
+from holdfast.engine import FSDPEngine
+from holdfast.engine.api import Batch
+from holdfast.engine.rl import PPOCritic, PPOCriticConfig
+from holdfast.utils.errors import ConfigError
+
+
+@dataclass
+class PPOConfig(GRPOConfig):
+    """The job; see `GRPOConfig` for what is not here."""
+
+    experiment_name: str = "ppo_critic"
+    critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
+    """The value function; an empty ``path`` takes the actor's model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critic.optimizer is None:
+            raise ConfigError("config key 'critic.optimizer' is null; a critic that is trained needs one")
+
+
+class PPOWorker(TrainWorker):
+    """One rank of policy and critic. `RecoverHandler` finds what to snapshot under ``engines``."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        if not config.critic.path:
+            config.critic.path, config.critic.init_from_scratch = config.actor.path, config.actor.init_from_scratch
+        critic = FSDPEngine(config.critic)
+        critic.create_process_group()
+        critic.initialize(None, config.ft_spec)
+        self.critic = PPOCritic(config.critic, critic)
+        self.engines = {"actor": self.engine, "critic": critic}
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One PPO step on this rank's share of the batch; statistics of the critic begin with ``critic/``."""
+        batch = self.actor.compute_advantages({**batch, "values": self.critic.compute_values(batch)})
+        stats = self.actor.ppo_update(batch)
+        seen = self.critic.ppo_update(batch)
+        for engine in self.engines.values():
+            engine.step_lr_scheduler()
+        self.engine.set_version(self.engine.get_version() + 1)
+        return stats | {f"critic/{name}": number for name, number in seen.items()}
+
+    def destroy(self) -> None:
+        """Leave the process groups."""
+        for engine in reversed(self.engines.values()):
+            engine.destroy()
+
+
+def main(argv: list[str]) -> int:
+    """Run the job."""
+    config = read_config(PPOConfig, "ppo_critic.yaml", __doc__, argv)
+    return run_job(config, write_model_folder, partial(run_parts, copy_digits(config, PPOWorker)))
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,191 @@
+"""GRPO on tasks of reasoning-gym, judged by items that are never trained on.
+
+    python examples/reasoning.py [key=value ...]                               # from scratch, five minutes on two cores
+    python examples/reasoning.py --config examples/reasoning_gpu.yaml actor.path=Qwen/Qwen3-0.6B task=gsm_symbolic
+
+It is `examples/grpo.py` with another task and two more kinds of step. The first ``sft_steps`` are supervised, with the
+answers given, for a model from scratch knows nothing that could be rewarded. Every ``eval_steps`` the held-out items
+are answered, as the policy samples: ``held_out`` in the statistics, which ``held_out.png`` shows. All steps are of one
+run: a kill at any of them changes nothing of what it ends with.
+"""
+
+import string
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chaos import read_attempts
+from grpo import Numbered, Parts, Sampler, grpo_step, run_parts
+from grpo_job import GRPOConfig, TrainWorker, exit_with, read_config, run_job, split_rows
+from tasks import Task
+from tiny_models import SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen3
+
+from holdfast.engine import FinetuneSpec
+from holdfast.engine.api import Batch
+from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
+from holdfast.engine.worker_group import WorkerGroup
+from holdfast.recover.supervisor import Supervisor
+from holdfast.utils.config import require_range
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.metrics import read_stats
+
+SORT = """Your task is to sort words in ascending or descending order using ASCII/Unicode ordering.
+
+Your output should be a comma-separated list of words, e.g. word_1, word_2, word_3
+
+Now, sort these words in {} order (using ASCII/Unicode ordering) and return them as a comma-separated list: """
+INSTRUCTIONS = (
+    SORT.format("ascending"),
+    SORT.format("descending"),
+    "Spell this word backward (example: sun -> nus): ",
+    "State the final answer to the following arithmetic problem: ",
+)
+"""Of word_sorting, spell_backward and chain_sum; each is one token to the tiny model."""
+VOCABULARY = (*SPECIAL_TOKENS, *INSTRUCTIONS, *string.printable[:95], "\n")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + bos_token }}{% endfor %}"
+
+
+@dataclass
+class ReasoningConfig(GRPOConfig):
+    """The job; see `GRPOConfig` for what is not here."""
+
+    experiment_name: str = "reasoning"
+    task: str = "word_sorting+spell_backward"
+    """Datasets of reasoning-gym, mixed evenly."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Dataset -> its options."""
+    max_new_tokens: int = 8
+    """After which an answer is cut off."""
+    answer_tags: bool = False
+    """Ask the model to think first, and to put its answer between ``<answer>`` and ``</answer>``."""
+    sft_steps: int = 0
+    """Supervised steps before the first of GRPO. The learning rate's schedule ends with them, if there are any."""
+    sft_batch_size: int = 128
+    """Items of a supervised step; a multiple of ``batch_size``."""
+    eval_steps: int = 10
+    """How often the held-out items are answered."""
+    n_held_out: int = 200
+    """How many there are."""
+    model_layers: int = 3
+    """Of the tiny model."""
+    model_width: int = 128
+    """Of the tiny model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_range("sft_steps", self.sft_steps, low=0, high=self.total_steps)
+        require_range("eval_steps", self.eval_steps, low=1)
+        require_range("n_held_out", self.n_held_out, low=1)
+        require_range("max_new_tokens", self.max_new_tokens, low=1)
+        if self.sft_batch_size < 1 or self.sft_batch_size % self.batch_size:
+            raise ConfigError(
+                f"config key 'sft_batch_size' is {self.sft_batch_size}; expected a multiple of batch_size, "
+                f"{self.batch_size}"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the datasets."""
+        return self.task.split("+")
+
+    @property
+    def lr_spec(self) -> FinetuneSpec:
+        """The supervised steps, at whose end the learning rate has its last value; without any, the whole run."""
+        spec = super().lr_spec
+        return spec if not self.sft_steps else FinetuneSpec(1, self.sft_steps, 1)
+
+
+class ReasoningWorker(TrainWorker):
+    """One rank of the policy."""
+
+    def sft_step(self, batch: Batch) -> dict[str, float]:
+        """One supervised step on this rank's share of the batch."""
+        self.engine.train()
+        stats = self.engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+        self.engine.step_lr_scheduler()
+        self.engine.set_version(self.engine.get_version() + 1)
+        return {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")}
+
+
+def reasoning_step(
+    config: ReasoningConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
+) -> dict[str, float]:
+    """A supervised step or one of GRPO, then the held-out items, if it is time."""
+    if global_step < config.sft_steps:
+        numbers = [number for _ in range(config.sft_batch_size // config.batch_size) for number in next(batches)]
+        batch = sampler.ask("demonstrate", numbers, publish=False)
+        stats = trainer.call_all("sft_step", per_rank=split_rows(batch, trainer.world_size, 1))[0]
+    else:
+        stats = grpo_step(config, sampler, trainer, batches, global_step)
+    if (global_step + 1) % config.eval_steps and global_step != config.total_steps - 1:
+        return stats
+    return {**stats, **sampler.ask("evaluate", config.n_held_out, config.actor.temperature, config.seed)}
+
+
+def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
+    """Called in the rollout worker, which alone imports reasoning-gym."""
+    from reasoning_task import ReasoningTask
+
+    options = {name: config.task_options.get(name, {}) for name in config.names}
+    counts = (config.n_prompts, config.n_held_out)
+    data = (config.names, options, config.seed, counts)
+    return ReasoningTask(*data, tokenizer, config.max_new_tokens, config.answer_tags)
+
+
+def make_model(config: ReasoningConfig, folder: Path) -> Path:
+    """The tiny model, which reads characters."""
+    tokenizer = make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
+    return write_tiny_qwen3(folder, tokenizer, config.model_layers, config.model_width, max_length=256)
+
+
+def require_chat_template(folder: Path) -> None:
+    """Raise ConfigError unless the tokenizer of a model folder has a chat template."""
+    if AutoTokenizer.from_pretrained(folder).chat_template is None:
+        raise ConfigError(f"the tokenizer in {folder} has no chat template; take an instruction-tuned model")
+
+
+def draw(config: ReasoningConfig) -> Path:
+    """Accuracy on held-out items over steps, with the starts after a kill marked; the path of the picture."""
+    stats = [entry for entry in read_stats(config.stats_folder / "stats.jsonl") if "held_out" in entry]
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for name in (name for name in stats[-1] if name.startswith("held_out")):
+        style: dict[str, Any] = {"linewidth": 2.2} if name == "held_out" else {"linewidth": 1.2, "alpha": 0.7}
+        label = name.partition("/")[2] or "held-out items"
+        axes.plot([entry["step"] for entry in stats], [entry[name] for entry in stats], label=label, **style)
+    if config.sft_steps:
+        axes.axvspan(0, config.sft_steps, color="tab:gray", alpha=0.15, label="supervised")
+    for attempt in read_attempts(config.stats_folder)[1:]:
+        axes.axvline(attempt["step"], color="tab:red", linewidth=1)
+        axes.annotate("back from a kill", (attempt["step"], 0.03), rotation=90, ha="right", color="tab:red", fontsize=9)
+    axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.05), title=f"GRPO on {config.task}")
+    axes.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+    path = config.recover.trial_root / "held_out.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def run(config: ReasoningConfig, supervisor: Supervisor) -> None:
+    """The job, and its picture."""
+    fingerprint = f"reasoning-gym {config.task} {config.task_options}, seed {config.seed}"
+    run_parts(Parts(partial(make_task, config), fingerprint, ReasoningWorker, reasoning_step), config, supervisor)
+    print(f"accuracy on held-out items over steps: {draw(config)}")
+
+
+def main(argv: list[str]) -> int:
+    """Run the job."""
+    config = read_config(ReasoningConfig, "reasoning.yaml", __doc__, argv)
+    return run_job(config, partial(make_model, config), run, require_chat_template)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,114 @@
+"""What a task is to the GRPO jobs, and the rollout worker that samples and rewards its answers.
+
+A task numbers its items: the same number is the same item in every process and at every start, so that the data cursor
+of a job is a number, and the driver needs to know nothing else. The task itself lives in the rollout worker only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypedDict
+
+import torch
+from rollout import RolloutWorker
+
+from holdfast.engine.api import Batch
+
+
+class Item(TypedDict):
+    """One item of a task, of which the model is shown the prompt.
+
+    ``answer_ids`` is what supervised fine-tuning teaches, end token included; ``data`` is for the reward.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    data: dict[str, Any]
+
+
+class Task(Protocol):
+    """Items and what answers to them are worth.
+
+    Attributes:
+        max_new_tokens: after which an answer is cut off.
+    """
+
+    max_new_tokens: int
+
+    def item(self, number: int, held_out: bool = False) -> Item:
+        """Item ``number`` of those to train on, or of those to judge by; none is among both."""
+        ...
+
+    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+        """What each of ``answers``, token ids up to and including the end token, is worth: 1 if it is right."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for the log."""
+        ...
+
+
+class Numbers:
+    """The dataset of a driver: ``n`` numbers of items of the task that ``fingerprint`` describes."""
+
+    def __init__(self, n: int, fingerprint: str) -> None:
+        self._n, self.fingerprint = n, fingerprint
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: int, /) -> int:
+        return index
+
+
+class TaskWorker(RolloutWorker):
+    """A rollout worker with a task.
+
+    Args:
+        make_task: makes it of the model's tokenizer, here, so that what it imports is imported in this process alone.
+        tokenizer_path: see `RolloutWorker`.
+        log_level: see `RolloutWorker`.
+    """
+
+    def __init__(self, make_task: Callable[[Any], Task], tokenizer_path: str, log_level: str = "WARNING") -> None:
+        super().__init__(tokenizer_path, log_level)
+        self.task = make_task(self.tokenizer)
+
+    def sample(
+        self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
+    ) -> tuple[Batch, dict[str, float]]:
+        """``n_samples`` answers to each item: `generate`'s batch with ``rewards`` ``[B]``, and numbers for the log."""
+        items = [self.task.item(number) for number in numbers]
+        prompts = [item["prompt_ids"] for item in items]
+        batch = self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed)
+        rewards = self.task.rewards([item for item in items for _ in range(n_samples)], _answers(batch))
+        return {**batch, "rewards": torch.tensor(rewards)}, self.task.stats()
+
+    def evaluate(self, n_items: int, temperature: float, seed: int) -> dict[str, float]:
+        """Share of the first ``n_items`` held-out items that are answered right, with one answer to each as the policy
+        gives them (at temperature 0: greedily), of all and by name."""
+        items = [self.task.item(number, held_out=True) for number in range(n_items)]
+        prompts = [item["prompt_ids"] for item in items]
+        batch = self.generate(prompts, 1, self.task.max_new_tokens, temperature, seed)
+        right = [float(reward == 1.0) for reward in self.task.rewards(items, _answers(batch))]
+        names = [item["data"]["task"] for item in items]
+        stats = {"held_out": sum(right) / n_items}
+        for name in dict.fromkeys(names):
+            own = [score for score, its in zip(right, names, strict=True) if its == name]
+            stats[f"held_out/{name}"] = sum(own) / len(own)
+        return stats
+
+    def demonstrate(self, numbers: Sequence[int]) -> Batch:
+        """Items with their right answers, for supervised fine-tuning: right-padded ``[B, S]`` int64 tensors
+        ``input_ids``, ``attention_mask`` and ``loss_mask``, 1 on the answer."""
+        items = [self.task.item(number) for number in numbers]
+        shape = (len(items), max(len(item["prompt_ids"]) + len(item["answer_ids"]) for item in items))
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
+        for row, item in enumerate(items):
+            start, ids = len(item["prompt_ids"]), item["prompt_ids"] + item["answer_ids"]
+            batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
+            batch["attention_mask"][row, : len(ids)] = 1
+            batch["loss_mask"][row, start : len(ids)] = 1
+        return batch
+
+
+def _answers(batch: Batch) -> list[list[int]]:
+    return [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]

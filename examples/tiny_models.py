@@ -1,0 +1,101 @@
+"""Model folders of the examples' own: a tiny Qwen3, config and tokenizer, to be trained from scratch."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from holdfast.utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""The first of every vocabulary."""
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+
+
+def make_tokenizer(vocabulary: Sequence[str], chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a character, but for the longer entries of ``vocabulary``, which are one token each.
+
+    Args:
+        vocabulary: `SPECIAL_TOKENS`, then the others; the index is the token id.
+        chat_template: of the tokenizer.
+    """
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    words = [re.escape(token) for token in vocabulary[len(SPECIAL_TOKENS) :] if len(token) > 1]
+    pieces = Regex("|".join([*words, "."]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=64,
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+def write_tiny_qwen3(
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerFast,
+    layers: int = 2,
+    hidden: int = 64,
+    for_vllm: bool = False,
+    max_length: int = 64,
+) -> Path:
+    """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with ``init_from_scratch``.
+
+    The folder appears complete; one that exists is left as it is, so any process may call this, at any start.
+
+    Args:
+        folder: where; its parents are made.
+        tokenizer: one of `make_tokenizer`.
+        layers: blocks of the model.
+        hidden: its width, a multiple of 8.
+        for_vllm: give it weights, drawn at random, and a head that is not tied to the embeddings: vLLM 0.32 reloads
+            no model that it has started without weights, and on a CPU gives a tied head the wrong ones.
+        max_length: positions of the model, in tokens.
+
+    Returns:
+        ``folder``.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        return folder
+    staging = staging_path(folder)
+    staging.mkdir(parents=True)
+    special: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=hidden // 4,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=not for_vllm,
+        dtype="float32",
+        **special,
+    )
+    if for_vllm:
+        AutoModelForCausalLM.from_config(config).save_pretrained(staging)
+    config.save_pretrained(staging)
+    GenerationConfig(**special, do_sample=False).save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    for name in walk_files(staging):
+        fsync_file(staging / name)
+    try:
+        commit_folder(staging, folder)
+    except OSError:
+        remove_folder(staging)
+        if not folder.is_dir():  # else another process was faster, with the same contents
+            raise
+    return folder
