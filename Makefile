@@ -19,6 +19,7 @@ TIER ?= not slow and not matrix and not vllm
 COVERAGE := COVERAGE_FILE=$(CURDIR)/coverage_out/data $(PY) -m coverage
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
+BENCH_INSTALLED := $(VENV)/.bench-installed
 GPU_VENV := .venv-gpu
 GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
@@ -26,13 +27,16 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo learn serve-demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights with those of one left alone
 	$(PY) examples/demo.py
+
+learn: $(INSTALLED)  ## GRPO on reasoning-gym from scratch, killed twice on its way; draws the accuracy on held-out items
+	$(PY) examples/learn.py
 
 serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the CPU (gigabytes to install); a server, a trainer and the driver are killed
 	$(PY) examples/serve_demo.py
@@ -75,7 +79,7 @@ lint: $(INSTALLED)  ## Check style, types and what may import what
 docs: $(DOCS_INSTALLED)  ## Build the site of docs/ into site/; a broken link or anchor fails it
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-bench: $(INSTALLED)  ## Measure speed and memory beside AReaL's, verl's and torch's ways, for a quarter of an hour
+bench: $(INSTALLED) $(BENCH_INSTALLED)  ## Measure speed and memory beside AReaL's, verl's, torch's and TRL's ways, for half an hour
 	$(PY) -m benchmarks
 
 bench-compare: $(INSTALLED)  ## Compare that with the saved baseline (RESULTS=bench_out/results.json: of a run there was)
@@ -90,7 +94,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -111,6 +115,13 @@ $(DOCS_INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what builds the site into $(VENV), and Holdfast if it is not there ..."
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+	@touch $@
+
+$(BENCH_INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(check_python)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing TRL into $(VENV), which benchmarks measure beside Holdfast ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
 	@touch $@
 
 # What PYTHON has installed is taken as it is, its torch first of all: no constraints.
