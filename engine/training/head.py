@@ -22,7 +22,7 @@ from ..collective_errors import collective_broke
 from ..compat.torch_private import count_forward_hooks
 from ..rl.logprobs import next_tokens, score_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .twin import probe_tokens, twin_dtype, twin_of
+from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -30,8 +30,6 @@ logger = get_logger(__name__)
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference (nats) that is put down to rounding, by the dtype that is computed in."""
 _TOKENS = 24
-_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, ConfigError)
-"""What a model raises that expects logits, or that cannot be asked."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def _difference(model: PreTrainedModel, device: torch.device, group: dist.Proces
                 scores = twin(input_ids=ids[None], use_cache=False).logits[0]
         if scores.shape != expected.shape or not float((scores[:-1] - expected[1:]).abs().max()) <= _LIMITS[dtype]:
             problem = "the model changes what its head returns"
-    except _UNFIT as error:
+    except (*NOT_UNDERSTOOD, ConfigError) as error:
         if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
             raise
         problem = f"it cannot do without ({type(error).__name__}: {' '.join(str(error).split())})"

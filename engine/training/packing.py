@@ -28,7 +28,7 @@ from ..compat.transformers_private import attention_of, set_attention
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
 from .microbatch import MicroBatch
-from .twin import probe_tokens, twin_dtype, twin_of
+from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -41,8 +41,6 @@ _WINDOW = re.compile(r"window(_size)?$|^attention_chunk_size$|^local_attention$|
 _WINDOW_TOKENS = 8
 _BEFORE, _LENGTH = 11, 24
 """Tokens before the sequence, no multiple of a window, and of the sequence: several windows."""
-_FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
-"""What a model raises that does not know what to do with a packed row, or with our mask of it."""
 
 
 def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.Tensor:
@@ -167,7 +165,7 @@ def _difference_is_small(
             # Ours is compared with transformers'; in bfloat16, where the two are rounded differently, with itself.
             with nullcontext() if dtype == torch.float32 else _row_of(length, device=device):
                 alone = twin(input_ids=ids[:, _BEFORE:], use_cache=False).logits[0].float()  # at positions of its own
-        except _FAILURES as error:
+        except NOT_UNDERSTOOD as error:
             if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
                 raise
             raise ConfigError(

@@ -18,6 +18,9 @@ from ..compat.transformers_private import attention_of, build_from_config
 from .model import give_memory
 from .unsharded import unsharded_class
 
+NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
+"""What a model raises that does not know what to do with what it is asked: a packed row, a mask or a head of ours."""
+
 
 @contextmanager
 def twin_of(
