@@ -27,6 +27,8 @@ class CheckedServer(HTTPServer, ABC):
             dtype that folders are stored in; None: the same.
     """
 
+    checks_content: ClassVar[bool] = True
+    """It wants a `WeightsProbe` in the folders that it is told of."""
     _how_to_temper: ClassVar[str]
     """How to start the server so that its log-probabilities are those at the temperature that was asked for."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...utils.distributed import all_ranks_succeed
+from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import ConfigError
 from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
@@ -36,7 +36,7 @@ class ServerConnection:
     def publish(self, engine: "FSDPEngine", meta: WeightUpdateMeta | None) -> PublishedWeights:
         """`publish_weights` of the engine's weights, as ``meta`` says, or what `connect` was given.
 
-        A `WeightsProbe` of them goes along: one forward, before any server is told.
+        A `WeightsProbe` of them goes along where a server may look at it: one forward, before any server is told.
         """
         meta = meta or self._meta
         if meta is None:
@@ -47,7 +47,7 @@ class ServerConnection:
         self._own = None if fleet is self._servers else fleet
         seconds: dict[str, float] = {}
         with timed(seconds, "probe"):
-            probe = probe_weights(engine)
+            probe = probe_weights(engine) if rank_zero_decides(fleet.may_check_content, group) else None
         extra = {} if probe is None else {PROBE_NAME: probe.encode()}
         done = publish_weights(
             engine.model, meta, version, fleet, group, str(engine.model_folder), engine.base_dtype, extra

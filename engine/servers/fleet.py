@@ -152,6 +152,11 @@ class ServerFleet(Generic[S]):
                     "publish with WeightUpdateMeta type 'disk'"
                 )
 
+    def may_check_content(self) -> bool:
+        """Whether anyone may compare answers with a published probe: a server of these, or, of none, whoever is told
+        of the folder elsewhere."""
+        return not self._members or any(getattr(member.server, "checks_content", False) for member in self._members)
+
     def serving(self) -> list[S]:
         """The servers that may be asked to generate."""
         return [member.server for member in self._members if member.report.state is ServerState.SERVING]

@@ -6,7 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 
-def tiny_qwen3(tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, layers: int = 2) -> Qwen3Config:
+def tiny_qwen3(
+    tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, layers: int = 2, max_length: int = 128
+) -> Qwen3Config:
     """A Qwen3 of a few thousand parameters; the vocabulary divides by neither 2 nor 4."""
     return Qwen3Config(
         vocab_size=vocab_size,
@@ -16,7 +18,7 @@ def tiny_qwen3(tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, l
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=128,
+        max_position_embeddings=max_length,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,

@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig
+from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.servers.probe import PROBE_NAME, ContentCheck, WeightsProbe, probe_weights, read_probe
 from holdfast.utils.errors import ConfigError, PublishError
 from holdfast.utils.rng import capture_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.servers.folders import model_logprobs, publish_model, step, tiny_model
+from tests.engine.servers.scripted import PlainServer
 from tests.helpers import run_ranks
 
 
@@ -38,14 +39,38 @@ def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
 
 
 def test_every_rank_computes_the_probe_that_one_process_computes(tmp_path: Path) -> None:
-    write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64))
+    write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64, max_length=24))
     first, second = run_ranks(_probed, 2, str(tmp_path / "model"))
     assert first == second and first.dtype == "float32"
-    assert len(first.prompt_ids) == 127, "the server samples one more token, and 128 are all that the model takes"
+    assert len(first.prompt_ids) == 23, "the server samples one more token, and 24 are all that the model takes"
     assert all(16 <= token < 48 for token in first.prompt_ids)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     expected = model_logprobs(model, first.prompt_ids)
     assert max(abs(a - b) for a, b in zip(first.logprobs, expected, strict=True)) < 1e-5
+
+
+class _CheckingServer(PlainServer):
+    checks_content = True
+
+
+def _published(rank: int, world_size: int, folder: str, root: str) -> list[bool]:
+    engine = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None))
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(1, 8, 1))
+    found = []
+    plain, checking = PlainServer("plain"), _CheckingServer("checking")
+    for version, servers in enumerate(([], [plain], [plain, checking])):
+        engine.connect_engine(servers if rank == 0 else [], WeightUpdateMeta("disk", root, keep=9))
+        engine.set_version(version)
+        found.append(read_probe(engine.update_weights().path) is not None)
+    engine.destroy()
+    return found
+
+
+def test_a_probe_is_published_unless_no_server_looks_at_it(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64))
+    for found in run_ranks(_published, 2, str(tmp_path / "model"), str(tmp_path / "weights")):
+        assert found == [True, False, True], "a folder that nobody was told of may be loaded by any server"
 
 
 def test_a_probe_is_read_back_to_the_bit(tmp_path: Path) -> None:

@@ -241,7 +241,6 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         assert [report.state for report in done.servers] == ["serving", "serving"], "on both ranks"
         stats = done.stats()
         phases = {
-            "publish_probe_s",
             "publish_write_s",
             "publish_digest_s",
             "publish_tell_s",
