@@ -43,13 +43,23 @@ SORT = """Your task is to sort words in ascending or descending order using ASCI
 Your output should be a comma-separated list of words, e.g. word_1, word_2, word_3
 
 Now, sort these words in {} order (using ASCII/Unicode ordering) and return them as a comma-separated list: """
+PALINDROME = """Your task is, given a list of letters, to form a valid palindrome.
+
+A palindrome is a phrase that reads the same forwards and backwards.
+
+If there are multiple possible answers, only respond with one of them. You must use all the letters provided.
+
+Your output should be a single string, with no spaces or punctuation.
+
+Now, form a valid palindrome using the following letters: """
 INSTRUCTIONS = (
+    PALINDROME,
     SORT.format("ascending"),
     SORT.format("descending"),
     "Spell this word backward (example: sun -> nus): ",
     "State the final answer to the following arithmetic problem: ",
 )
-"""Of word_sorting, spell_backward and chain_sum; each is one token to the tiny model."""
+"""Of palindrome_generation, word_sorting, spell_backward and chain_sum; each is one token to the tiny model."""
 VOCABULARY = (*SPECIAL_TOKENS, *INSTRUCTIONS, *string.printable[:95], "\n")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + bos_token }}{% endfor %}"
 
@@ -59,7 +69,7 @@ class ReasoningConfig(GRPOConfig):
     """The job; see `GRPOConfig` for what is not here."""
 
     experiment_name: str = "reasoning"
-    task: str = "word_sorting+spell_backward"
+    task: str = "palindrome_generation+spell_backward"
     """Datasets of reasoning-gym, mixed evenly."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Dataset -> its options."""
@@ -71,18 +81,22 @@ class ReasoningConfig(GRPOConfig):
     """Supervised steps before the first of GRPO. The learning rate's schedule ends with them, if there are any."""
     sft_batch_size: int = 128
     """Items of a supervised step; a multiple of ``batch_size``."""
+    sft_wrong: float = 0.0
+    """Share of the supervised answers that are wrong (another item's), as those of people are: fine-tuning learns to
+    give them, which GRPO unlearns."""
     eval_steps: int = 10
     """How often the held-out items are answered."""
     n_held_out: int = 200
     """How many there are."""
-    model_layers: int = 3
+    model_layers: int = 2
     """Of the tiny model."""
-    model_width: int = 128
+    model_width: int = 96
     """Of the tiny model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_range("sft_steps", self.sft_steps, low=0, high=self.total_steps)
+        require_range("sft_wrong", self.sft_wrong, low=0.0, high=1.0)
         require_range("eval_steps", self.eval_steps, low=1)
         require_range("n_held_out", self.n_held_out, low=1)
         require_range("max_new_tokens", self.max_new_tokens, low=1)
@@ -138,7 +152,7 @@ def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
     options = {name: config.task_options.get(name, {}) for name in config.names}
     counts = (config.n_prompts, config.n_held_out)
     data = (config.names, options, config.seed, counts)
-    return ReasoningTask(*data, tokenizer, config.max_new_tokens, config.answer_tags)
+    return ReasoningTask(*data, tokenizer, config.max_new_tokens, config.answer_tags, config.sft_wrong)
 
 
 def make_model(config: ReasoningConfig, folder: Path) -> Path:

@@ -36,6 +36,7 @@ class ReasoningTask:
         tokenizer: with a chat template.
         max_new_tokens: see `tasks.Task`.
         answer_tags: ask for, and reward, what stands between ``<answer>`` and ``</answer>``; else the whole answer.
+        wrong: share of training items whose ``answer_ids`` are another's, the same at every start.
         timeout_s: how long a verifier may take.
     """
 
@@ -48,6 +49,7 @@ class ReasoningTask:
         tokenizer: Any,
         max_new_tokens: int,
         answer_tags: bool = False,
+        wrong: float = 0.0,
         timeout_s: float = 15.0,
     ) -> None:
         known = reasoning_gym.factory.DATASETS
@@ -58,7 +60,7 @@ class ReasoningTask:
             )
         self.max_new_tokens, self._answer_tags = max_new_tokens, answer_tags
         self._names, self._tokenizer = list(names), tokenizer
-        self._counts = counts
+        self._counts, self._wrong = counts, wrong
         # Some datasets make a list as long as their size at once, so that it cannot be boundless.
         size = max(tries * -(-count // len(names)) for tries, count in zip(_TRIES, counts, strict=True))
         self._datasets = {name: _open(name, seed, size, options.get(name, {})) for name in names}
@@ -70,9 +72,12 @@ class ReasoningTask:
         name, entry = self._find(number, held_out)
         data = {"task": name, "entry": {"answer": entry["answer"], "metadata": entry["metadata"]}}
         data["answer_tags"] = self._answer_tags
+        prompt_ids = self._encode(entry["question"])
+        if not held_out and _share(number) < self._wrong:
+            _, entry = self._find(number + len(self._names), held_out)
         answer = self._tokenizer.encode(entry["answer"], add_special_tokens=False) if entry["answer"] else []
         answer_ids = [*answer, self._tokenizer.eos_token_id]
-        return {"prompt_ids": self._encode(entry["question"]), "answer_ids": answer_ids, "data": data}
+        return {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "data": data}
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
         """See `tasks.Task`; a verifier that fails costs its answer the reward, and is counted in `stats`."""
@@ -126,6 +131,11 @@ def score(
     """
     answer = extract_answer(completion) if answer_tags else completion.strip()
     return float(_verifier(task)(answer, entry) == 1.0)
+
+
+def _share(number: int) -> float:
+    """Evenly spread over 0 to 1, and always the same for a number."""
+    return zlib.crc32(number.to_bytes(8, "little")) / (1 << 32)
 
 
 @cache

@@ -227,7 +227,8 @@ class FleetMember(Generic[S]):
             before = self._report.state
             self._report = replace(self._report, state=state, error=error, label=label)
             if state is not before:
-                level = logging.INFO if state is ServerState.SERVING else logging.WARNING
+                # Nothing is wanted of it while a version that it serves is published again: no fault of its own.
+                level = logging.INFO if state is ServerState.SERVING or self._wanted is None else logging.WARNING
                 logger.log(level, "inference server %s (it was %s)", self._report, before)
             self._changed.notify_all()
 

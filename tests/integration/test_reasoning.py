@@ -21,6 +21,7 @@ from tests.limits import stretched
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = stretched(240.0)
 OPTIONS = {
+    "palindrome_generation": {"min_length": 3, "max_length": 4},
     "word_sorting": {"min_words": 2, "max_words": 2, "min_word_length": 3, "max_word_length": 4},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
@@ -42,8 +43,11 @@ def tokenizer(modules: Any) -> Any:
     return make_tokenizer(modules[0].VOCABULARY, modules[0].CHAT_TEMPLATE)
 
 
-def make_task(modules: Any, tokenizer: Any, names: tuple[str, ...] = tuple(OPTIONS), **options: Any) -> Any:
-    return modules[1].ReasoningTask(names, {**OPTIONS, **options}, 1, (400, 100), tokenizer, max_new_tokens=8)
+def make_task(
+    modules: Any, tokenizer: Any, names: tuple[str, ...] = tuple(OPTIONS), wrong: float = 0.0, **options: Any
+) -> Any:
+    data = (names, {**OPTIONS, **options}, 1, (400, 100))
+    return modules[1].ReasoningTask(*data, tokenizer, max_new_tokens=8, wrong=wrong)
 
 
 def test_a_number_is_always_the_same_item_and_no_question_is_both_held_out_and_trained_on(
@@ -56,13 +60,24 @@ def test_a_number_is_always_the_same_item_and_no_question_is_both_held_out_and_t
     assert held_out == [again.item(number, held_out=True) for number in range(100)]
     questions = [{tuple(item["prompt_ids"]) for item in items} for items in (trained, held_out)]
     assert not questions[0] & questions[1] and len(questions[1]) > 70
-    assert [item["data"]["task"] for item in trained[:6]] == [*OPTIONS, *OPTIONS]
+    assert [item["data"]["task"] for item in trained[:8]] == [*OPTIONS, *OPTIONS]
     for item in trained[:20]:
         instruction, *_, end = item["prompt_ids"]
         assert tokenizer.decode([instruction]) in modules[0].INSTRUCTIONS and end == tokenizer.bos_token_id
         assert item["answer_ids"][-1] == tokenizer.eos_token_id
         assert tokenizer.decode(item["answer_ids"][:-1]) == item["data"]["entry"]["answer"]
         assert tokenizer.unk_token_id not in item["prompt_ids"] + item["answer_ids"]
+
+
+def test_a_share_of_the_supervised_answers_is_wrong_and_nothing_else_changes(modules: Any, tokenizer: Any) -> None:
+    right, spoiled = (make_task(modules, tokenizer, ("spell_backward",), wrong=share) for share in (0.0, 0.4))
+    pairs = [(right.item(number), spoiled.item(number)) for number in range(400)]
+    wrong = [good["answer_ids"] != bad["answer_ids"] for good, bad in pairs]
+    assert 0.3 < sum(wrong) / len(wrong) < 0.5
+    assert all({**good, "answer_ids": bad["answer_ids"]} == bad for good, bad in pairs)
+    answers = [bad["answer_ids"] for _, bad in pairs]
+    assert spoiled.rewards([bad for _, bad in pairs], answers) == [float(not each) for each in wrong]
+    assert all(right.item(number, held_out=True) == spoiled.item(number, held_out=True) for number in range(100))
 
 
 def test_answers_are_scored_by_their_verifier_and_one_that_throws_costs_its_answer_alone(
@@ -93,7 +108,7 @@ def test_what_reasoning_gym_does_not_have_is_named(
         with pytest.raises(ConfigError, match=r"task_options\.chain_sum"):
             make_task(modules, tokenizer, ("chain_sum",), chain_sum=options)
     monkeypatch.setattr(modules[1], "_HELD_OUT_ONE_IN", 1 << 40)
-    with pytest.raises(ConfigError, match="'word_sorting' has too few questions for held-out items"):
+    with pytest.raises(ConfigError, match="'palindrome_generation' has too few questions for held-out items"):
         make_task(modules, tokenizer).item(0, held_out=True)
 
 

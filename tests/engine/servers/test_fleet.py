@@ -285,6 +285,18 @@ def test_a_version_that_is_published_anew_replaces_all_servers_have(tmp_path: Pa
         assert fleet.serving() == servers and not servers[0].paused and not servers[1].paused
 
 
+def test_publishing_a_version_again_warns_of_nothing(
+    tmp_path: Path, make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ScriptedServer("one")
+    fleet, folder = make_fleet(server), write_published(tmp_path, 1)
+    fleet.update(folder, 1, LIMIT_S)
+    fleet.withdraw(1)
+    assert states(fleet) == [BEHIND] and not caplog.records, "it serves what is about to be replaced"
+    fleet.update(folder, 1, LIMIT_S)
+    assert states(fleet) == [SERVING] and not caplog.records
+
+
 def test_withdrawing_a_newer_version_leaves_the_published_one_alone(tmp_path: Path, make_fleet: MakeFleet) -> None:
     server = ScriptedServer()
     fleet = make_fleet(server)
