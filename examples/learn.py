@@ -1,6 +1,6 @@
 """``make learn``: `examples/reasoning.py` from scratch, while a trainer and then the driver are killed.
 
-Prints the kills and the accuracy on held-out items before and after GRPO, draws it over steps to ``learn_out/``, and
+Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/``, and
 exits with 1 if it has not risen.
 """
 

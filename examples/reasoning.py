@@ -13,6 +13,7 @@ import string
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +169,24 @@ def require_chat_template(folder: Path) -> None:
 
 
 def draw(config: ReasoningConfig) -> Path:
-    """Accuracy on held-out items over steps, with the starts after a kill marked; the path of the picture."""
-    stats = [entry for entry in read_stats(config.stats_folder / "stats.jsonl") if "held_out" in entry]
+    """Accuracy on held-out items over what the steps took, with the starts after a kill marked; the picture's path."""
+    stats = list(read_stats(config.stats_folder / "stats.jsonl"))
+    passed = accumulate(entry["seconds"] / 60 for entry in stats)
+    minutes = dict(zip((entry["step"] for entry in stats), passed, strict=True))
+    stats = [entry for entry in stats if "held_out" in entry]
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for name in (name for name in stats[-1] if name.startswith("held_out")):
         style: dict[str, Any] = {"linewidth": 2.2} if name == "held_out" else {"linewidth": 1.2, "alpha": 0.7}
         label = name.partition("/")[2] or "held-out items"
-        axes.plot([entry["step"] for entry in stats], [entry[name] for entry in stats], label=label, **style)
+        axes.plot([minutes[entry["step"]] for entry in stats], [entry[name] for entry in stats], label=label, **style)
     if config.sft_steps:
-        axes.axvspan(0, config.sft_steps, color="tab:gray", alpha=0.15, label="supervised")
+        axes.axvspan(0, minutes[config.sft_steps - 1], color="tab:gray", alpha=0.15, label="supervised")
     for attempt in read_attempts(config.stats_folder)[1:]:
-        axes.axvline(attempt["step"], color="tab:red", linewidth=1)
-        axes.annotate("back from a kill", (attempt["step"], 0.03), rotation=90, ha="right", color="tab:red", fontsize=9)
-    axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.05), title=f"GRPO on {config.task}")
+        at = minutes.get(attempt["step"] - 1, 0.0)
+        axes.axvline(at, color="tab:red", linewidth=1)
+        axes.annotate("back from a kill", (at, 0.03), rotation=90, ha="right", color="tab:red", fontsize=9)
+    title = f"GRPO on {config.task}"
+    axes.set(xlabel="minutes of steps", ylabel="share of right answers", ylim=(0, 1.05), title=title)
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     path = config.recover.trial_root / "held_out.png"
