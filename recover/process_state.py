@@ -50,7 +50,8 @@ class ProcessState:
     """What `capture_process` took, read back but not put back yet.
 
     A process that the saved run did not have (a new rank; a driver after torchrun, or ranks after a driver) takes a
-    user object's state from rank 0, else from the driver, and derives its generators from those of rank 0.
+    user object's state from rank 0, else from the driver, and derives its generators from those of rank 0. A generation
+    that was converted may have none at all: everything stays as it is then.
     """
 
     def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]]) -> None:
@@ -74,7 +75,11 @@ class ProcessState:
             their digest; None when they had to be derived, or when this process has other CUDA devices than it was
             saved with, whose generators stay as they are.
         """
-        first = next(iter(self._sources))
+        first = next(iter(self._sources), None)
+        if first is None:
+            for key in sorted(stateful):
+                logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
+            return None
         for key, thing in sorted(stateful.items()):
             source = next((path for path, state in self._sources.items() if key in state["user"]), None)
             if source is None:

@@ -83,6 +83,29 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.de
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
 
 
+def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
+    """The value that ``torch.save`` wrote to a file, its tensors mapped: a page is read when it is looked at.
+
+    Tensors of a file of torch before 1.6 are read into memory.
+
+    Args:
+        path: the file; it must stay while the value is used.
+        allowed: types and functions that it may ask for besides torch's own.
+
+    Raises:
+        CheckpointCorruptError: see `load_plain`.
+        OSError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            _refuse_compression(file)
+            mapped = zipfile.is_zipfile(file)
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=mapped)
+    except _DAMAGE as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {plain_reason(error)}") from error
+
+
 def _place(device: torch.device, storage: Any, location: str) -> Any:
     """A storage that was read, and was at ``location`` (``cpu``, ``cuda:3`` ...), where it belongs now."""
     return storage.cuda(device.index) if location.startswith("cuda") and device.type == "cuda" else storage

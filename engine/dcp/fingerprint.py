@@ -65,6 +65,32 @@ def combine_samples(ranks: Iterable[Mapping[str, int | bool]]) -> dict[str, str 
     return parts | {"moved": any(rank["moved"] for rank in ranks)}
 
 
+class BlockSampler:
+    """`sample_state` of whole tensors that pass by block by block, one process having all of them."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, int | bool] = dict.fromkeys(PARTS, 0) | {"moved": False}
+
+    def add(self, name: str, numel: int, first: int, values: torch.Tensor) -> None:
+        """Take the samples of one block.
+
+        Args:
+            name: dotted name of the tensor, as for `sample_state`.
+            numel: elements of the whole tensor.
+            first: the first one of the block.
+            values: the block, contiguous, on the CPU.
+        """
+        part = name.partition(".")[0]
+        if part not in PARTS or numel <= (part == "optim"):
+            return
+        positions = _positions(numel)
+        positions = positions[(positions >= first) & (positions < first + values.numel())]
+        if len(positions):
+            data = _take(values, torch.from_numpy(positions - first)).numpy()
+            self.sums[part] = (self.sums[part] + _hash(name, positions, data)) % _MODULUS
+            self.sums["moved"] = bool(self.sums["moved"]) or (part == "optim" and bool(data.any()))
+
+
 class _Pick(NamedTuple):
     """Which elements of a tensor this rank answers for.
 
@@ -83,14 +109,18 @@ def _is_sampled(name: str, tensor: torch.Tensor) -> bool:
 
 def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
     offsets, shape = local_box(tensor)
-    wanted = np.arange(SAMPLES) * (tensor.numel() - 1) // (SAMPLES - 1)
-    positions = np.unique(wanted) if _counts_here(tensor) else np.empty(0, np.int64)
+    positions = _positions(tensor.numel()) if _counts_here(tensor) else np.empty(0, np.int64)
     if not tensor.dim():
         return _Pick(positions, torch.from_numpy(positions).to(device))
     places = [at - begin for at, begin in zip(np.unravel_index(positions, tensor.shape), offsets, strict=True)]
     inside = np.all([(at >= 0) & (at < size) for at, size in zip(places, shape, strict=True)], axis=0)
     local = np.ravel_multi_index([at[inside] for at in places], shape) if inside.any() else np.empty(0, np.int64)
     return _Pick(positions[inside], torch.from_numpy(local).to(device))
+
+
+def _positions(numel: int) -> np.ndarray:
+    """Which elements of a flattened tensor are sampled, ascending."""
+    return np.unique(np.arange(SAMPLES) * (numel - 1) // (SAMPLES - 1))
 
 
 def _counts_here(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ Rank 0 parses ``.metadata``; the others get this, which is a fraction of the siz
 object for each of the chunks that a thousand ranks have written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,20 @@ class StoredTensor:
     lengths: np.ndarray
 
 
+class StoredObject(NamedTuple):
+    """What a folder stores that is not a tensor: an archive of `torch.save`.
+
+    Attributes:
+        file: name of its file.
+        begin: where its archive begins in the file, in bytes.
+        length: bytes of its archive.
+    """
+
+    file: str
+    begin: int
+    length: int
+
+
 @dataclass(frozen=True, eq=False)
 class FolderLayout:
     """Everything that is stored in a folder.
@@ -89,13 +104,18 @@ class FolderLayout:
     Attributes:
         files: names of the data files, and how many bytes each has at least.
         tensors: full name -> tensor.
-        objects: full names of what is stored and is not a tensor.
+        objects: full name -> where it is, of what is not a tensor.
     """
 
     files: dict[str, int]
     tensors: dict[str, StoredTensor]
-    objects: frozenset[str]
+    objects: dict[str, StoredObject]
 
     def names(self) -> set[str]:
         """Of tensors and objects."""
-        return self.tensors.keys() | self.objects
+        return self.tensors.keys() | self.objects.keys()
+
+    def renamed(self, rename: Callable[[str], str]) -> "FolderLayout":
+        """The same under other names."""
+        tensors = {rename(name): tensor for name, tensor in self.tensors.items()}
+        return FolderLayout(self.files, tensors, {rename(name): place for name, place in self.objects.items()})

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.garbage import no_collection
 from ..compat.torch_private import StorageInfo
-from .layout import Chunks, FolderLayout, StoredTensor
+from .layout import Chunks, FolderLayout, StoredObject, StoredTensor
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -100,11 +100,14 @@ def parse_metadata(data: bytes) -> FolderLayout:
         files = {name: number for number, name in enumerate(ends)}
         chunks: dict[Any, Chunks] = {}
         tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, StoredObject] = {}
         for name, entry in metadata.state_dict_metadata.items():
             infos = _check_stored(name, entry, metadata.storage_data)
             if isinstance(entry, TensorStorageMetadata):
                 tensors[name] = _stored_tensor(entry, infos, files, chunks)
-        return FolderLayout(ends, tensors, frozenset(metadata.state_dict_metadata.keys() - tensors.keys()))
+            else:
+                objects[name] = StoredObject(infos[0].relative_path, infos[0].offset, infos[0].length)
+        return FolderLayout(ends, tensors, objects)
 
 
 def _stored_tensor(

@@ -96,8 +96,12 @@ class FileTensor(TensorSpec):
     spans: tuple[Span, ...] | None
 
 
-def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors that a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
+
+    Args:
+        model: any transformers model.
+        on_meta: whether it may be without memory.
 
     Returns:
         The (sharded) tensors, aliases of the live ones, and a mapping of every left-out key to the key that is stored.
@@ -113,7 +117,7 @@ def stored_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
     state = model.state_dict()
     if strange := next((key for key, value in state.items() if not isinstance(value, torch.Tensor)), None):
         raise CheckpointMismatchError(f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor")
-    if empty := next((key for key, value in state.items() if value.is_meta), None):
+    if not on_meta and (empty := next((key for key, value in state.items() if value.is_meta), None)):
         raise CheckpointMismatchError(f"{empty} is on the meta device; give it memory with to_empty() first")
     for key in keys_not_saved(model):
         state.pop(key, None)

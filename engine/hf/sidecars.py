@@ -23,6 +23,8 @@ from .dtypes import base_dtype, own_dtypes, set_config_dtype
 logger = get_logger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+_NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")
+"""What a run leaves beside a model."""
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
@@ -112,7 +114,7 @@ def _copy_base_files(base: Path, folder: Path) -> None:
     for source in sorted(
         path for here in (base, *(base / name for name in _SIDECAR_FOLDERS)) for path in here.glob("*")
     ):
-        skipped = source.name.startswith(".") or source.name == MANIFEST_NAME or source.name.endswith(WEIGHT_SUFFIXES)
+        skipped = source.name.startswith(".") or source.name in _NOT_OF_MODEL or source.name.endswith(WEIGHT_SUFFIXES)
         target = folder / source.relative_to(base)
         if source.is_file() and not skipped and not target.exists():
             target.parent.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from ..consistency import check_restored, combine_ranks
 from ..coordinator import Ranks
 from ..data.position import RestoredEpoch
 from ..data.state import restore_data
+from ..info import RecoverInfo
 from ..process_state import DRIVER_STATE, ProcessState, rank_state_name
 from .rank import check_rank, read_rank
 from .select import Choice
@@ -39,7 +40,8 @@ def restore_run(
     last = info.last_step_info
     ranks.run_all(check_rank, str(path))
     epochs: list[RestoredEpoch | None] = []  # a loader does not travel
-    ranks.here(lambda: epochs.append(restore_data(path, dataloader, ranks.caller, ranks.n_callers, last)))
+    loader = None if info.lacks("data") else dataloader
+    ranks.here(lambda: epochs.append(restore_data(path, loader, ranks.caller, ranks.n_callers, last)))
     process = ProcessState.read(path, DRIVER_STATE) if ranks.is_driver else None
     states = ranks.run_all(read_rank, str(path), info.weight_versions)
     rng = {Path(rank_state_name(rank)).stem: state.rng for rank, state in enumerate(states)}
@@ -49,9 +51,18 @@ def restore_run(
     facts = combine_ranks([state.samples for state in states])
     table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
     logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
-    if info.world_size > ranks.world_size:
+    _tell_absent(path, info)
+    if info.world_size > ranks.world_size and info.rng:
         logger.warning(
             "%d ranks saved it, now there are %d: the user objects and generators of the others stay behind",
             info.world_size, ranks.world_size,
         )  # fmt: skip
     return epochs[0]
+
+
+def _tell_absent(path: Path, info: RecoverInfo) -> None:
+    """Log what a converted generation could not bring back, because its source had none of it."""
+    if info.converted is not None:
+        for part in sorted(info.converted.keys() - {"from"}):
+            outcome, source = info.converted[part], info.converted["from"]
+            logger.warning("%s was converted from %s, which had no %s: %s", path.name, source, part, outcome)

@@ -8,6 +8,7 @@ nothing on the disk. What the bytes are is known in `choose` only; it does not g
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -147,8 +148,7 @@ class ResumeChoice:
         else:
             self._check_nothing_was_there()
             return None
-        self._check_same_run(*choice)
-        return choice
+        return self._of_this_run(*choice)
 
     def _newest(self, mirror: Mirror | None, only_look: bool) -> Choice | None:
         local = self._local(only_look)
@@ -221,12 +221,16 @@ class ResumeChoice:
         if self._config.mode == "must":
             raise CheckpointNotFoundError(f"recover.mode is 'must', but {self._store.root} has no generation to resume")
 
-    def _check_same_run(self, path: Path, info: RecoverInfo) -> None:
+    def _of_this_run(self, path: Path, info: RecoverInfo) -> Choice:
+        """What was found, its step counted in this run's epochs where it was made by those of nobody."""
         saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
+        if info.lacks("epochs"):
+            return path, replace(info, last_step_info=StepInfo.at(info.last_step_info.global_step, now))
         if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
                 f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
             )
+        return path, info
 
 
 def _descends(newest: RecoverInfo, wanted: Path) -> bool:

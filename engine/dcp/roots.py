@@ -1,0 +1,110 @@
+"""Roots: under which names a DCP folder keeps a model and its optimizer state.
+
+Every trainer nests them in a dict of its own: Holdfast and AReaL under ``dcp``, many scripts under ``app``, Accelerate
+and plain scripts under ``model`` and ``optimizer`` at the top; newer torchtitan has the parameters themselves at the
+top. A root is what those names begin with; "" is the top.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from ...utils.errors import CheckpointMismatchError
+from .layout import FolderLayout
+from .state import ROOT
+
+_OPTIMIZERS = ("optim", "optimizer")
+_BESIDE = {
+    *_OPTIMIZERS,
+    *("lr_scheduler", "scheduler", "lr_schedulers", "train_state", "dataloader", "data_loader", "step", "epoch"),
+    *("module_state", "param_groups", "optim_plain", "optim_local", "counters", "rng", "rng_state", "extra_state"),
+    *("global_step", "trainer", "progress", "args", "config", "metadata", "scaler", "extra", "meta"),
+}
+"""What stands beside a model in the dicts that people save; anything else is taken for a part of the model."""
+
+
+class Root(NamedTuple):
+    """Where a folder keeps one training state.
+
+    Attributes:
+        name: what `load_dcp` is told; "" is the top.
+        model: what comes before the name of a parameter.
+        optim: what comes before ``state.<parameter>.<entry>``; None where there is no optimizer state.
+    """
+
+    name: str
+    model: str
+    optim: str | None
+
+    def canonical(self, name: str) -> str:
+        """The name that Holdfast would have given to ``name``; of what is no part of the state, as it is."""
+        if self.optim is not None and name.startswith(self.optim):
+            return f"{ROOT}.optim.{name.removeprefix(self.optim)}"
+        beside = name.removeprefix(f"{self.name}." if self.name else "").partition(".")[0]
+        if name.startswith(self.model) and (self.model.endswith("model.") or beside not in _BESIDE):
+            return f"{ROOT}.model.{name.removeprefix(self.model)}"
+        return name
+
+
+def find_roots(names: Iterable[str]) -> list[Root]:
+    """Every root that the names of a folder show, sorted."""
+    return sorted(_roots_below("", sorted(names)))
+
+
+def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) -> Root:
+    """The root called ``name``, for a model with these ``parameters``.
+
+    ``<name>.model.<parameter>`` and ``<name>.<parameter>`` are both looked for, and the one that more parameters are
+    found under is taken: some models begin every name with ``model.`` themselves.
+
+    Raises:
+        CheckpointMismatchError: nothing of the model is there; the message lists the roots that the folder has.
+    """
+    prefix, wanted = f"{name}." if name else "", list(parameters)
+    found = {
+        model: sum(f"{model}{parameter}" in names for parameter in wanted) for model in (f"{prefix}model.", prefix)
+    }
+    model = max(found, key=found.__getitem__)
+    if not found[model] and (model := f"{prefix}model.") not in {root.model for root in find_roots(names)}:
+        raise CheckpointMismatchError(f"no model under {name!r}; {describe_roots(names)}")
+    return Root(name, model, _optim_below(prefix, names))
+
+
+def describe_roots(names: Iterable[str]) -> str:
+    """What roots there are, for a message."""
+    names = sorted(names)
+    roots = [f"{root.name!r} ({_example(root, names)})" for root in find_roots(names)]
+    if not roots:
+        return f"its keys are {names[:4]} ..., in which no model is to be seen"
+    return f"it has a model under {', '.join(roots)}: give it as root"
+
+
+def under_root(layout: FolderLayout, root: Root) -> FolderLayout:
+    """``layout`` under the names that Holdfast gives; what stands under others of these names is left out."""
+    if root == Root(ROOT, f"{ROOT}.model.", f"{ROOT}.optim."):
+        return layout
+    renamed = layout.renamed(root.canonical)
+    kept = {name for name in renamed.names() if name.startswith((f"{ROOT}.model.", f"{ROOT}.optim."))}
+    tensors = {name: tensor for name, tensor in renamed.tensors.items() if name in kept}
+    return FolderLayout(layout.files, tensors, {name: at for name, at in renamed.objects.items() if name in kept})
+
+
+def _roots_below(prefix: str, names: list[str]) -> list[Root]:
+    heads = {name.removeprefix(prefix).partition(".")[0] for name in names}
+    rest, name, optim = heads - _BESIDE, prefix.removesuffix("."), _optim_below(prefix, names)
+    if rest == {"model"}:
+        return [Root(name, f"{prefix}model.", optim)]
+    below = {head: [each for each in names if each.startswith(f"{prefix}{head}.")] for head in rest}
+    nested = [head for head in rest if any(each.startswith(f"{prefix}{head}.model.") for each in below[head])]
+    if nested and len(nested) == len(rest):
+        return [root for head in nested for root in _roots_below(f"{prefix}{head}.", below[head])]
+    return [Root(name, prefix, optim)] if rest else []
+
+
+def _optim_below(prefix: str, names: Iterable[str]) -> str | None:
+    found = (f"{prefix}{optim}." for optim in _OPTIMIZERS)
+    return next((optim for optim in found if any(name.startswith(optim) for name in names)), None)
+
+
+def _example(root: Root, names: Iterable[str]) -> str:
+    canonical = f"{ROOT}.model."
+    return next((name for name in names if root.canonical(name).startswith(canonical)), "")

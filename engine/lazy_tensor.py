@@ -1,0 +1,77 @@
+"""Tensors that are read a block of rows at a time, wherever they lie: what is copied from format to format need not fit
+into memory."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_BYTES = 64 << 20
+"""About how much of a tensor is in memory at a time; at least one row."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is somewhere else.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its values.
+        rows: ``(first, last)`` -> rows ``[first, last)`` on the CPU, ``[last - first, *shape[1:]]``; of a tensor
+            without dimensions its value, as ``[]``. May be a view of a file that is mapped.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "LazyTensor":
+        """One that is there, in memory or mapped."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last] if tensor.ndim else tensor)
+
+    @classmethod
+    def read_at_once(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> "LazyTensor":
+        """One that can only be read as a whole, which is kept for as long as its blocks are read in order."""
+        kept: list[torch.Tensor] = []
+
+        def rows(first: int, last: int) -> torch.Tensor:
+            if not kept:
+                kept.append(read())
+            whole = kept[0]
+            if not shape or last >= shape[0]:
+                kept.clear()
+            return whole[first:last] if shape else whole
+
+        return cls(shape, dtype, rows)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row, at least 1."""
+        return max(math.prod(self.shape[1:]), 1)
+
+    def to(self, dtype: torch.dtype) -> "LazyTensor":
+        """The same values as ``dtype``."""
+        if dtype == self.dtype:
+            return self
+        return LazyTensor(self.shape, dtype, lambda first, last: self.rows(first, last).to(dtype))
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """First element and values of consecutive blocks of rows, contiguous, of about `BLOCK_BYTES` each."""
+        if not self.shape:
+            yield 0, self.rows(0, 1).contiguous()
+            return
+        step = max(1, BLOCK_BYTES // (self.row_elements * self.dtype.itemsize))
+        for first in range(0, self.shape[0] if self.numel else 0, step):
+            yield first * self.row_elements, self.rows(first, min(first + step, self.shape[0])).contiguous()

@@ -1,0 +1,89 @@
+"""A target is read back, by the reader of its format, and every tensor compared with what was read of the source."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from ...engine.lazy_tensor import LazyTensor
+from ...engine.tensors import bytes_of
+from ...utils.errors import CheckpointCorruptError
+from .checkpoint import Checkpoint
+from .targets import plain_groups
+
+
+class Digests:
+    """A digest for each tensor, taken of its blocks in order.
+
+    Args:
+        advance: called with the number of bytes that have passed.
+    """
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._digests: dict[str, xxhash.xxh3_128] = {}
+        self._advance = advance
+
+    def seen(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Take a block; see `targets.Seen`."""
+        if not name.startswith(("model.", "optim.state.")):
+            return
+        digest = self._digests.get(name)
+        if first == 0 or digest is None:
+            digest = self._digests[name] = xxhash.xxh3_128()  # a tensor that has several names is read for each
+        digest.update(memoryview(bytes_of(values).numpy().data))  # type: ignore[arg-type]
+        self._advance(values.nbytes)
+
+    def values(self) -> dict[str, str]:
+        """Name -> digest, of the tensors of model and optimizer."""
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+
+def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[tuple[str, LazyTensor]]:
+    """Every tensor under the name that `Digests` has."""
+    yield from ((f"model.{name}", tensor) for name, tensor in checkpoint.model.items())
+    for name, entries in checkpoint.optimizer.items() if with_optimizer else ():
+        for key, value in entries.items():
+            if isinstance(value, LazyTensor):
+                yield f"optim.state.{name}.{key}", value
+
+
+def compare(what: str, source: Checkpoint, written: dict[str, str], target: Checkpoint, digests: Digests) -> None:
+    """Raise `CheckpointCorruptError` unless ``target`` holds what was read of ``source``.
+
+    Args:
+        what: names the target in messages.
+        source: for hyperparameters and schedule.
+        written: what was read of it: name -> digest.
+        target: read back.
+        digests: a fresh one.
+    """
+    for name, tensor in tensors_of(target):
+        for first, values in tensor.blocks():
+            digests.seen(name, first, values)
+        if not tensor.numel:
+            digests.seen(name, 0, torch.empty(0))
+    found, aliases = digests.values(), {f"model.{alias}" for alias in source.aliases}
+    written = {name: digest for name, digest in written.items() if name not in aliases or name in found}
+    nothing = xxhash.xxh3_128().hexdigest()
+    wrong = [name for name in written | found if written.get(name, nothing) != found.get(name, nothing)]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"{what}: {wrong[0]} is not what was read from the source ({len(wrong)} of {len(found)} differ). Nothing "
+            "was made; look at the disk, and try again"
+        )
+
+
+def compare_plain(what: str, source: Checkpoint, target: Checkpoint) -> None:
+    """The same of hyperparameters and, where ``target`` can hold one, of the schedule."""
+    for before, after in zip(plain_groups(source), plain_groups(target), strict=True):
+        if not _included(before, after):
+            raise CheckpointCorruptError(f"{what}: a parameter group reads {after}; the source has {before}")
+    if target.scheduler is not None and target.scheduler != source.scheduler:
+        raise CheckpointCorruptError(
+            f"{what}: the schedule reads {target.scheduler}; the source has {source.scheduler}"
+        )
+
+
+def _included(some: dict[str, Any], more: dict[str, Any]) -> bool:
+    return all(key in more and more[key] == value for key, value in some.items())

@@ -1,0 +1,129 @@
+"""Weight files of a folder, tensor by tensor: safetensors, one ``.bin``, or what a model makes of them."""
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ...engine.hf.file_io import WeightReader
+from ...engine.hf.load_plan import loaded_elements, plan_loading
+from ...engine.hf.name_mapping import FileTensor
+from ...engine.hf.quantized import refuse_quantized
+from ...engine.hf.safetensors_layout import TensorSlot
+from ...engine.lazy_tensor import LazyTensor
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from .architecture import Architecture
+from .torch_files import read_file, shared_names
+
+
+def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
+    """The tensors of ``model.safetensors``, or of the files of its index, under their names in the files."""
+    reader = files.enter_context(WeightReader(folder))
+    return {name: _of_slot(reader, slot) for name, slot in reader.layout().items()}
+
+
+def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors of a file of ``torch.save``, in its order, and other names of those that share memory."""
+    state = read_file(path)
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointCorruptError(f"{path} is not the state_dict of a model")
+    tied = shared_names(state)
+    return {name: LazyTensor.of(tensor) for name, tensor in state.items() if name not in tied}, tied
+
+
+def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack) -> dict[str, LazyTensor]:
+    """A Hugging Face folder under the names of its model's ``state_dict``, as `from_pretrained` would load it.
+
+    Raises:
+        CheckpointMismatchError: a tensor is missing, or unexpected.
+    """
+    reader = files.enter_context(WeightReader(folder))
+    slots = reader.layout()
+    refuse_quantized(folder, slots)
+    model, shapes = architecture.model, {name: slot.shape for name, slot in slots.items()}
+    plan = plan_loading(model, shapes)
+    tied = {*architecture.aliases, *architecture.aliases.values()}
+    if missing := sorted(plan.missing - plan.optional - tied):
+        raise CheckpointMismatchError(f"{folder} lacks {missing[0]!r} ({len(missing)} missing)")
+    if plan.unexpected:
+        name = sorted(plan.unexpected)[0]
+        raise CheckpointMismatchError(f"{folder} has {name!r}, which its model does not ({len(plan.unexpected)} such)")
+    return {key: _filled(reader, architecture, slots, key, fill) for key, fill in plan.filled.items()}
+
+
+def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Without the ``module.`` that DistributedDataParallel puts before every name."""
+    if not tensors or not all(name.startswith("module.") for name in tensors):
+        return dict(tensors)
+    return {re.sub(r"^module\.", "", name): tensor for name, tensor in tensors.items()}
+
+
+def store_once(
+    tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Tied tensors under their first names, and the other names that they have.
+
+    Args:
+        tensors: as they were found.
+        aliases: other name of a tied tensor -> its first name, of the model.
+
+    Raises:
+        CheckpointMismatchError: a tensor that the model ties is there twice, with different values.
+    """
+    found = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
+    found |= {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    for alias, name in aliases.items():
+        if alias in tensors and name in tensors and not same_values(tensors[alias], tensors[name]):
+            raise CheckpointMismatchError(
+                f"{alias} and {name} have different values, but the config ties them; set tie_word_embeddings to false"
+            )
+    return found, {alias: name for alias, name in aliases.items() if name in found}
+
+
+def same_values(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors are equal, bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pairs = zip(one.blocks(), other.blocks(), strict=True)
+    return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for (_, a), (_, b) in pairs)
+
+
+def _of_slot(reader: WeightReader, slot: TensorSlot) -> LazyTensor:
+    def rows(first: int, last: int) -> torch.Tensor:
+        values = torch.empty((last - first, *slot.shape[1:]) if slot.shape else (), dtype=slot.dtype)
+        reader.read(slot, first * tensor.row_elements if slot.shape else 0, values)
+        return values
+
+    tensor = LazyTensor(slot.shape, slot.dtype, rows)
+    return tensor
+
+
+def _filled(
+    reader: WeightReader, architecture: Architecture, slots: Mapping[str, TensorSlot], key: str, fill: FileTensor
+) -> LazyTensor:
+    """What fills a tensor of the model: one of the folder as it is, or pieces of several."""
+    parts = {source: _of_slot(reader, slots[source]) for source in fill.sources}
+    (only, *more) = fill.spans or (None,)
+    whole = only is not None and not more and only.contiguous and only.offset == 0
+    if only is not None and whole and parts[only.source].numel == only.numel:
+        part = parts[only.source]
+        if part.shape == fill.shape:
+            return part
+    return LazyTensor.read_at_once(
+        fill.shape, next(iter(parts.values())).dtype, lambda: _assemble(parts, architecture, key, fill)
+    )
+
+
+def _assemble(parts: Mapping[str, LazyTensor], architecture: Architecture, key: str, fill: FileTensor) -> torch.Tensor:
+    whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
+    if fill.spans is None:
+        shapes = {name: part.shape for name, part in parts.items()}
+        elements = loaded_elements(architecture.model, shapes, [key])[key]
+        return torch.cat(list(whole.values()))[elements]
+    found = torch.empty(fill.numel, dtype=next(iter(whole.values())).dtype)
+    for span in fill.spans:
+        values = whole[span.source].as_strided(span.shape, span.stride, span.offset)
+        found[span.at : span.at + span.numel] = values.reshape(-1)
+    return found.view(fill.shape)
