@@ -1,16 +1,18 @@
 """The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
 
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
 from ..utils.remote import require_local
+from .steps import FinetuneSpec as FinetuneSpec
+from .steps import StepInfo as StepInfo
 
 Batch = dict[str, torch.Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
@@ -86,7 +88,8 @@ class SaveLoadMeta:
     Attributes:
         path: folder; a save creates it and never writes over one. A save with ``"hf"`` also takes an fsspec URL, as
             ``s3://bucket/run/step_9``.
-        weight_format: ``"dcp"`` (sharded, resumable) or ``"hf"`` (Hugging Face safetensors).
+        weight_format: ``"dcp"`` (sharded, resumable), ``"hf"`` (Hugging Face safetensors; adapters are merged into the
+            weights) or ``"peft"`` (adapters alone, as PEFT has them; see docs/lora.md).
         with_optim: with ``"dcp"``, also optimizer, schedule, RNG and counters.
         tokenizer: with ``"hf"``, saved beside the weights (chat template included).
         processor: with ``"hf"``, likewise.
@@ -111,11 +114,19 @@ class SaveLoadMeta:
     staging_folder: str | None = None
 
     def __post_init__(self) -> None:
-        require_choice("weight_format", self.weight_format, ("dcp", "hf"))
+        require_choice("weight_format", self.weight_format, ("dcp", "hf", "peft"))
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
         self.hf_options(None)  # checks its fields
-        if self.weight_format == "hf" and self.with_optim:
-            raise ConfigError("weight_format 'hf' holds weights only; use 'dcp', or with_optim=False")
+        if self.weight_format != "dcp" and self.with_optim:
+            raise ConfigError(
+                f"weight_format {self.weight_format!r} holds weights only; use 'dcp', or with_optim=False"
+            )
+        only_files = (self.base_model_path, self.max_shard_size_bytes, self.staging_folder)
+        if self.weight_format == "peft" and only_files != (None, None, None):
+            raise ConfigError(
+                "base_model_path, max_shard_size_bytes and staging_folder are for weight_format 'hf'; 'peft' is one "
+                "file of adapters in a local folder"
+            )
         only_hf = (self.dtype, self.max_shard_size_bytes, self.staging_folder)
         if self.weight_format == "dcp" and only_hf != (None, None, None):
             raise ConfigError(
@@ -179,87 +190,6 @@ class ParallelStrategy:
     """
 
     data_parallel_size: int | None = None
-
-
-@dataclass(frozen=True)
-class FinetuneSpec:
-    """How long the run is; the schedule and the epochs follow from it.
-
-    Attributes:
-        total_train_epochs: passes over the dataset.
-        dataset_size: samples in it.
-        train_batch_size: samples of a step, over all ranks.
-        max_train_steps: the run ends after so many steps, if that is sooner.
-    """
-
-    total_train_epochs: int
-    dataset_size: int
-    train_batch_size: int
-    max_train_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        require_range("total_train_epochs", self.total_train_epochs, low=1)
-        require_range("train_batch_size", self.train_batch_size, low=1)
-        require_range("max_train_steps", self.max_train_steps, low=1)
-        if self.dataset_size < self.train_batch_size:
-            raise ConfigError(
-                f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}"
-            )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches in one epoch (the last, short one is dropped)."""
-        return self.dataset_size // self.train_batch_size
-
-    @property
-    def total_train_steps(self) -> int:
-        """Steps of the whole run."""
-        steps = self.total_train_epochs * self.steps_per_epoch
-        return steps if self.max_train_steps is None else min(steps, self.max_train_steps)
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """Where a run is. Steps count from 0; ``global_step`` is the step this is about.
-
-    Raises:
-        ConfigError: a value is not a whole number. One of another type than int (a NumPy integer, 3.0) becomes an int.
-    """
-
-    epoch: int
-    epoch_step: int
-    global_step: int
-    steps_per_epoch: int
-
-    def __post_init__(self) -> None:
-        for name, value in list(vars(self).items()):
-            whole = int(value) if isinstance(value, float) and value.is_integer() else value
-            try:
-                object.__setattr__(self, name, operator.index(cast(SupportsIndex, whole)))
-            except TypeError as error:
-                raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
-
-    @staticmethod
-    def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
-        """The step of a run whose epochs all have ``steps_per_epoch`` steps, known by its number alone.
-
-        Raises:
-            ConfigError: the step lies before 0, or an epoch has no steps.
-        """
-        require_range("global_step", global_step, low=0)
-        require_range("steps_per_epoch", steps_per_epoch, low=1)
-        epoch, epoch_step = divmod(global_step, steps_per_epoch)
-        return StepInfo(epoch, epoch_step, global_step, steps_per_epoch)
-
-    def next(self) -> "StepInfo":
-        """The step after this one: where a run that restored this step goes on."""
-        last = self.epoch_step == self.steps_per_epoch - 1
-        return StepInfo(
-            epoch=self.epoch + last,
-            epoch_step=0 if last else self.epoch_step + 1,
-            global_step=self.global_step + 1,
-            steps_per_epoch=self.steps_per_epoch,
-        )
 
 
 @runtime_checkable
@@ -331,6 +261,10 @@ class TrainEngine(Protocol):
 
     def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
         """Per-token results ``[batch, seqlen]`` without gradients."""
+        ...
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within the block the engine answers as the base under its adapters; a ConfigError without adapters."""
         ...
 
     def step_lr_scheduler(self) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from holdfast.utils.metrics import read_stats
 
 GRPO = Path(__file__).with_name("grpo.py")
+TIMES = {"seconds", "time", "publishing_s", "sampling_s", "training_s"}
+"""What differs between the statistics of two runs that are otherwise the same."""
 
 
 class GrpoRun:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ class Sampler:
 
     def __init__(self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup) -> None:
         self.config, self.attempt, self.rollout, self.trainer = config, attempt, rollout, trainer
+        self._spent_s = {"publishing": 0.0, "sampling": 0.0}
         self.connect()
 
     def connect(self) -> None:
@@ -74,12 +75,27 @@ class Sampler:
                     self.rollout = self.attempt.restart(lost)  # until there were too many losses
                     self.connect()
                 if publish:
-                    self.trainer.call_all("publish")  # always before sampling: also after a recovery
-                return self.rollout.call(0, method, *args)
+                    with self._timing("publishing"):
+                        self.trainer.call_all("publish")  # always before sampling: also after a recovery
+                with self._timing("sampling"):
+                    return self.rollout.call(0, method, *args)
             except WorkerLost as loss:
                 if loss.group != self.rollout.name:
                     raise  # a trainer: the supervisor starts everything again
                 lost = loss
+
+    def take_times(self, seconds: float) -> dict[str, float]:
+        """What the ``seconds`` since the last call went to, for `holdfast top`: what is not in `ask` is training."""
+        spent, self._spent_s = self._spent_s, dict.fromkeys(self._spent_s, 0.0)
+        return {f"{what}_s": each for what, each in {**spent, "training": seconds - sum(spent.values())}.items()}
+
+    @contextmanager
+    def _timing(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent_s[what] += time.monotonic() - started
 
 
 Numbered = Iterator[list[int]]
@@ -171,7 +187,8 @@ def train_steps(
             stats = one_step(config, sampler, trainer, batches, step.global_step)
             seconds = time.monotonic() - started
             # Logged before the snapshot: a kill between the two logs the step again, the other order would lose it.
-            stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
+            times = {**sampler.take_times(seconds), "seconds": seconds, "time": time.time()}
+            stats_logger.log(step.global_step, {**stats, **times})
             last = step.global_step == config.total_steps - 1
             saved = handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
             seen = next(f"{name} {stats[name]:.3f}" for name in ("reward", "loss") if name in stats)

@@ -19,30 +19,11 @@ from ..engine.dcp.fingerprint import combine_samples, sample_state
 from ..engine.dcp.state import DCPState
 from ..utils.errors import CheckpointCorruptError, StaleSnapshotError
 from ..utils.logging import get_logger
+from .info import EngineFacts
 
 logger = get_logger(__name__)
 
 _TABLE_WIDTH = 110
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What is remembered of one engine; the same at any world size.
-
-    Attributes:
-        optimizer_steps: updates made; None without an optimizer.
-        lr: of the first parameter group; None without an optimizer.
-        schedule_step: how often the schedule has advanced, or to which epoch if it is stepped by fractions of one; None
-            without one.
-        fingerprints: ``model``, and with an optimizer ``optim`` -> sampled fingerprint, in hex.
-        moved: whether any sampled moment is not zero; before that steps need not change anything.
-    """
-
-    optimizer_steps: int | None
-    lr: float | None
-    schedule_step: float | None
-    fingerprints: dict[str, str]
-    moved: bool
 
 
 @dataclass(frozen=True)

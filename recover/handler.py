@@ -181,7 +181,7 @@ class RecoverHandler:
         if choice is not None:
             self._restore(position, choice, dataloader)
             ranks.decide(partial(self._give_up_newer, choice))
-            logger.info("resumed from %s in %.3f s", choice[0], time.monotonic() - started)
+        self._folder.note_start(choice, ranks.world_size, time.monotonic() - started)
         self._saver.snapshots.resumed_from = self._resume.resumed_from
         background_s = self.config.save_timeout_s if self.config.async_save else None
         ranks.open_sessions(
@@ -264,6 +264,7 @@ class RecoverHandler:
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
         ranks = self._ranks_of(engine)
+        self._folder.journal.note("step", step=step_info.global_step)
         wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info, force))
         self._position.epoch = None
         if Wanted.SETTLE in wanted:
@@ -273,7 +274,7 @@ class RecoverHandler:
             background = self.config.async_save and stop is None
             saved = self._save(ranks, step_info, wanted, dataloader, metrics or {}, must=must, in_background=background)
         if stop is not None:
-            logger.warning("step %d: stopping after a snapshot: %s", step_info.global_step, stop)
+            self._folder.note_stop(step_info.global_step, stop)
             self._saver.settle()  # of this very step, if it was taken before
             ranks.decide_slowly(self._folder.finish_copies)  # torchrun kills the other ranks when one exits
             self.close()
@@ -332,9 +333,7 @@ class RecoverHandler:
         """What is wanted after a step beside what `Triggers` knows of."""
         if position.epoch is not None:
             position.epoch.check(step_info)
-        wanted = Wanted.FORCE if force else Wanted(0)
-        if self._saver.written:
-            wanted |= Wanted.SETTLE
+        wanted = (Wanted.FORCE if force else Wanted(0)) | (Wanted.SETTLE if self._saver.written else Wanted(0))
         return wanted | Wanted.EXPORT if self._saver.exports.due(step_info.global_step) else wanted
 
     def _save(
@@ -365,7 +364,7 @@ class RecoverHandler:
             self._position.step = step
         if snapshot:
             self._triggers.schedule.mark(step_info)  # after a failure too, lest with freq_secs every step tries again
-        self.save_stats.blocked_s = time.monotonic() - started
+        self._saver.note_blocked(step, time.monotonic() - started)
         return saved
 
     # Load

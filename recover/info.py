@@ -5,12 +5,31 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..engine.api import StepInfo
+from ..engine.steps import StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ..utils.typed_json import from_json
-from .consistency import EngineFacts
 
 INFO_NAME = "recover_info.json"
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What is remembered of one engine; the same at any world size.
+
+    Attributes:
+        optimizer_steps: updates made; None without an optimizer.
+        lr: of the first parameter group; None without an optimizer.
+        schedule_step: how often the schedule has advanced, or to which epoch if it is stepped by fractions of one; None
+            without one.
+        fingerprints: ``model``, and with an optimizer ``optim`` -> sampled fingerprint, in hex.
+        moved: whether any sampled moment is not zero; before that steps need not change anything.
+    """
+
+    optimizer_steps: int | None
+    lr: float | None
+    schedule_step: float | None
+    fingerprints: dict[str, str]
+    moved: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,9 @@ class RecoverInfo:
         engines: engine name -> what it must be after a restore.
         save_s: how long the snapshot took up to its commit; a deadline is judged by it after a restart.
         rng: process (``rank_00000`` ..., ``driver``) -> digest of its generators.
+        converted: of a generation that was made of another trainer's checkpoint: ``from``, what that was, and by the
+            name of each part of a run that it had not (``data``, ``generators``, ``schedule``, ``epochs``), what
+            becomes of that. None: a run wrote it.
     """
 
     last_step_info: StepInfo
@@ -40,6 +62,11 @@ class RecoverInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     engines: dict[str, EngineFacts] = field(default_factory=dict)
     rng: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, str] | None = None
+
+    def lacks(self, part: str) -> bool:
+        """Whether it was converted from what had no such part."""
+        return self.converted is not None and part in self.converted
 
     def to_json(self) -> bytes:
         """UTF-8 JSON that `parse` takes.

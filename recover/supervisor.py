@@ -28,6 +28,7 @@ from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
 from .placements import Placements
+from .storage.journal import Journal
 from .triggers.signals import StopNotice
 
 T = TypeVar("T")
@@ -258,6 +259,7 @@ class Supervisor:
         self._late_starts: Counter[str] = Counter()  # by name of the group, since the last that came up
         self._stalls: Counter[str] = Counter()
         self.events: list[RecoveryEvent] = []
+        self._journal = Journal(self._config.trial_root)
 
     def run(self, job: Callable[[Attempt], T]) -> T:
         """Call ``job(attempt)`` and return its result; call it again after each `WorkerLost`.
@@ -276,6 +278,8 @@ class Supervisor:
                 lock = FolderLock(self._config.lock_path)
                 lock.acquire(self._config.lock_timeout_s)
                 stack.callback(lock.release)
+                self._journal.open()
+                stack.callback(self._journal.close)
             placements = Placements(self._config)
             stack.callback(placements.remove)
             return self._run(job, placements)
@@ -307,6 +311,9 @@ class Supervisor:
         torn_down_s = time.time() - detected_at
         event = RecoveryEvent(loss.group, loss.ranks, loss.cause, attempt, detected_at, torn_down_s)
         self.events.append(event)
+        self._journal.note(
+            "loss", group=loss.group, ranks=loss.ranks, cause=loss.cause, torn_down_s=round(torn_down_s, 3)
+        )
         return event
 
     def _spend_retry(self, loss: WorkerLost) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
-from .errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from .errors import CheckpointExistsError
 from .files import commit_folder, fsync_tree, make_durably, remove_or_log, staging_path
+from .write_errors import as_write_error
 
 
 @contextmanager
@@ -106,15 +107,3 @@ def _put_back(final: Path) -> None:
         remove_or_log(_aside(final))
     else:
         os.rename(_aside(final), final)
-
-
-@contextmanager
-def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the file system says in the block into a `CheckpointWriteError` that names ``final``."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        outcome = "" if os.path.lexists(final) else "; nothing became visible"
-        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error

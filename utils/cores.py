@@ -2,8 +2,6 @@
 
 import os
 
-from .distributed import get_world_size
-
 MOST = 8
 """Threads that read one file: more of them are no faster, from the page cache or from a disk."""
 
@@ -15,5 +13,7 @@ def reading_threads() -> int:
     other: threads that read spend their time in the kernel. Ranks that no launcher has counted by host
     (``LOCAL_WORLD_SIZE``) may all be on this one.
     """
+    from .distributed import get_world_size  # with torch, which a command that reads files does without
+
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
     return min(max(len(os.sched_getaffinity(0)) // ranks, 1), MOST)

@@ -7,11 +7,11 @@ process, and everything else asks for `get_logger`.
 import logging
 import sys
 
-from .distributed import get_rank
-
 
 class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
+        from .distributed import get_rank  # with torch, which who only reads logs need not have
+
         record.rank = get_rank()
         return True
 

@@ -124,20 +124,30 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointCorruptError: naming the first file that is missing, extra, of another size, or no file but a link.
     """
-    root, manifest = Path(folder), read_manifest(folder)
-    sizes, expected = _list_files(root), manifest["files"]
-    del sizes[MANIFEST_NAME]
-    if missing := sorted(expected.keys() - sizes.keys()):
-        raise CheckpointCorruptError(f"{root}: file {missing[0]} is missing ({len(missing)} in all)")
-    if extra := sorted(sizes.keys() - expected.keys()):
-        raise CheckpointCorruptError(f"{root}: file {extra[0]} is not in the manifest ({len(extra)} in all)")
-    for name, entry in expected.items():
-        if sizes[name] != entry["bytes"]:
-            raise CheckpointCorruptError(f"{root}: {name} has {sizes[name]} bytes, the manifest says {entry['bytes']}")
+    manifest = read_manifest(folder)
+    compare_listing(list_files(Path(folder)), manifest, folder)
     return manifest
 
 
-def _list_files(root: Path) -> dict[str, int]:
+def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Compare the sizes of the files of a folder, the manifest among them, with what the manifest says.
+
+    Raises:
+        CheckpointCorruptError: naming the first file of ``folder`` that is missing, extra or of another size.
+    """
+    expected, found = manifest["files"], sizes.keys() - {MANIFEST_NAME}
+    if missing := sorted(expected.keys() - found):
+        raise CheckpointCorruptError(f"{folder}: file {missing[0]} is missing ({len(missing)} in all)")
+    if extra := sorted(found - expected.keys()):
+        raise CheckpointCorruptError(f"{folder}: file {extra[0]} is not in the manifest ({len(extra)} in all)")
+    for name, entry in expected.items():
+        if sizes[name] != entry["bytes"]:
+            raise CheckpointCorruptError(
+                f"{folder}: {name} has {sizes[name]} bytes, the manifest says {entry['bytes']}"
+            )
+
+
+def list_files(root: Path) -> dict[str, int]:
     """POSIX path relative to ``root`` -> size, of every file below it.
 
     Raises:

@@ -19,10 +19,8 @@ import xxhash
 from .distributed import control_group, gather_numbers, gather_objects, get_world_size
 from .errors import PeerError
 from .files import replace_atomically
-from .logging import get_logger
+from .json_lines import read_lines, to_line
 from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
-
-logger = get_logger(__name__)
 
 STATS_NAME = "stats.jsonl"
 RUN_ID_NAME = "run_id"
@@ -72,10 +70,10 @@ class StatsLogger:
         self.close()
         lines, last = self._lines(), -1 if step is None else step
         self._logged_step = -1 if step is None else max([last, *(line["step"] for line in lines)])
-        kept = "".join(_to_line(line) for line in lines if line["step"] <= last)
+        kept = b"".join(to_line(line) for line in lines if line["step"] <= last)
         if step is None:
             (self._folder / RUN_ID_NAME).unlink(missing_ok=True)
-        replace_atomically(self._folder / STATS_NAME, kept.encode())
+        replace_atomically(self._folder / STATS_NAME, kept)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and the same to each tracker that lacks the step.
@@ -93,7 +91,7 @@ class StatsLogger:
         if self._file is None:
             self._open()
         assert self._file is not None
-        self._file.write(_to_line({"step": step, **values}).encode())
+        self._file.write(to_line({"step": step, **values}))
         self._file.flush()
         for tracker in self._trackers:
             _give(tracker, step, values)
@@ -148,18 +146,7 @@ def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    stats = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line) if line else None
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict) and "step" in entry:
-            stats.append(entry)
-        elif line and number < len(lines):
-            logger.warning("%s: line %d is torn and left out", path, number)
-    return stats
+    return list(read_lines(path, "step"))
 
 
 def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
@@ -188,7 +175,3 @@ def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = No
     totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     dist.all_reduce(totals, group=control_group(group))
     return dict(zip(names, totals.tolist(), strict=True))
-
-
-def _to_line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(entry) + "\n"

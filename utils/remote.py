@@ -135,6 +135,14 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """The bytes of a file from ``start`` up to ``stop``.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        return self._call(self._fs.cat_file, path, start=start, end=stop)
+
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
         """A large file of ``size`` bytes, a few chunks at a time (side by side, where the backend can).
 

@@ -16,8 +16,15 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.heartbeat import beat
 from ...utils.safe_torch import load_plain
 from ..tensors import Box
-from .direct_reader import Destination
+from .direct_reader import Destination, TensorReader
 from .layout import FolderLayout
+
+
+def read_now(folder: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
+    """Read tensors, however they are stored, into memory that nothing else uses yet; raises as `read_archives`."""
+    reader = TensorReader(folder, layout, destinations)
+    reader.read()
+    read_archives(folder, layout, {name: destinations[name] for name in destinations.keys() - reader.names})
 
 
 def read_archives(
@@ -46,6 +53,19 @@ def read_archives(
             _check_announced(label, value, overlap.chunk_sizes, stored.dtype)
             source = _narrow(value, overlap.in_chunk)
             _narrow(destination.tensor, Box(overlap.offsets, overlap.in_chunk.sizes)).copy_(source)
+
+
+def read_object(folder: str | os.PathLike[str], layout: FolderLayout, name: str) -> Any:
+    """What is stored under ``name`` and is not a tensor.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or could only be read by running code.
+        OSError: the file cannot be read.
+    """
+    place = layout.objects[name]
+    with open(Path(folder) / place.file, "rb") as file:
+        archive: Any = _FileWindow(file, place.begin, place.length)
+        return load_plain(archive, f"{folder}: {name}")
 
 
 def _check_announced(label: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...utils.atomic_folder import as_write_error, staged_folder
+from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
+from ...utils.write_errors import as_write_error
 from ..host_blocks import HostBlocks
 from ..tensors import bytes_of, flatten, local_tensor
 from .save_plan import RankSavePlan, plan_alone, plan_together

@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.atomic_folder import as_write_error, open_staging
+from ...utils.atomic_folder import open_staging
 from ...utils.distributed import (
     all_ranks_succeed,
     all_ranks_succeed_slowly,
@@ -44,6 +44,7 @@ from ...utils.errors import CheckpointError, CheckpointExistsError, CheckpointWr
 from ...utils.files import bytes_digest, remove_or_log, require_free_space, walk_files
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, without_secrets
+from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
 from .sidecars import WEIGHT_SUFFIXES
 from .write import plan_export, write_planned

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.atomic_folder import as_write_error, staged_folder
+from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import file_entries, write_entry, write_manifest
 from ...utils.timing import timed
+from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
 from .write import write_hf
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from ...utils.atomic_folder import as_write_error
 from ...utils.files import commit_folder, remove_or_log
 from ...utils.logging import get_logger
+from ...utils.write_errors import as_write_error
 from ..config import RecoverConfig
 from ..coordinator import Ranks
 from ..storage.run_folder import RunFolder

@@ -19,10 +19,10 @@ from ...engine.dcp.save import DCPSaver
 from ...engine.dcp.state import DCPState
 from ...engine.staging.staged_state import Staging
 from ...engine.tensors import flatten
-from ...utils.atomic_folder import as_write_error
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.manifest import FileEntry
 from ...utils.rng import capture_rng, restore_rng
+from ...utils.write_errors import as_write_error
 from ..consistency import EngineSample, count_engine
 from ..coordinator import RankTarget, rank_target
 from ..process_state import capture_process, rank_state_name, write_process

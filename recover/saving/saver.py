@@ -14,10 +14,10 @@ from functools import partial
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
-from ...utils.atomic_folder import as_write_error
 from ...utils.distributed import is_write_failure
 from ...utils.errors import CheckpointWriteError, ConfigError, PeerError, StaleSnapshotError
 from ...utils.logging import get_logger
+from ...utils.write_errors import as_write_error
 from ..config import RecoverConfig
 from ..coordinator import Ranks
 from ..storage.run_folder import RunFolder
@@ -260,6 +260,13 @@ class Saver:
             self.stats.exported += 1
             self.stats.export_s = seconds
         self._pace.saved(seconds)
+
+    def note_blocked(self, step: int, seconds: float) -> None:
+        """How long the save of a step has kept training."""
+        self.stats.blocked_s = seconds
+        self._folder.journal.note(
+            "save", step=step, blocked_s=round(seconds, 4), failed_in_a_row=self.failed_in_a_row["snapshot"]
+        )
 
     def settle(self, must: bool = False) -> None:
         """Return when nothing is being written any more.

@@ -14,15 +14,15 @@ import torch
 import transformers
 
 from ...engine.api import Stateful, StepInfo
-from ...utils.atomic_folder import as_write_error
 from ...utils.errors import CheckpointError, FolderInUseError
 from ...utils.files import require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import write_entry
-from ..consistency import EngineFacts, check_fresh, combine_ranks
+from ...utils.write_errors import as_write_error
+from ..consistency import check_fresh, combine_ranks
 from ..coordinator import Ranks
 from ..data.state import DATA_STATE, capture_data
-from ..info import INFO_NAME, RecoverInfo
+from ..info import INFO_NAME, EngineFacts, RecoverInfo
 from ..process_state import DRIVER_STATE, capture_process, rank_state_name, write_process
 from ..storage.generations import Generation
 from ..storage.run_folder import RunFolder
@@ -158,7 +158,7 @@ class SnapshotWriter:
                 files = {INFO_NAME: info.to_json()} | ({} if capture.data is None else {DATA_STATE: capture.data})
                 entries += [write_entry(staging, name, content) for name, content in files.items()]
             step = capture.step_info.global_step
-            generation = self._folder.generations.commit(staging, step, entries, _manifest_facts(info))
+            generation = self._folder.generations.commit(staging, step, entries, manifest_facts(info))
         return generation, sum(entry.bytes for entry in entries)
 
     def _keep(self, generation: Generation) -> None:
@@ -177,7 +177,8 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
+def manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
+    """What the manifest of a generation says besides its files."""
     return {
         "run_id": info.run_id,
         "step": info.last_step_info.global_step,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...utils.atomic_folder import as_write_error
 from ...utils.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,6 +28,7 @@ from ...utils.files import (
     remove_or_log,
     replace_atomically,
     walk_leaves,
+    write_durably,
 )
 from ...utils.logging import get_logger
 from ...utils.manifest import (
@@ -39,6 +39,7 @@ from ...utils.manifest import (
     verify_folder,
     write_manifest,
 )
+from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .retention import RetentionRules, steps_to_keep
 
@@ -46,6 +47,7 @@ logger = get_logger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _GENERATION = re.compile(r"global_step_(\d+)")
+_PIN = re.compile(r"\.pinned-global_step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,25 @@ class GenerationStore:
         matches = [(path, _GENERATION.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
         found = [Generation(int(match[1]), path) for path, match in matches if match]
         return sorted(found, key=lambda generation: generation.step, reverse=True)
+
+    def pins(self) -> set[int]:
+        """The steps that a person has pinned: no rule deletes their generations."""
+        names = os.listdir(self.root) if self.root.is_dir() else []
+        return {int(match[1]) for match in map(_PIN.fullmatch, names) if match}
+
+    def pin(self, step: int) -> None:
+        """Have the generation of ``step`` stay whatever the rules say; it need not be there yet.
+
+        The mark lies beside it: a generation is never changed after its commit.
+        """
+        if step not in self.pins():
+            write_durably(self._pin_of(step), b"")
+            fsync_dir(self.root)
+
+    def unpin(self, step: int) -> None:
+        """Leave the generation of ``step`` to the rules again."""
+        self._pin_of(step).unlink(missing_ok=True)
+        fsync_dir(self.root)
 
     def quarantined(self) -> list[Path]:
         """Folders of generations that were refused; a person looks at them."""
@@ -222,20 +243,21 @@ class GenerationStore:
         logger.warning("quarantined %s as %s: %s", generation.path, target.name, reason)
         return target
 
-    def delete_by_retention(self, rules: RetentionRules, pinned: Collection[int] = ()) -> None:
+    def delete_by_retention(self, rules: RetentionRules, copied: Collection[int] = ()) -> None:
         """Remove the generations that no rule wants, oldest first; what is there now decides, not what was.
 
-        The newest usable one always stays, and so do ``pinned`` steps, whose files somebody reads. One that cannot be
-        removed is logged and left: it costs space, not the run.
+        The newest usable one always stays, and so do pinned ones and the steps ``copied``, whose files somebody reads.
+        One that cannot be removed is logged and left: it costs space, not the run.
         """
         try:
             generations = {generation.step: generation for generation in self.generations()}
             newest_usable = next((g.step for g in generations.values() if self._usable(g)), None)
             metrics = {step: self._metrics(g) if rules.best else {} for step, g in generations.items()}
+            pins = self.pins()
         except OSError as error:
             logger.warning("no generation is deleted, because one cannot be read: %s", error)
             return
-        keep = steps_to_keep(metrics, rules) | {newest_usable, *pinned}
+        keep = steps_to_keep(metrics, rules) | {newest_usable, *pins, *copied}
         for step in sorted(generations.keys() - keep):
             remove_or_log(generations[step].path)
 
@@ -251,6 +273,9 @@ class GenerationStore:
             return RecoverInfo.read(generation.path).metrics
         except CheckpointError:
             return {}
+
+    def _pin_of(self, step: int) -> Path:
+        return self.root / f".pinned-{self.path_of(step).name}"
 
     def path_of(self, step: int) -> Path:
         """Where the generation of ``step`` is, or would be."""

@@ -21,12 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ...utils.atomic_folder import as_write_error
 from ...utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
 from ...utils.files import DurableFile, bytes_digest, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from ...utils.remote import RemoteFolder
+from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .generations import Generation, GenerationStore
 
@@ -41,6 +41,7 @@ class Mirror:
     Args:
         url: the run's folder at the mirror, ``s3://bucket/experiment/trial``.
         keep: how many of the newest generations stay there; None keeps all.
+        setting: where the URL was given, for the error that it cannot be used.
         chunk_bytes: what a fetch reads at once; it holds eight of them.
         attempts: how often each remote operation is tried.
         first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
@@ -57,6 +58,7 @@ class Mirror:
         url: str,
         keep: int | None,
         *,
+        setting: str = "config key 'recover.mirror_url'",
         chunk_bytes: int = 8 << 20,
         attempts: int = 5,
         first_wait_s: float = 1.0,
@@ -65,7 +67,7 @@ class Mirror:
         self._keep = keep
         self._remote = RemoteFolder(
             url,
-            setting="config key 'recover.mirror_url'",
+            setting=setting,
             error=MirrorError,
             chunk_bytes=chunk_bytes,
             attempts=attempts,
@@ -205,8 +207,8 @@ class Mirror:
         seconds = time.monotonic() - started
         logger.info("copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds)
         try:
-            self._delete_old(generation.step)
-        except MirrorError as error:
+            self._delete_old(generation.step, GenerationStore(generation.path.parent).pins())
+        except (MirrorError, OSError) as error:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
     def _copy(self, generation: Generation) -> int:
@@ -236,15 +238,16 @@ class Mirror:
         sizes = self._remote.sizes(_folder(step))
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
-    def _delete_old(self, newest: int) -> None:
-        """Remove all but the newest complete generations, and what copies that nobody will complete have left.
+    def _delete_old(self, newest: int, pins: set[int]) -> None:
+        """Remove all but the newest complete generations and those pinned, and what copies that nobody will complete
+        have left.
 
         What is newer than the one just copied stays, and does not count: it was damaged, or out of reach, when the run
         resumed from an older one, and is no reason to remove a sound copy. The run replaces it in its time.
         """
         kept = [step for step in self.steps() if step <= newest][: self._keep]
         for step in reversed(self.traces()):
-            if step <= newest and step not in kept:
+            if step <= newest and step not in kept and step not in pins:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:

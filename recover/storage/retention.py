@@ -7,8 +7,10 @@ history was wanted by the same rule at every moment before, so applying the rule
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..config import RecoverConfig
+if TYPE_CHECKING:
+    from ..config import RecoverConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class RetentionRules:
     """Whether the ``max`` or the ``min`` of ``metric`` is best."""
 
     @classmethod
-    def from_config(cls, config: RecoverConfig) -> "RetentionRules":
+    def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
         """The rules of the run's own folder."""
         return cls(
             last=config.max_ckpt_to_keep,
@@ -45,13 +47,20 @@ def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: Retenti
         generations: step -> metrics of every usable generation.
         rules: what to keep.
     """
+    return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
+
+
+def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> dict[int, list[str]]:
+    """Step -> which rules want it, in words; none for one that goes with the next commit. See `steps_to_keep`."""
     newest_first = sorted(generations, reverse=True)
-    keep = set(newest_first[:1]) | set(newest_first[: rules.last])
+    wanted = {"newest": newest_first[:1], f"last {rules.last}" if rules.last else "all": newest_first[: rules.last]}
     if rules.every_steps is not None:
-        keep |= {step for step in newest_first if (step + 1) % rules.every_steps == 0}
+        every = [step for step in newest_first if (step + 1) % rules.every_steps == 0]
+        wanted[f"every {rules.every_steps} steps"] = every
     if rules.best is not None and rules.metric is not None:
-        keep |= set(_best_first(generations, rules.metric, rules.mode)[: rules.best])
-    return keep
+        best = _best_first(generations, rules.metric, rules.mode)[: rules.best]
+        wanted[f"best {rules.best} by {rules.metric}"] = best
+    return {step: [rule for rule, steps in wanted.items() if step in steps] for step in newest_first}
 
 
 def _best_first(generations: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:

@@ -1,6 +1,7 @@
 """`RunFolder`: everything on disk that belongs to one run, in the leader.
 
     <trial>/recover.lock              held from `open` to `close`: one job at a time
+    <trial>/journal.jsonl             what happened, for people
     <trial>/recover/global_step_<N>   generations
     <trial>/hf/global_step_<N>        Hugging Face exports
     <mirror_url>/...                  copies of generations
@@ -8,15 +9,22 @@
 Whatever changes the generations or exports that are there does so in `committing`.
 """
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from threading import Lock
 
 from ...utils.errors import CheckpointWriteError
 from ...utils.folder_lock import FolderLock
 from ...utils.logging import get_logger
+from ...utils.processes import process_started_at
 from ..config import RecoverConfig
+from ..info import RecoverInfo
 from .generations import Generation, GenerationStore
+from .journal import Journal
 from .mirror import Mirror
 from .retention import RetentionRules
 
@@ -33,12 +41,14 @@ class RunFolder:
         generations: the snapshots.
         exports: the Hugging Face exports; the same names, in another folder.
         mirror: where copies of generations go, once `open` was called; None: nowhere.
+        journal: what happened, for people; written once `open` was called.
         commit_hangs: whether a commit was under way when the run was ended, and may still succeed.
     """
 
     def __init__(self, config: RecoverConfig) -> None:
         self.generations, self.exports = GenerationStore(config.recover_root), GenerationStore(config.hf_root)
         self.mirror: Mirror | None = None
+        self.journal = Journal(config.trial_root)
         self.commit_hangs = False
         self._config, self._rules = config, RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
@@ -54,6 +64,28 @@ class RunFolder:
         self._lock.acquire(self._config.lock_timeout_s)
         if self._config.mirror_path is not None and self.mirror is None:
             self.mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
+        self.journal.open()
+
+    def note_start(self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float) -> None:
+        """Tell that the run begins, or goes on from a generation, which `load` has restored in ``load_s`` seconds."""
+        if resumed is not None:
+            logger.info("resumed from %s in %.3f s", resumed[0], load_s)
+        self.journal.start(
+            step=None if resumed is None else resumed[1].last_step_info.global_step,
+            generation=None if resumed is None else str(resumed[0]),
+            load_s=round(load_s, 3),
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_started=round(process_started_at(), 3),
+            keep=asdict(self._rules),
+            mirror=None if self.mirror is None else self.mirror.url,
+        )
+
+    def note_stop(self, step: int, reason: str) -> None:
+        """Tell that the run was asked to stop, and does after this step."""
+        logger.warning("step %d: stopping after a snapshot: %s", step, reason)
+        self.journal.note("stop", step=step, reason=reason)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -111,6 +143,7 @@ class RunFolder:
             return
         with ExitStack() as ends:
             ends.callback(self._lock.release)
+            ends.callback(self.journal.close)
             if self.mirror is not None:
                 self.mirror.close(self._config.mirror_timeout_s if wait else 0.0)
                 self.delete_old()

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from examples.chaos import GrpoRun, sha256
+from examples.chaos import TIMES, GrpoRun, sha256
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
@@ -57,7 +57,6 @@ SETTINGS = (
 LONGEST_WAIT_S = 5.0
 PATIENCE_S = stretched(300.0)
 GONE_S = stretched(90.0)  # agents of Ray outlive a raylet that was killed by half a minute
-TIMES = {"seconds", "time"}
 
 
 _NONE = Generation(-1, Path())

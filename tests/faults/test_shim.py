@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.recover.storage.journal import JOURNAL_NAME
 from tests.faults.scenarios import EVERY, Scenario, make_scenario
 from tests.faults.shim import Call, Shim, not_durable, read_calls, record, replay, write_half
 from tests.faults.workshop import Workshop
@@ -33,8 +34,9 @@ KINDS = {
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """Path -> bytes, or None for a folder. The lock file names its holder; it is written when a scenario is armed."""
-    paths = [path for path in root.rglob("*") if path.name != "recover.lock"]
+    """Path -> bytes, or None for a folder. The lock file, which names its holder, and the journal, which nothing reads
+    again, are left out: they are written when a scenario is armed, before anything is recorded."""
+    paths = [path for path in root.rglob("*") if path.name not in ("recover.lock", JOURNAL_NAME)]
     return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
 

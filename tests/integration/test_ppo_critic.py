@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.chaos import GrpoRun, sha256
+from examples.chaos import TIMES, GrpoRun, sha256
 from holdfast.utils.metrics import read_stats
 from tests.limits import stretched
 
@@ -30,7 +30,7 @@ def last_generation(run: GrpoRun) -> dict[str, str]:
 def untimed(run: GrpoRun) -> list[dict[str, float]]:
     """The statistics, without those of the clock."""
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    return [{key: entry[key] for key in entry if key not in ("seconds", "time")} for entry in stats]
+    return [{key: entry[key] for key in entry if key not in TIMES} for entry in stats]
 
 
 @pytest.mark.slow

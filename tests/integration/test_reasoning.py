@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from examples.chaos import GrpoRun, sha256
+from examples.chaos import TIMES, GrpoRun, sha256
 from examples.rollout import RolloutWorker
 from examples.tiny_models import make_tokenizer, write_tiny_qwen3
 from holdfast.utils.errors import ConfigError
@@ -135,7 +135,7 @@ def job(folder: Path, *overrides: str) -> GrpoRun:
 
 def untimed(run: GrpoRun) -> list[dict[str, float]]:
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    return [{key: entry[key] for key in entry if key not in ("seconds", "time")} for entry in stats]
+    return [{key: entry[key] for key in entry if key not in TIMES} for entry in stats]
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import pytest
 
 from holdfast.engine.api import StepInfo
 from holdfast.recover import RecoverConfig, RecoverInfo
-from holdfast.recover.consistency import EngineFacts
-from holdfast.recover.info import INFO_NAME
+from holdfast.recover.info import INFO_NAME, EngineFacts
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 

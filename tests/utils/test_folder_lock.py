@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.utils.errors import CheckpointWriteError, FolderInUseError
-from holdfast.utils.folder_lock import FolderLock
+from holdfast.utils.folder_lock import FolderLock, is_locked
 from tests.utils.locking import Job, acquire, become_nobody, churn, fork, release
 
 pytestmark = pytest.mark.timeout(60)
@@ -231,4 +231,17 @@ def test_a_holder_on_a_full_disk_holds_all_the_same(
     kind, message = start_job().do(acquire, 0)
     assert kind == "FolderInUseError" and "an unknown holder" in message
     assert "cannot write the holder" in caplog.text
+    lock.release()
+
+
+def test_asking_whether_a_lock_is_held_neither_takes_nor_drops_it(start_job: Callable[[], Job], path: Path) -> None:
+    assert not is_locked(path) and not path.exists()
+    job, lock = start_job(), FolderLock(path)
+    job.do(acquire, 0)
+    assert is_locked(path) and path.exists()
+    job.do(release)
+    assert not is_locked(path)
+    lock.acquire(0)
+    assert is_locked(path)
+    assert job.do(acquire, 0)[0] == "FolderInUseError"  # asking has not dropped it
     lock.release()

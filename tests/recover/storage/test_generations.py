@@ -186,7 +186,7 @@ def test_pinned_generations_and_the_newest_usable_one_are_never_retired(store: G
         commit(store, step)
     for step in (4, 3):
         os.truncate(store.root / f"global_step_{step}" / "manifest.json", 5)
-    store.delete_by_retention(RetentionRules(1), pinned={0})
+    store.delete_by_retention(RetentionRules(1), copied={0})
     assert [generation.step for generation in store.generations()] == [4, 2, 0]
 
 

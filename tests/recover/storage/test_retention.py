@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.recover.config import RecoverConfig
-from holdfast.recover.storage.retention import RetentionRules, steps_to_keep
+from holdfast.recover.storage.retention import RetentionRules, reasons_to_keep, steps_to_keep
 
 History = dict[int, dict[str, float]]
 
@@ -146,3 +146,16 @@ def test_after_a_restart_with_other_rules_what_both_keep_stays() -> None:
         kept = kept_commit_by_commit(late, after, {step: early[step] for step in disk})
         if late:
             assert steps_to_keep(generations, after) & (steps_to_keep(early, before) | set(late)) <= kept
+
+
+def test_each_generation_is_told_which_rules_want_it() -> None:
+    generations = {9: {"reward": 0.5}, 19: {"reward": 0.9}, 24: {}, 25: {"reward": 0.1}, 26: {}}
+    rules = RetentionRules(2, every_steps=10, best=1, metric="reward")
+    assert reasons_to_keep(generations, rules) == {
+        26: ["newest", "last 2"],
+        25: ["last 2"],
+        24: [],
+        19: ["every 10 steps", "best 1 by reward"],
+        9: ["every 10 steps"],
+    }
+    assert reasons_to_keep({1: {}, 0: {}}, RetentionRules(None)) == {1: ["newest", "all"], 0: ["all"]}

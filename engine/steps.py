@@ -1,0 +1,89 @@
+"""How a run is cut into steps and epochs, and where it is: values that need no torch."""
+
+import operator
+from dataclasses import dataclass
+from typing import SupportsIndex, cast
+
+from ..utils.config import require_range
+from ..utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """How long the run is; the schedule and the epochs follow from it.
+
+    Attributes:
+        total_train_epochs: passes over the dataset.
+        dataset_size: samples in it.
+        train_batch_size: samples of a step, over all ranks.
+        max_train_steps: the run ends after so many steps, if that is sooner.
+    """
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+    max_train_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require_range("total_train_epochs", self.total_train_epochs, low=1)
+        require_range("train_batch_size", self.train_batch_size, low=1)
+        require_range("max_train_steps", self.max_train_steps, low=1)
+        if self.dataset_size < self.train_batch_size:
+            raise ConfigError(
+                f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in one epoch (the last, short one is dropped)."""
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_train_steps(self) -> int:
+        """Steps of the whole run."""
+        steps = self.total_train_epochs * self.steps_per_epoch
+        return steps if self.max_train_steps is None else min(steps, self.max_train_steps)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where a run is. Steps count from 0; ``global_step`` is the step this is about.
+
+    Raises:
+        ConfigError: a value is not a whole number. One of another type than int (a NumPy integer, 3.0) becomes an int.
+    """
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value
+            try:
+                object.__setattr__(self, name, operator.index(cast(SupportsIndex, whole)))
+            except TypeError as error:
+                raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
+
+    @staticmethod
+    def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
+        """The step of a run whose epochs all have ``steps_per_epoch`` steps, known by its number alone.
+
+        Raises:
+            ConfigError: the step lies before 0, or an epoch has no steps.
+        """
+        require_range("global_step", global_step, low=0)
+        require_range("steps_per_epoch", steps_per_epoch, low=1)
+        epoch, epoch_step = divmod(global_step, steps_per_epoch)
+        return StepInfo(epoch, epoch_step, global_step, steps_per_epoch)
+
+    def next(self) -> "StepInfo":
+        """The step after this one: where a run that restored this step goes on."""
+        last = self.epoch_step == self.steps_per_epoch - 1
+        return StepInfo(
+            epoch=self.epoch + last,
+            epoch_step=0 if last else self.epoch_step + 1,
+            global_step=self.global_step + 1,
+            steps_per_epoch=self.steps_per_epoch,
+        )

@@ -1,0 +1,1 @@
+"""`holdfast`, the command line: looks at runs, generations and exports, and looks after them."""

@@ -1,0 +1,127 @@
+"""``holdfast rm``, ``pin`` and ``unpin``: which generations of a run stay."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...utils.errors import CheckpointError, ConfigError, FolderInUseError
+from ...utils.files import remove_folder
+from ...utils.folder_lock import FolderLock
+from ...utils.manifest import read_manifest
+from ..storage.generations import GenerationStore
+from .output import json_option, print_json, size_text
+from .places import LOCK_NAME, find_step
+
+_generations = click.argument("generations", metavar="GEN...", nargs=-1, required=True)
+
+
+@click.command("rm", short_help="Delete generations.")
+@_generations
+@click.option("--force", is_flag=True, help="Also the newest sound one, which a restart would resume from.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@json_option
+def rm_command(generations: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None:
+    """Delete generations, each named by its folder or as RUN@STEP.
+
+    Pinned ones are refused, and the newest sound one of a run without --force; while a job uses the run, with it too.
+    Each vanishes at once, before its files are deleted; a copy at the mirror stays.
+    """
+    found = [find_step(text) for text in generations]
+    for root in dict.fromkeys(store.root for store, _ in found):
+        _check(GenerationStore(root), [step for store, step in found if store.root == root], force)
+    sizes = [_bytes(store, step) for store, step in found]
+    if not yes:
+        names = ", ".join(str(store.path_of(step)) for store, step in found)
+        click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
+    for store, step in found:
+        with _locked(store.root.parent) as free:
+            if not free or not force:
+                _check(store, [step], force and free)
+            remove_folder(store.path_of(step))
+    removed = [str(store.path_of(step)) for store, step in found]
+    if as_json:
+        print_json({"removed": removed, "bytes": sum(sizes)})
+    else:
+        click.echo(f"deleted {', '.join(removed)}: {size_text(sum(sizes))}")
+
+
+@click.command("pin", short_help="Have generations stay for good.")
+@_generations
+@json_option
+def pin_command(generations: tuple[str, ...], as_json: bool) -> None:
+    """Keep generations whatever the rules of retention say, each named by its folder or as RUN@STEP.
+
+    Their copies at the mirror stay too. A run that goes on honours it from its next commit on.
+    """
+    _mark(generations, GenerationStore.pin, "pinned", as_json)
+
+
+@click.command("unpin", short_help="Leave generations to the rules again.")
+@_generations
+@json_option
+def unpin_command(generations: tuple[str, ...], as_json: bool) -> None:
+    """Leave pinned generations to the rules of retention again; one that no rule wants goes with the next commit."""
+    _mark(generations, GenerationStore.unpin, "unpinned", as_json)
+
+
+def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> None:
+    found = [find_step(text) for text in generations]
+    for store, step in found:
+        mark(store, step)
+    paths = [str(store.path_of(step)) for store, step in found]
+    if as_json:
+        print_json({done: paths})
+    else:
+        click.echo(f"{done} {', '.join(paths)}")
+
+
+def _check(store: GenerationStore, steps: list[int], force: bool) -> None:
+    """Refuse what must stay.
+
+    Raises:
+        ConfigError: a step is pinned, or the newest sound one would go.
+    """
+    if pinned := sorted(store.pins().intersection(steps)):
+        raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
+    newest = next((g.step for g in store.generations() if _is_sound(store, g.path)), None)
+    if newest in steps and not force:
+        raise ConfigError(
+            f"step {newest} is the newest sound generation of {store.root}, which a restart resumes from; --force "
+            "deletes it unless a job uses the run"
+        )
+
+
+def _is_sound(store: GenerationStore, path: Path) -> bool:
+    try:
+        store.inspect(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _bytes(store: GenerationStore, step: int) -> int:
+    try:
+        return sum(entry["bytes"] for entry in read_manifest(store.path_of(step))["files"].values())
+    except CheckpointError:
+        return 0
+
+
+@contextmanager
+def _locked(trial_root: Path) -> Iterator[bool]:
+    """Hold the lock of a run, if no job does; whether it is held here."""
+    lock = FolderLock(trial_root / LOCK_NAME)
+    if not lock.path.exists():  # no run's folder, but a copy of one
+        yield True
+        return
+    try:
+        lock.acquire(0.0)
+    except FolderInUseError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

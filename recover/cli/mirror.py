@@ -1,0 +1,162 @@
+"""``holdfast mirror``: copies of generations at a URL, made, listed and fetched by hand."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...utils.errors import CheckpointNotFoundError, ConfigError, MirrorError
+from ...utils.folder_lock import FolderLock
+from ..storage.generations import Generation, GenerationStore
+from ..storage.journal import read_journal
+from .output import json_option, print_json, print_table, seconds_text, size_text
+from .places import LOCK_NAME, Run, local_path, run_argument
+
+if TYPE_CHECKING:
+    from ..storage.mirror import Mirror
+
+_LONGEST_S = 7 * 86400.0
+
+_to = click.option("--url", help="Where the copies are; default: the mirror that the run was last started with.")
+
+
+@click.group("mirror", short_help="Copies of generations at a URL.")
+def mirror_group() -> None:
+    """Copies of generations at an fsspec URL: what is left when the folder of a run is lost.
+
+    A run with recover.mirror_url makes them by itself, and fetches them at its start; this is for all other times.
+    """
+
+
+@mirror_group.command("ls")
+@run_argument
+@_to
+@json_option
+def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
+    """List the copies of RUN at its mirror. RUN may also be the mirror's URL itself."""
+    place = Run(run)
+    there = mirror_of(place, url)
+    here = set(place.steps()) if place.store is not None else set()
+    sound, damaged = there.steps(), there.steps(damaged=True)
+    states = {step: "complete" if step in sound else "damaged" if step in damaged else "incomplete"
+              for step in sorted({*there.traces(), *here}, reverse=True)}  # fmt: skip
+    states |= dict.fromkeys(here - set(there.traces()), "no copy")
+    rows = [{"step": step, "copy": state, "here": step in here} for step, state in states.items()]
+    if as_json:
+        print_json({"url": there.url, "copies": rows})
+    else:
+        cells = [(str(row["step"]), row["copy"], "yes" if row["here"] else "") for row in rows]
+        print_table(("step>", "copy", "here"), cells, there.url)
+
+
+@mirror_group.command("push")
+@run_argument
+@_to
+@click.option(
+    "--step", "steps", type=int, multiple=True, help="Which; may be given several times. Default: the newest."
+)
+@click.option("--all", "everything", is_flag=True, help="All that are here.")
+@json_option
+def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: bool, as_json: bool) -> None:
+    """Copy generations of RUN to its mirror, or to another URL; nothing is deleted there.
+
+    To its own mirror a job copies by itself: that is refused while one uses the run.
+    """
+    place = Run(run)
+    store, there = place.require_store(), mirror_of(place, url)
+    here = {generation.step: generation for generation in store.generations()}
+    if missing := sorted(set(steps) - here.keys()):
+        raise CheckpointNotFoundError(f"{store.root} has no generation of step {missing[0]}")
+    wanted = sorted(here) if everything else list(steps) or sorted(here)[-1:]
+    if not wanted:
+        raise CheckpointNotFoundError(f"{store.root} has no generation yet")
+    with ExitStack() as stack:
+        if there.url == _recorded(place):
+            stack.enter_context(_Held(place.trial_root))
+        done = [_push(there, here[step]) for step in wanted]
+    _tell(done, "copied", there.url, as_json)
+
+
+@mirror_group.command("pull")
+@click.argument("source", metavar="URL")
+@click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
+@click.option("--step", type=int, help="Which; default: the newest that is sound there.")
+@json_option
+def mirror_pull(source: str, target: str, step: int | None, as_json: bool) -> None:
+    """Fetch a generation from the mirror at URL into the folder of RUN, which is made if it is missing.
+
+    Every byte is compared with its digest; the generation appears when all of it is sound.
+    """
+    there = open_mirror(source)
+    if step is None:
+        step = next(iter(there.steps()), None)
+    if step is None or step not in there.traces():
+        raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
+    started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
+    with _Held(store.root.parent):
+        generation = there.fetch(step, store)
+    _tell([_report(generation, time.monotonic() - started)], "fetched", str(store.root), as_json)
+
+
+def mirror_of(place: Run, url: str | None) -> "Mirror":
+    """The mirror at ``url``, or the one of a run.
+
+    Raises:
+        ConfigError: the run has none.
+    """
+    if url is None:
+        url = place.where if place.store is None else _recorded(place)
+    if url is None:
+        raise ConfigError(f"{place.where}: no mirror was set when the run was last started; name one with --url")
+    return open_mirror(url)
+
+
+def open_mirror(url: str) -> "Mirror":
+    """The copies at a URL, none of which is ever deleted by this one."""
+    from ..storage.mirror import Mirror
+
+    return Mirror(url, None, setting="the URL", attempts=3, first_wait_s=0.5)
+
+
+def _recorded(place: Run) -> str | None:
+    starts = list(read_journal(place.trial_root, ["start"]))
+    return starts[-1].get("mirror") if starts else None
+
+
+class _Held:
+    """The lock of a run, for a block; refused at once while a job has it."""
+
+    def __init__(self, trial_root: Path) -> None:
+        self._lock = FolderLock(trial_root / LOCK_NAME)
+
+    def __enter__(self) -> None:
+        self._lock.acquire(0.0)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
+    started = time.monotonic()
+    there.submit(generation)
+    there.wait(_LONGEST_S)
+    if there.last_error is not None:
+        raise MirrorError(f"no copy of {generation.path} at {there.url}: {there.last_error}")
+    return _report(generation, time.monotonic() - started)
+
+
+def _report(generation: Generation, seconds: float) -> dict[str, Any]:
+    from ...utils.manifest import read_manifest
+
+    n_bytes = sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+    return {"step": generation.step, "bytes": n_bytes, "seconds": round(seconds, 3)}
+
+
+def _tell(done: list[dict[str, Any]], verb: str, where: str, as_json: bool) -> None:
+    if as_json:
+        print_json({verb: done, "where": where})
+        return
+    for one in done:
+        click.echo(f"{verb} step {one['step']} to {where}: {size_text(one['bytes'])} in {seconds_text(one['seconds'])}")

@@ -1,0 +1,110 @@
+"""What commands print: tables for people, or one JSON document."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NARROWEST = 100
+"""Width of a table where the output is no terminal."""
+_WRAPPED_FROM = 20
+"""Columns whose cells are no longer than this are not wrapped."""
+
+
+def json_option(command: F) -> F:
+    """``--json``, as argument ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
+
+
+def print_json(document: Any) -> None:
+    """Print ``document``; what is not a number becomes null, which JSON lacks."""
+    click.echo(json.dumps(_finite(document), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+    """Print a table, with a blank line behind it; columns without any value are left out.
+
+    Args:
+        columns: their names; one that ends with ``>`` is aligned to the right. All empty: the table has no head.
+        rows: cells, as text.
+        title: a line before it.
+    """
+    used = [at for at in range(len(columns)) if not rows or any(str(row[at]) for row in rows)]
+    if title is not None:
+        click.echo(click.style(title, bold=True))
+    print_rich(make_table([columns[at] for at in used], [[row[at] for at in used] for row in rows]))
+    click.echo()
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    """The table of `print_table`, with all its columns."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns), show_edge=False)
+    for at, column in enumerate(columns):
+        right = column.endswith(">")
+        short = all(len(str(row[at])) <= _WRAPPED_FROM for row in rows)
+        justify = "right" if right else "left"
+        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or short)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return table
+
+
+def print_rich(thing: Any) -> None:
+    """Print what rich renders; plain text where the output is no terminal."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, width=None if terminal else NARROWEST, highlight=False)
+    with console.capture() as captured:
+        console.print(thing)
+    lines = captured.get().rstrip().split("\n")
+    click.echo("\n".join(line if terminal else line.rstrip() for line in lines))
+
+
+def size_text(n_bytes: int) -> str:
+    """``1.2 GB``: powers of 1000, as disks and object stores count."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.012 s``, ``3.4 s``, ``12 min``, ``3.1 h``, ``2.4 d``."""
+    if seconds < 60:
+        return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
+    for limit, unit, name in ((3600, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds / 86400:.1f} d"
+
+
+def time_text(moment: float) -> str:
+    """Local time, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def number_text(value: Any) -> str:
+    """Six digits of a float; anything else as it is."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,172 @@
+"""What RUN and GEN stand for on the command line: generations of a run, here or at its mirror."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ..storage.generations import GenerationStore
+from .folders import Folder, LocalFolder, RemoteFolder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LOCK_NAME = "recover.lock"
+_STEP = re.compile(r"global_step_(\d+)")
+_AT = re.compile(r"(.+)@(\d+|newest)")
+
+
+def run_argument(command: F) -> F:
+    """The argument RUN, as ``run``."""
+    return click.argument("run", metavar="RUN")(command)
+
+
+def generation_argument(command: F) -> F:
+    """The argument GEN, as ``generation``."""
+    return click.argument("generation", metavar="GEN")(command)
+
+
+class Run:
+    """The generations of a run.
+
+    Attributes:
+        where: the folder, or the URL, as it is shown.
+        store: of a run on this machine; None at a URL.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.store: GenerationStore | None = None
+        self._mirror: Any = None
+        self._traces: list[int] = []
+        if is_url(text):
+            from .mirror import open_mirror
+
+            self._mirror = open_mirror(text)
+            self.where = self._mirror.url
+        else:
+            self.store = GenerationStore(_recover_root(local_path(text)))
+            self.where = str(self.store.root)
+
+    @property
+    def trial_root(self) -> Path:
+        """The folder of a run on this machine.
+
+        Raises:
+            ConfigError: it is at a URL.
+        """
+        return self.require_store().root.parent
+
+    def require_store(self) -> GenerationStore:
+        """The store of a run on this machine; raises `ConfigError` for one at a URL."""
+        if self.store is None:
+            raise ConfigError(f"{self.where} is a copy at a URL; this command needs the run's folder on this machine")
+        return self.store
+
+    def steps(self) -> list[int]:
+        """The steps of its generations, newest first; at a mirror, of those that are complete."""
+        if self.store is None:
+            return self._mirror.steps()
+        return [generation.step for generation in self.store.generations()]
+
+    def damaged(self) -> list[int]:
+        """At a mirror, the steps whose copies were found damaged."""
+        return [] if self.store is not None else self._mirror.steps(damaged=True)
+
+    def folder(self, step: int) -> Folder:
+        """The generation of a step.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if self.store is None:
+            self._traces = self._traces or self._mirror.traces()
+            here = step in self._traces
+        else:
+            here = self.store.path_of(step).is_dir()
+        if not here:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
+        if self.store is None:
+            return RemoteFolder(f"{self._mirror.url}/global_step_{step}")
+        return LocalFolder(self.store.path_of(step))
+
+    def newest(self) -> Folder:
+        """The newest generation.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if not (steps := self.steps()):
+            raise CheckpointNotFoundError(f"{self.where} has no generation yet")
+        return self.folder(steps[0])
+
+
+def find_generation(text: str) -> Folder:
+    """The generation that GEN names; the newest one where it names a run.
+
+    Raises:
+        CheckpointNotFoundError: there is no such thing.
+    """
+    if (named := _AT.fullmatch(text)) and (is_url(text) or not Path(text).exists()):
+        run = Run(named[1])
+        return run.newest() if named[2] == "newest" else run.folder(int(named[2]))
+    if not is_generation(text):
+        return Run(text).newest()
+    if not is_url(text):
+        return LocalFolder(local_path(text))
+    folder = RemoteFolder(text.rstrip("/"))
+    if not folder.sizes():
+        raise CheckpointNotFoundError(f"there is nothing at {folder.where}")
+    return folder
+
+
+def is_generation(text: str) -> bool:
+    """Whether a path or URL is one folder of a checkpoint, rather than a run."""
+    if is_url(text):
+        return _STEP.fullmatch(text.rstrip("/").rpartition("/")[2]) is not None
+    path = local_path(text)
+    return _STEP.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
+
+
+def find_step(text: str) -> tuple[GenerationStore, int]:
+    """The store and the step of a generation on this machine, which must be named, to change something about it.
+
+    Raises:
+        ConfigError: GEN names a run, or is at a URL.
+        CheckpointNotFoundError: there is no such thing.
+    """
+    if is_url(text):
+        raise ConfigError(f"{text} is at a URL; this command changes runs on this machine only")
+    if not _AT.fullmatch(text) and not is_generation(text):
+        raise ConfigError(f"{text} is no generation: name one, as {text}@120 or the folder global_step_120")
+    folder = find_generation(text)
+    if folder.path is None or (match := _STEP.fullmatch(folder.name)) is None:
+        raise ConfigError(f"{folder.where} is no generation of a run on this machine")
+    return GenerationStore(folder.path.parent), int(match[1])
+
+
+def is_url(text: str) -> bool:
+    """Whether an argument is a URL of something that is not a folder of this machine."""
+    return "://" in text and not text.startswith("file://")
+
+
+def local_path(text: str) -> Path:
+    """The folder of this machine that an argument names."""
+    return Path(text.removeprefix("file://"))
+
+
+def _recover_root(path: Path) -> Path:
+    """Where the generations of the run in a folder are."""
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {path}")
+    if (path / "recover").is_dir() or (path / LOCK_NAME).exists():  # the latter: a run that has just begun
+        return path / "recover"
+    if path.name == "recover" or any(_STEP.fullmatch(child.name) for child in path.iterdir()):
+        return path
+    below = sorted(
+        {found.parent for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover") if found.is_dir()}
+    )
+    hint = f"; runs below it: {', '.join(map(str, below[:8]))}" if below else ""
+    raise CheckpointNotFoundError(f"{path} is not the folder of a run: it has neither recover/ nor generations{hint}")

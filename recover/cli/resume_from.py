@@ -1,0 +1,55 @@
+"""``holdfast resume-from``: how to go back to a generation."""
+
+from typing import Any
+
+import click
+
+from ...utils.errors import CheckpointCorruptError
+from .output import NARROWEST, json_option, print_json
+from .places import Run, find_generation, generation_argument, is_url
+
+
+@click.command("resume-from", short_help="How to go back to a generation.")
+@generation_argument
+@json_option
+def resume_from_command(generation: str, as_json: bool) -> None:
+    """Say what to do so that the run goes on from GEN rather than from its newest generation. Changes nothing.
+
+    Every byte of GEN is compared with its digest first.
+    """
+    from .verify import find_damage
+
+    folder = find_generation(generation)
+    if problems := find_damage(folder, folder.manifest()["files"]):
+        raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
+    step = folder.info().last_step_info.global_step
+    newer: list[int] = []
+    if folder.path is not None:
+        newer = [other for other in Run(str(folder.path.parent)).steps() if other > step]
+    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
+    if is_url(folder.where):
+        root = folder.where.rpartition("/")[0]
+        found["setting"], found["first"] = None, f"holdfast mirror pull {root} RUN --step {step}"
+    else:
+        assert folder.path is not None
+        found["setting"], found["first"] = f"recover.resume_path={folder.path.absolute()}", None
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
+    if found["first"] is not None:
+        click.echo(f"It is at a URL. Fetch it first, with the run's folder for RUN:\n\n  {found['first']}\n")
+        click.echo("Where that folder has nothing newer, the same command as ever resumes from it.")
+    elif not newer:
+        click.echo("It is the newest: the same command as ever resumes from it, there is nothing to set.")
+    else:
+        click.echo(
+            f"Newer ones are there: {', '.join(map(str, newer))}. End the job, and start the same command with\n"
+        )
+        click.echo(f"  {found['setting']}\n")
+        then = (
+            "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for you, and their "
+            "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
+            "has written since, not from this generation again."
+        )
+        click.echo(click.wrap_text(then, NARROWEST))

@@ -1,0 +1,203 @@
+"""``holdfast show``: what a generation holds, read without its model, its trainer or a GPU."""
+
+import io
+import math
+from collections import Counter
+from typing import Any
+
+import click
+
+from ...utils.errors import CheckpointCorruptError
+from ...utils.files import bytes_digest
+from ..info import INFO_NAME
+from .folders import Folder
+from .output import json_option, number_text, print_json, print_table, size_text
+from .places import find_generation, generation_argument
+
+_METADATA = "/.metadata"
+
+
+@click.command("show", short_help="What is in a generation.")
+@generation_argument
+@click.option("--tensors", is_flag=True, help="List every tensor, not only how many there are.")
+@json_option
+def show_command(generation: str, tensors: bool, as_json: bool) -> None:
+    """Show what GEN holds: the step, engines, tensors, parameter groups and rates, generators, the place in the data.
+
+    Only what is small is read, at a URL too; it is compared with its digests.
+    """
+    found = describe(find_generation(generation), tensors)
+    if as_json:
+        print_json(found)
+        return
+    facts = [(key, _fact(value)) for key, value in found["generation"].items() if value not in (None, {}, [])]
+    print_table(("", ""), facts, found["where"])
+    for name, engine in found["engines"].items():
+        _print_engine(name, engine)
+    rows = [
+        (process, part["generators"] or "", ", ".join(part["objects"])) for process, part in found["processes"].items()
+    ]
+    print_table(("process", "digest of its generators", "objects of the user"), rows, "Generators and objects")
+    if found["data"] is not None:
+        places = [(f"loader {at}", _fact(state)) for at, state in enumerate(found["data"]["states"])]
+        print_table(("", "place"), places, "Data")
+
+
+def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
+    """What a generation holds.
+
+    Raises:
+        CheckpointCorruptError: what is read is damaged.
+    """
+    manifest, info = folder.manifest(), folder.info()
+    files, last = manifest["files"], info.last_step_info
+    small = _SmallFiles(folder, files)
+    small.read(INFO_NAME)
+    names = sorted(name.removesuffix(_METADATA) for name in files if name.endswith(_METADATA))
+    processes = {process: {"generators": digest, "objects": []} for process, digest in sorted(info.rng.items())}
+    for name in (name for name in files if name.startswith("state/") and name.endswith(".pt")):
+        process = name.removeprefix("state/").removesuffix(".pt")
+        state = small.load(name)
+        user = state.get("user") if isinstance(state, dict) else None
+        objects = sorted(map(str, user)) if isinstance(user, dict) else []
+        processes.setdefault(process, {"generators": None, "objects": []})["objects"] = objects
+    return {
+        "where": folder.where,
+        "generation": {
+            "step": last.global_step,
+            "epoch": last.epoch,
+            "step in the epoch": f"{last.epoch_step} of {last.steps_per_epoch}",
+            "run_id": info.run_id,
+            "world_size": info.world_size,
+            "bytes": sum(entry["bytes"] for entry in files.values()),
+            "files": len(files),
+            "metrics": info.metrics,
+            "save_s": info.save_s,
+            "weight_versions": info.weight_versions,
+            "resume_path": info.resume_path,
+            "libraries": manifest.get("libraries", {}),
+        },
+        "engines": {name: _describe_engine(small, name, info.engines.get(name), list_tensors) for name in names},
+        "processes": processes,
+        "data": _describe_data(small.load("data.pt")) if "data.pt" in files else None,
+    }
+
+
+class _SmallFiles:
+    """Files of a generation that are read as a whole, each compared with its digest."""
+
+    def __init__(self, folder: Folder, files: dict[str, Any]) -> None:
+        self.folder, self._files = folder, files
+
+    def read(self, name: str) -> bytes:
+        data = self.folder.read(name)
+        if bytes_digest(data) != self._files[name]["digest"]:
+            raise CheckpointCorruptError(f"{self.folder.where}: {name} is not what the manifest says")
+        return data
+
+    def load(self, name: str) -> Any:
+        from ...utils.safe_torch import unpack_plain
+
+        return unpack_plain(self.read(name), f"{self.folder.where}/{name}")
+
+
+def _describe_engine(small: _SmallFiles, name: str, facts: Any, list_tensors: bool) -> dict[str, Any]:
+    from ...engine.dcp.metadata import parse_metadata
+    from ...engine.dcp.state import PACKED, ROOT
+
+    data = small.read(f"{name}{_METADATA}")
+    layout = parse_metadata(data)
+    kinds: dict[str, dict[str, int]] = {}
+    for key, stored in layout.tensors.items():
+        kind = kinds.setdefault(_kind(key.removeprefix(f"{ROOT}.")), {"tensors": 0, "elements": 0, "bytes": 0})
+        elements = math.prod(stored.shape)
+        kind["tensors"] += 1
+        kind["elements"] += elements
+        kind["bytes"] += elements * stored.dtype.itemsize
+    found: dict[str, Any] = {
+        "optimizer_steps": getattr(facts, "optimizer_steps", None),
+        "lr": getattr(facts, "lr", None),
+        "schedule_step": getattr(facts, "schedule_step", None),
+        "kinds": kinds,
+    }
+    for key in PACKED:
+        if f"{ROOT}.{key}" in layout.tensors:
+            found[key] = _read_packed(small.folder, name, layout, f"{ROOT}.{key}")
+    if list_tensors:
+        found["tensors"] = [
+            {
+                "name": key.removeprefix(f"{ROOT}."),
+                "dtype": str(stored.dtype).removeprefix("torch."),
+                "shape": list(stored.shape),
+                "bytes": math.prod(stored.shape) * stored.dtype.itemsize,
+                "shards": len(stored.files),
+            }
+            for key, stored in layout.tensors.items()
+        ]
+    return found
+
+
+def _kind(name: str) -> str:
+    """``model``, ``optim exp_avg`` ... of ``optim.state.layers.0.weight.exp_avg``."""
+    kind, _, rest = name.partition(".")
+    return f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else kind
+
+
+def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
+    from ...utils.safe_json import unpack_json
+    from ...utils.safe_torch import load_plain
+
+    stored, name = layout.tensors[key], f"{folder.where}/{engine}: {key}"
+    if len(stored.files) != 1:
+        raise CheckpointCorruptError(f"{name} is stored in {len(stored.files)} parts; expected one")
+    file, begin, length = (int(part[0]) for part in (stored.files, stored.begins, stored.lengths))
+    tensor = load_plain(io.BytesIO(folder.read_range(f"{engine}/{list(layout.files)[file]}", begin, length)), name)
+    return unpack_json(tensor, name)
+
+
+def _describe_data(data: Any) -> dict[str, Any]:
+    """The place of each loader, by those of its values that are small and plain."""
+    from ...utils.safe_torch import unpack_plain
+
+    states = [unpack_plain(state, "data.pt") for state in data["states"]]
+    shown = [_plain_values(state) if isinstance(state, dict) else {} for state in states]
+    return {"rank_independent": data.get("rank_independent"), "states": shown}
+
+
+def _plain_values(state: dict[Any, Any]) -> dict[str, Any]:
+    return {
+        str(key): value for key, value in state.items() if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {number_text(item)}" for key, item in value.items())
+    return number_text(value)
+
+
+def _print_engine(name: str, engine: dict[str, Any]) -> None:
+    rows = [
+        (kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in engine["kinds"].items()
+    ]
+    steps = "" if engine["optimizer_steps"] is None else (
+        f": {engine['optimizer_steps']} optimizer steps, lr {number_text(engine['lr'])}, "
+        f"schedule at {number_text(engine['schedule_step'])}"
+    )  # fmt: skip
+    print_table(("what", "tensors>", "elements>", "size>"), rows, f"Engine {name}{steps}")
+    groups = engine.get("param_groups", [])
+    if groups:
+        count = Counter(key for group in groups for key in group)
+        keys = [key for key in count if key not in ("params", "initial_lr")]
+        rows = [[str(len(g.get("params", []))), *(number_text(g.get(key, "")) for key in keys)] for g in groups]
+        print_table(("parameters>", *keys), rows, "Parameter groups")
+    for part in ("scheduler", "counters"):
+        if engine.get(part):
+            plain = {key: value for key, value in engine[part].items() if not isinstance(value, dict)}
+            print_table(("", ""), [(key, number_text(value)) for key, value in plain.items()], part.capitalize())
+    if "tensors" in engine:
+        rows = [
+            (t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", size_text(t["bytes"]), str(t["shards"]))
+            for t in engine["tensors"]
+        ]
+        print_table(("tensor", "dtype", "shape>", "size>", "shards>"), rows)

@@ -1,0 +1,153 @@
+"""``holdfast top``: a run as it goes on, from the files that are there."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...utils.errors import CheckpointError, CheckpointNotFoundError
+from ...utils.json_lines import read_lines
+from ..storage.journal import JOURNAL_NAME, read_journal
+from .attempts import EVENTS, is_in_use
+from .output import json_option, make_table, number_text, print_json, print_rich, seconds_text, size_text
+from .places import Run, run_argument
+
+_TAIL_BYTES = 256 << 10
+_LAST_STEPS = 20
+_STATS = ("stats/stats.jsonl", "stats.jsonl")
+
+
+@click.command("top", short_help="Watch a run.")
+@run_argument
+@click.option("--stats", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The run's stats.jsonl; "
+              "default: the one in RUN, or in its folder stats/.")  # fmt: skip
+@click.option(
+    "-n", "--every", default=2.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between looks."
+)
+@click.option("--once", is_flag=True, help="Look once and end, as where the output is no terminal.")
+@json_option
+def top_command(run: str, stats: Path | None, every: float, once: bool, as_json: bool) -> None:
+    """Show the step, the reward, seconds a step and where they go, the newest generation and failed snapshots of RUN.
+
+    Times are those of the journal; seconds of sampling, training and publishing are what the run logs with
+    `StatsLogger` under names that end with _s. Nothing is asked of the run itself. Ctrl-C ends it.
+    """
+    place = Run(run)
+    if as_json:
+        print_json(look(place, stats))
+        return
+    import sys
+
+    if once or not sys.stdout.isatty():
+        print_rich(_screen(look(place, stats)))
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    try:
+        with Live(console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(_screen(look(place, stats)), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        return
+
+
+def look(place: Run, stats: Path | None) -> dict[str, Any]:
+    """What the files of a run say of it now.
+
+    Raises:
+        CheckpointNotFoundError: there is no journal.
+        ConfigError: the run is at a URL.
+    """
+    root, store = place.trial_root, place.require_store()
+    if not (root / JOURNAL_NAME).exists():
+        raise CheckpointNotFoundError(
+            f"there is no {root / JOURNAL_NAME}: the run has not begun, or an older version runs"
+        )
+    events = list(read_journal(root, EVENTS, last_bytes=_TAIL_BYTES))
+    began = max((at for at, event in enumerate(events) if event["event"] == "start"), default=0)
+    steps = [event for event in events[began:] if event["event"] == "step"]
+    saves = [event for event in events[began:] if event["event"] == "save"]
+    recent = steps[-_LAST_STEPS - 1 :]
+    seconds = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) if len(recent) > 1 else None
+    ended = next((event for event in reversed(events[began:]) if event["event"] == "end"), None)
+    found = {
+        "run": str(root),
+        "in_use": is_in_use(root),
+        "ended": None if ended is None else ended.get("error") or ended.get("how"),
+        "step": steps[-1]["step"] if steps else None,
+        "step_age_s": round(time.time() - steps[-1]["time"], 1) if steps else None,
+        "seconds_a_step": None if seconds is None else round(seconds, 4),
+        "failed_in_a_row": saves[-1]["failed_in_a_row"] if saves else 0,
+        "blocked_s": saves[-1]["blocked_s"] if saves else None,
+        "blocked_share": _share(saves, recent),
+        "generation": _newest(store),
+    }
+    return found | _stats_of(root, stats, found["step"])
+
+
+def _share(saves: list[dict[str, Any]], recent: list[dict[str, Any]]) -> float | None:
+    """What part of the time of the recent steps `dump` has kept training."""
+    if len(recent) < 2:
+        return None
+    blocked_s = sum(save["blocked_s"] for save in saves if recent[0]["time"] <= save["time"] <= recent[-1]["time"])
+    return round(blocked_s / max(recent[-1]["time"] - recent[0]["time"], 1e-9), 4)
+
+
+def _newest(store: Any) -> dict[str, Any] | None:
+    for generation in store.generations():
+        try:
+            info = store.inspect(generation.path)
+            written = (generation.path / "manifest.json").stat().st_mtime
+        except (CheckpointError, FileNotFoundError):
+            continue
+        n_bytes = sum(path.stat().st_size for path in generation.path.rglob("*") if path.is_file())
+        age_s = round(time.time() - written, 1)
+        return {"step": generation.step, "age_s": age_s, "bytes": n_bytes, "save_s": round(info.save_s, 3)}
+    return None
+
+
+def _stats_of(root: Path, stats: Path | None, step: int | None) -> dict[str, Any]:
+    """The last numbers that the run has logged, and the mean of recent seconds by what they went to."""
+    path = stats or next((root / name for name in _STATS if (root / name).is_file()), None)
+    if path is None:
+        return {"stats": None, "spent_s": {}}
+    lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))[-_LAST_STEPS:]
+    names = [name for name in (lines[-1] if lines else {}) if name.endswith("_s")]
+    spent = {name.removesuffix("_s"): _mean([line[name] for line in lines if name in line]) for name in names}
+    last = {name: value for name, value in lines[-1].items() if name not in names} if lines else None
+    return {"stats": last, "spent_s": spent}
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4)
+
+
+def _screen(found: dict[str, Any]) -> Any:
+    """All of it as one table."""
+    state = "running" if found["in_use"] else f"not running ({found['ended'] or 'killed, or its machine was lost'})"
+    rows = [("run", found["run"]), ("state", state)]
+    if found["step"] is not None:
+        rows.append(("step", f"{found['step']}, {seconds_text(found['step_age_s'])} ago"))
+    stats = found["stats"] or {}
+    metric = next((name for name in ("reward", "loss") if name in stats), None)
+    if metric is not None:
+        rows.append((metric, number_text(stats[metric])))
+    if found["seconds_a_step"] is not None:
+        rows.append(("a step takes", seconds_text(found["seconds_a_step"])))
+    rows += [(f"  {name}", seconds_text(seconds)) for name, seconds in found["spent_s"].items()]
+    if found["blocked_s"] is not None:
+        share = "" if found["blocked_share"] is None else f", {found['blocked_share']:.2%} of the time"
+        rows.append(("  blocked by saves", f"{seconds_text(found['blocked_s'])} the last one{share}"))
+    if (newest := found["generation"]) is not None:
+        rows.append(
+            (
+                "newest generation",
+                f"step {newest['step']}, {seconds_text(newest['age_s'])} ago, {size_text(newest['bytes'])}, "
+                f"written in {seconds_text(newest['save_s'])}",
+            )
+        )
+    rows.append(("failed in a row", str(found["failed_in_a_row"])))
+    return make_table(("", ""), rows)

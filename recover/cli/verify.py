@@ -1,0 +1,139 @@
+"""``holdfast verify``: every byte against the digest that was taken when it was written."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+
+from ...utils.cores import MOST
+from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MirrorError
+from ...utils.manifest import MANIFEST_NAME
+from ...utils.remote import FETCH_FIRST
+from ..info import INFO_NAME
+from .folders import Folder, LocalFolder, RemoteFolder
+from .main import DAMAGED
+from .output import json_option, print_json, print_table, size_text
+from .places import Run, find_generation, is_generation, is_url, local_path
+
+CONFIG = "config.json"
+
+
+@click.command("verify", short_help="Compare every byte with its digest.")
+@click.argument("where", metavar="GEN|RUN|HF")
+@click.option("--threads", type=click.IntRange(1, 64), help="How many files to read at a time; default: one a core.")
+@json_option
+@click.pass_context
+def verify_command(ctx: click.Context, where: str, threads: int | None, as_json: bool) -> None:
+    """Read every file of a generation, of all generations of RUN, or of a Hugging Face folder, and compare.
+
+    Generations and published weights have a digest of every file. Other Hugging Face folders have none: of those, what
+    the headers of the weight files say is compared with the files and with the index.
+
+    The exit code is 1 if anything is damaged.
+    """
+    reports = [report for folder in _folders(where) if (report := _verify(folder, threads)) is not None]
+    if as_json:
+        print_json({"folders": reports})
+    else:
+        parent = reports[0]["where"].rpartition("/")[0] if reports else ""
+        print_table(
+            ("folder", "files>", "size>", "rate>", "verdict"), [_row(report) for report in reports], parent or None
+        )
+    if any(report["problems"] for report in reports):
+        ctx.exit(DAMAGED)
+
+
+def _folders(where: str) -> Iterator[Folder]:
+    if "@" in where or is_generation(where):
+        yield find_generation(where)
+        return
+    if (export := _export(where)) is not None:
+        yield export
+        return
+    run = Run(where)
+    if not (steps := run.steps()):
+        raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
+    for step in steps:
+        with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile by the run
+            yield run.folder(step)
+
+
+def _export(where: str) -> Folder | None:
+    """The Hugging Face folder here or at a URL; None where there is none."""
+    if is_url(where):
+        folder: Folder = RemoteFolder(where.rstrip("/"))
+        return folder if folder.has(CONFIG) else None
+    path = local_path(where)
+    return LocalFolder(path) if (path / CONFIG).is_file() else None
+
+
+def _verify(folder: Folder, threads: int | None) -> dict[str, Any] | None:
+    """What was found of a folder; None if a run has deleted it meanwhile."""
+    started = time.monotonic()
+    report: dict[str, Any] = {"where": folder.where, "files": 0, "bytes": 0, "digests": True, "problems": []}
+    try:
+        if folder.has(MANIFEST_NAME) or not folder.has(CONFIG):
+            _verify_digests(folder, threads, report)
+        else:
+            _verify_export(folder, report)
+    except (MirrorError, ConfigError):
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        if folder.path is not None and not folder.path.is_dir():
+            return None
+        report["problems"].append(str(error).replace(f"{folder.where}: ", ""))
+    report["seconds"] = round(time.monotonic() - started, 4)
+    return report
+
+
+def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = None) -> list[str]:
+    """Compare every byte of the files of a manifest with their digests; what is wrong, in words."""
+    by_size = sorted(files, key=lambda name: -files[name]["bytes"])  # the largest first: no thread ends alone with it
+
+    def check(name: str) -> str | None:
+        found = folder.digest(name, files[name]["bytes"])
+        return None if found == files[name]["digest"] else f"{name} has digest {found}, not {files[name]['digest']}"
+
+    with ThreadPoolExecutor(threads or min(len(os.sched_getaffinity(0)), MOST)) as pool:
+        return [problem for problem in pool.map(check, by_size) if problem is not None]
+
+
+def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any]) -> None:
+    files = folder.manifest()["files"]
+    report["files"], report["bytes"] = len(files), sum(entry["bytes"] for entry in files.values())
+    report["problems"] += find_damage(folder, files, threads)
+    if INFO_NAME in files and not report["problems"]:
+        step = folder.info().last_step_info.global_step
+        if folder.name.startswith("global_step_") and folder.name != f"global_step_{step}":
+            report["problems"].append(f"it was renamed: it holds step {step}")
+
+
+def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
+    from ...engine.hf.file_io import WeightReader
+
+    if folder.path is None:
+        raise ConfigError(
+            f"{folder.where} has no digests to verify; {FETCH_FIRST}, then what its files say is compared"
+        )
+    with WeightReader(folder.path) as weights:
+        weights.layout()
+    sizes = folder.sizes()
+    report |= {"digests": False, "files": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _row(report: dict[str, Any]) -> list[str]:
+    rate = report["bytes"] / max(report["seconds"], 1e-9)
+    sound = "sound" if report["digests"] else "whole (it has no digests)"
+    problems = [re.sub(r" has digest .*", " is not what was written", problem) for problem in report["problems"]]
+    return [
+        report["where"].rpartition("/")[2],
+        str(report["files"]),
+        size_text(report["bytes"]),
+        f"{size_text(int(rate))}/s" if report["digests"] and report["bytes"] else "",
+        sound if not report["problems"] else "DAMAGED: " + "; ".join(problems),
+    ]

@@ -1,0 +1,80 @@
+"""``holdfast why``: what ended each attempt of a run, and what that has cost."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from .attempts import Attempt, is_in_use, read_attempts
+from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
+from .places import Run, run_argument
+
+_WIDTH, _MOST_ROWS = 64, 24
+
+
+@click.command("why", short_help="What ended each attempt of a run.")
+@run_argument
+@json_option
+def why_command(run: str, as_json: bool) -> None:
+    """Show what ended each attempt at RUN, how long coming back took, and how many steps were trained again.
+
+    "back after" is the time from the last step of the attempt before to the first step of this one; what of it the
+    restore itself took is the column "load". From <trial>/journal.jsonl, which the run writes.
+    """
+    place = Run(run)
+    attempts, in_use = read_attempts(place), is_in_use(place.trial_root)
+    verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
+    redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
+    if as_json:
+        rows = [asdict(one) | {"verdict": verdict} for one, verdict in zip(attempts, verdicts, strict=True)]
+        print_json({"run": place.where, "attempts": rows, "redone": redone, "gone_s": round(gone_s, 3)})
+        return
+    columns = ("", "began", "ranks>", "from>", "to>", "redone>", "load>", "back after>", "what ended it")
+    print_table(columns, [_row(one, verdict) for one, verdict in zip(attempts, verdicts, strict=True)], place.where)
+    print_rich(_picture(attempts))
+    steps = max((one.last + 1 for one in attempts if one.last is not None), default=0)
+    click.echo(
+        f"\n{len(attempts)} attempt{'s' * (len(attempts) != 1)}, {steps} steps; {redone} were trained again, and "
+        f"{seconds_text(gone_s)} went by between attempts"
+    )
+
+
+def _row(one: Attempt, verdict: str) -> list[str]:
+    return [
+        str(one.number),
+        time_text(one.began),
+        str(one.world_size),
+        "fresh" if one.resumed is None else str(one.resumed + 1),
+        "" if one.last is None else str(one.last),
+        str(one.redone or ""),
+        seconds_text(one.load_s),
+        "" if one.gone_s is None else seconds_text(one.gone_s),
+        verdict + (f"; workers were lost {one.losses} times" if one.losses > 1 else ""),
+    ]
+
+
+def _picture(attempts: list[Attempt]) -> Any:
+    """Steps from left to right, an attempt a line: what was trained, and what was trained again."""
+    from rich.text import Text
+
+    trained = [one for one in attempts if one.first is not None and one.last is not None]
+    shown, picture = trained[-_MOST_ROWS:], Text()
+    if not shown:
+        return picture
+    begin, end = min(one.first or 0 for one in shown), max(one.last or 0 for one in shown) + 1
+    scale = (end - begin) / min(_WIDTH, end - begin)
+    reached = -1
+    for one in trained:
+        first, last = one.first or 0, one.last or 0
+        again, reached = min(reached + 1, last + 1), max(reached, last)
+        if one not in shown:
+            continue
+        left, middle = (int((step - begin) / scale) for step in (first, max(again, first)))
+        right = math.ceil((last + 1 - begin) / scale)
+        picture.append(f"{one.number:>3} " + " " * left)
+        picture.append("▒" * (middle - left), style="yellow")
+        picture.append("█" * (right - middle) + "\n", style="green")
+    picture.append(f"    {begin}".ljust(4 + min(_WIDTH, end - begin)) + f"{end - 1}\n")
+    picture.append("    █ trained  ▒ trained again; steps from left to right, an attempt a line")
+    return picture

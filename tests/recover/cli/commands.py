@@ -1,0 +1,48 @@
+"""Commands called in this process, and in one of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from holdfast.recover.cli.main import cli
+from tests.limits import stretched
+
+HOLDFAST = Path(sys.executable).with_name("holdfast")
+
+
+def holdfast(*args: str | Path, typed: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that is called in this process."""
+    result = CliRunner().invoke(cli, list(map(str, args)), input=typed, prog_name="holdfast")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def answer(*args: str | Path, code: int = 0) -> Any:
+    """What a command prints with ``--json``."""
+    found, out, err = holdfast(*args, "--json")
+    assert found == code, out + err
+    return json.loads(out)
+
+
+def start(*args: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """A command in a process of its own."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen([str(HOLDFAST), *map(str, args)], **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of it."""
+    out, err = process.communicate(timeout=stretched(60))
+    return process.returncode, out, err
+
+
+def flip_byte(path: Path, at: int = -1000) -> None:
+    """Flip a bit of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,163 @@
+"""``why`` and ``top``, and the journal they read: of runs that were killed, stopped, and failed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.recover.storage.journal import Journal
+from holdfast.utils.errors import Preempted
+from holdfast.utils.metrics import StatsLogger
+from tests.helpers import PRELOAD
+from tests.limits import stretched
+from tests.once import make_once
+from tests.recover.cli.commands import answer, holdfast
+from tests.recover.runs import Tiny, make_handler, step_info
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _train_on(root: str, until: int, end: str) -> None:
+    """Train to a step and end there: by a ``kill``, ``stop`` or ``error``, by ``close``, or ``wait`` to be killed."""
+    handler, tiny = make_handler(root, freq_steps=2), Tiny()
+    info = handler.load(tiny.state)
+    for step in range(info.last_step_info.next().global_step if info else 0, until + 1):
+        if end == "stop" and step == until:
+            os.kill(os.getpid(), signal.SIGTERM)
+        tiny.step()
+        handler.dump(tiny.state, step_info(step))
+    if end == "wait":
+        time.sleep(stretched(60))
+    if end == "kill":
+        handler.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    with handler:
+        if end == "error":
+            raise ValueError("the reward model is gone")
+
+
+def _run(root: Path, until: int, end: str) -> None:
+    process = _start(root, until, end)
+    process.join(stretched(60))
+    assert process.exitcode is not None
+
+
+def _start(root: Path, until: int, end: str) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    process = context.Process(target=_train_on, args=(str(root), until, end))
+    process.start()
+    return process
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five attempts."""
+
+    def make(root: Path) -> Path:
+        for until, end in ((4, "kill"), (6, "stop"), (8, "error"), (9, "kill"), (10, "close")):
+            _run(root, until, end)
+        return root / "e" / "t"
+
+    return make_once(tmp_path_factory, "troubled", make)
+
+
+def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again(troubled: Path) -> None:
+    found = answer("why", troubled)
+    verdicts = [attempt["verdict"] for attempt in found["attempts"]]
+    assert verdicts[0] == verdicts[3] == "killed, or its machine was lost: nothing was noted"
+    assert "SIGTERM" in verdicts[1] and verdicts[1].startswith("stopped as asked")
+    assert verdicts[2] == "ValueError: the reward model is gone" and verdicts[4] == "the handler was closed"
+    assert [attempt["resumed"] for attempt in found["attempts"]] == [None, 3, 6, 7, 9]
+    assert [(attempt["first"], attempt["last"]) for attempt in found["attempts"]] == [
+        (0, 4), (4, 6), (7, 8), (8, 9), (10, 10),
+    ]  # fmt: skip
+    assert [attempt["redone"] for attempt in found["attempts"]] == [0, 1, 0, 1, 0] and found["redone"] == 2
+    assert all(attempt["gone_s"] > attempt["load_s"] > 0 for attempt in found["attempts"][1:])
+
+
+def test_the_picture_shows_what_was_trained_again(troubled: Path) -> None:
+    code, out, _ = holdfast("why", troubled)
+    assert code == 0
+    lines = [line for line in out.splitlines() if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)]
+    assert [line[4:] for line in lines] == ["█████", "    ▒██", "       ██", "        ▒█", "          █"]
+    assert "5 attempts, 11 steps; 2 were trained again" in out
+
+
+def test_an_attempt_that_goes_on_is_not_called_killed(tmp_path: Path) -> None:
+    process, trial = _start(tmp_path, 3, "wait"), tmp_path / "e" / "t"
+    try:
+        deadline = time.monotonic() + stretched(60)
+        while not (trial / "journal.jsonl").exists() or answer("top", trial)["step"] != 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert [attempt["verdict"] for attempt in answer("why", trial)["attempts"]] == ["goes on"]
+        seen = answer("top", trial)
+        assert seen["in_use"] and seen["failed_in_a_row"] == 0 and seen["blocked_s"] > 0
+        assert answer("ls", trial)["generations"][-1]["step"] == 1
+        assert holdfast("verify", trial)[0] == 0
+    finally:
+        process.kill()
+        process.join()
+    assert answer("why", trial)["attempts"][0]["verdict"].startswith("killed")
+    assert answer("top", trial)["in_use"] is False
+
+
+def test_top_shows_the_reward_and_where_the_seconds_went_from_the_files_that_are_there(
+    troubled: Path, tmp_path: Path
+) -> None:
+    logger = StatsLogger(tmp_path)
+    logger.resume_after(None)
+    for step in range(4):
+        logger.log(step, {"reward": 0.1 * step, "sampling_s": 2.0, "training_s": 1.0 + step})
+    logger.close()
+    found = answer("top", troubled, "--stats", tmp_path / "stats.jsonl")
+    assert found["step"] == 10 and found["generation"]["step"] == 9
+    assert found["spent_s"] == {"sampling": 2.0, "training": 2.5}
+    assert found["stats"]["reward"] == pytest.approx(0.3)
+    code, out, _ = holdfast("top", troubled, "--stats", tmp_path / "stats.jsonl")
+    assert code == 0 and "sampling" in out and "reward" in out and "newest generation" in out
+
+
+def test_a_torn_line_of_a_journal_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"event": "step", "time": 1.0, "step": 0}\n{"event": "st')
+    journal = Journal(tmp_path)
+    journal.open()
+    journal.note("step", step=1)
+    journal.close()
+    whole = [json.loads(line) for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
+    assert [entry["step"] for entry in whole] == [0, 1]
+
+
+def test_a_journal_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
+    (tmp_path / "e" / "t" / "journal.jsonl").mkdir(parents=True)
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(0))
+    handler.close()
+    assert answer("ls", tmp_path / "e" / "t")["generations"][0]["step"] == 0
+
+
+def test_a_stop_is_noted_with_its_reason(tmp_path: Path) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Preempted):
+        handler.dump(tiny.state, step_info(0))
+    assert "SIGUSR1" in answer("why", tmp_path / "e" / "t")["attempts"][0]["verdict"]
+
+
+def test_a_run_without_a_journal_and_one_at_a_url_are_one_message(tmp_path: Path) -> None:
+    (tmp_path / "recover").mkdir()
+    for command in ("why", "top"):
+        code, _, err = holdfast(command, tmp_path)
+        assert code == 2 and "journal.jsonl" in err
+        code, _, err = holdfast(command, "s3://bucket/e/t")
+        assert code == 2 and "needs the run's folder" in err

@@ -1,0 +1,179 @@
+"""Commands that look at generations: ls, show, verify, diff; here, at a URL, damaged, and while they are written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.recover.storage.generations import GenerationStore
+from tests.recover.cli.commands import answer, flip_byte, holdfast
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_ls_tells_steps_sizes_metrics_ranks_and_why_each_is_kept(finished: Path) -> None:
+    found = answer("ls", finished)["generations"]
+    assert [entry["step"] for entry in found] == [7, 5, 3, 1]
+    assert [entry["kept"] for entry in found] == [
+        ["newest", "last 2", "every 4 steps"],
+        ["last 2"],
+        ["every 4 steps"],
+        ["best 1 by reward"],
+    ]
+    for entry in found:
+        manifest = json.loads((Path(entry["where"]) / "manifest.json").read_bytes())
+        assert entry["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
+        assert entry["metrics"] == {"reward": 1.0 / (1 + entry["step"])} and entry["world_size"] == 2
+    code, out, _ = holdfast("ls", finished)
+    assert code == 0 and "newest, last 2" in out and "reward 0.125" in out
+
+
+def test_ls_takes_the_recover_folder_too_and_names_runs_below_another_folder(finished: Path) -> None:
+    assert answer("ls", finished / "recover") == answer("ls", finished)
+    code, _, err = holdfast("ls", finished.parents[1])
+    assert code == 2 and str(finished) in err
+
+
+def test_ls_tells_what_is_at_the_mirror(finished: Path) -> None:
+    found = answer("ls", finished, "--mirror", "recorded")["generations"]
+    assert {entry["step"]: entry["mirror"] for entry in found} == {7: "copied", 5: "copied", 3: "no copy", 1: "no copy"}
+
+
+def test_ls_tells_of_half_written_damaged_and_refused_generations(run: Path, store: GenerationStore) -> None:
+    staging = store.open_staging(9)
+    (staging / "part").write_bytes(b"x" * 1000)
+    newest, second, third, _ = store.generations()
+    (newest.path / "data.pt").unlink()
+    store.quarantine(third, "a test")
+    found = answer("ls", run)
+    assert found["being_written"] == [{"step": 9, "bytes": 1000}]
+    assert [entry["step"] for entry in found["generations"]] == [7, 5, 1]
+    assert "data.pt is missing" in found["generations"][0]["problem"]
+    assert found["generations"][1]["problem"] is None and second.step == 5
+    assert found["rejected"] == [".rejected-global_step_3-a-test"]
+
+
+def test_ls_of_a_run_that_has_just_begun_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "recover.lock").touch()
+    assert answer("ls", tmp_path)["generations"] == []
+
+
+def test_show_tells_what_a_generation_holds(finished: Path) -> None:
+    found = answer("show", f"{finished}@5", "--tensors")
+    assert found["generation"]["step"] == 5 and found["generation"]["world_size"] == 2
+    engine = found["engines"]["default"]
+    assert engine["optimizer_steps"] == 6 and engine["kinds"]["model"]["elements"] == 19104
+    assert engine["param_groups"][0]["lr"] == engine["lr"] and len(engine["param_groups"][0]["params"]) == 24
+    assert engine["scheduler"]["last_epoch"] == engine["schedule_step"] == 6
+    (embedding,) = (each for each in engine["tensors"] if each["name"] == "model.model.embed_tokens.weight")
+    assert (embedding["shape"], embedding["dtype"], embedding["shards"]) == ([15, 32], "float32", 2)
+    assert {name: part["objects"] for name, part in found["processes"].items()} == {
+        "rank_00000": ["meter"],
+        "rank_00001": ["meter"],
+    }
+    assert found["data"]["states"][0] | {"epoch": 0, "cursor": 24, "seed": 3} == found["data"]["states"][0]
+    code, out, _ = holdfast("show", f"{finished}@newest")
+    assert code == 0 and "Parameter groups" in out and "global_step_7" in out
+
+
+def test_verify_finds_every_generation_sound_and_its_exports_whole(finished: Path) -> None:
+    found = answer("verify", finished)["folders"]
+    assert len(found) == 4 and not any(report["problems"] for report in found)
+    assert sum(report["bytes"] for report in found) > 2_000_000
+    (export,) = answer("verify", finished / "hf" / "global_step_7")["folders"]
+    assert export["digests"] is False and export["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["default/__1_0.distcp", "default/.metadata", "state/rank_00001.pt", "data.pt"])
+def test_verify_finds_a_flipped_byte_in_any_file_and_says_so_with_its_exit_code(name: str, run: Path) -> None:
+    flip_byte(run / "recover" / "global_step_5" / name, -500)
+    reports = {Path(report["where"]).name: report["problems"] for report in answer("verify", run, code=1)["folders"]}
+    assert [folder for folder, problems in reports.items() if problems] == ["global_step_5"]
+    assert reports["global_step_5"][0].startswith(f"{name} has digest")
+    code, out, _ = holdfast("verify", run)
+    assert code == 1 and out.count("sound") == 3 and "DAMAGED" in out
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "recover_info.json"])
+def test_a_flipped_byte_in_the_small_files_is_found_by_all_who_read_them(name: str, run: Path) -> None:
+    flip_byte(run / "recover" / "global_step_7" / name, 30)
+    for command in ("verify", "show", "export"):
+        options = ("--to", run / "x") if command == "export" else ()
+        assert holdfast(command, f"{run}@7", *options)[0] == 1
+    assert not (run / "x").exists()
+
+
+def test_verify_finds_a_weight_file_that_was_cut_in_an_export(run: Path) -> None:
+    weights = run / "hf" / "global_step_3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    (report,) = answer("verify", weights.parent, code=1)["folders"]
+    assert "model.safetensors" in report["problems"][0]
+
+
+def test_verify_of_a_folder_that_was_renamed_says_so(run: Path) -> None:
+    (run / "recover" / "global_step_7").rename(run / "recover" / "global_step_8")
+    assert "holds step 7" in str(answer("verify", f"{run}@8", code=1))
+
+
+def test_diff_of_a_generation_with_a_copy_finds_nothing_and_with_another_every_tensor(finished: Path) -> None:
+    assert answer("diff", f"{finished}@7", f"{finished}@newest", "--exit-code")["differences"] == []
+    found = answer("diff", f"{finished}@5", f"{finished}@7", "--exit-code", code=1)["differences"]
+    moved = {one["name"]: one for one in found}
+    weight = moved["default/model.model.layers.0.mlp.up_proj.weight"]
+    assert weight["kind"] == "values" and weight["elements"] == weight["of"] == 2048
+    assert 0 < weight["largest"] < 0.1 and 0 < weight["relative"] < 1
+    steps = moved["default/optim.state.model.norm.weight.step"]
+    assert (steps["elements"], steps["largest"]) == (1, 2.0)
+
+
+def test_diff_tells_one_changed_element_by_how_much(run: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    other = Path(shutil.copytree(run / "hf" / "global_step_7", run / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["model.norm.weight"][3] += 0.5
+    tensors["model.layers.0.input_layernorm.weight"][:] = torch.nan
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    found = {one["name"]: one for one in answer("diff", f"{run}@7", other)["differences"]}
+    assert found.keys() == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
+    assert (found["model.norm.weight"]["elements"], found["model.norm.weight"]["largest"]) == (1, 0.5)
+    assert found["model.layers.0.input_layernorm.weight"]["largest"] is None  # not a number
+
+
+def test_ls_show_verify_and_diff_read_copies_at_a_url(finished: Path, at_s3: str) -> None:
+    here, there = answer("ls", finished)["generations"], answer("ls", at_s3)["generations"]
+    for key in ("step", "bytes", "metrics", "world_size", "epoch"):
+        assert [entry[key] for entry in there] == [entry[key] for entry in here]
+    shown = answer("show", f"{at_s3}@5")
+    assert shown | {"where": ""} == answer("show", f"{finished}@5") | {"where": ""}
+    assert not any(report["problems"] for report in answer("verify", at_s3)["folders"])
+    assert answer("diff", f"{at_s3}/global_step_5", f"{finished}@5")["differences"] == []
+
+
+def test_verify_finds_a_flipped_byte_at_a_url(finished: Path, at_s3: str, tmp_path: Path) -> None:
+    from tests.recover.mirrors import storage
+
+    fs, root = storage(at_s3.replace("/cli/", "/damaged/"))
+    for step in (5, 7):
+        source = finished / "recover" / f"global_step_{step}"
+        for path in (path for path in source.rglob("*") if path.is_file()):
+            fs.put_file(str(path), f"{root}/{source.name}/{path.relative_to(source).as_posix()}")
+    data = bytearray(fs.cat_file(f"{root}/global_step_7/default/__0_0.distcp"))
+    data[-700] ^= 4
+    fs.pipe_file(f"{root}/global_step_7/default/__0_0.distcp", bytes(data))
+    reports = answer("verify", f"s3://{root}", code=1)["folders"]
+    assert [bool(report["problems"]) for report in reports] == [True, False]
+    code, _, err = holdfast("diff", f"s3://{root}@7", f"{finished}@7")
+    assert code == 1 and "damaged" in err
+
+
+def test_a_url_that_has_nothing_or_does_not_answer_is_one_message(s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = holdfast("ls", "s3://bucket/nothing/here")
+    assert (code, err) == (0, "") and "step" in out
+    assert holdfast("verify", "s3://bucket/nothing/here")[0] == 2
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    code, _, err = holdfast("ls", "s3://bucket/nothing/there")
+    assert code == 2 and "failed 3 times" in err and "Traceback" not in err

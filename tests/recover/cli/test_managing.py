@@ -1,0 +1,230 @@
+"""Commands that change something: rm, pin, mirror, export, resume-from."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from holdfast.recover.storage.generations import GenerationStore
+from holdfast.recover.storage.retention import RetentionRules
+from holdfast.utils.folder_lock import FolderLock
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.limits import stretched
+from tests.recover.cli.commands import answer, flip_byte, holdfast
+from tests.recover.runs import Tiny, make_handler, names, run_until, step_info
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _steps(store: GenerationStore) -> list[int]:
+    return [generation.step for generation in store.generations()]
+
+
+def test_rm_deletes_what_it_is_told_to_after_asking(run: Path, store: GenerationStore) -> None:
+    assert holdfast("rm", f"{run}@5", typed="n\n")[0] == 130
+    assert _steps(store) == [7, 5, 3, 1]
+    assert holdfast("rm", f"{run}@5", store.path_of(1), typed="y\n")[0] == 0
+    assert _steps(store) == [7, 3] and not list(store.root.glob(".retired-*"))
+
+
+def test_rm_refuses_pinned_generations_and_without_force_the_newest_sound_one(
+    run: Path, store: GenerationStore
+) -> None:
+    flip_byte(store.path_of(7) / "manifest.json", 20)  # so 5 is the newest that is sound
+    store.pin(3)
+    for step in (5, 3):
+        code, _, err = holdfast("rm", "-y", f"{run}@{step}")
+        assert code == 2 and ("newest sound" in err or "pinned" in err)
+    assert holdfast("rm", "-y", "--force", f"{run}@3")[0] == 2
+    assert holdfast("rm", "-y", f"{run}@7")[0] == 0
+    assert holdfast("rm", "-y", "--force", f"{run}@5")[0] == 0
+    assert _steps(store) == [3, 1]
+
+
+def test_rm_names_generations_only_and_nothing_is_deleted_before_all_are_checked(
+    run: Path, store: GenerationStore
+) -> None:
+    for bad in (run, f"{run}@6", run / "hf", f"{run}@7"):
+        assert holdfast("rm", "-y", f"{run}@3", bad)[0] == 2
+    assert _steps(store) == [7, 5, 3, 1]
+
+
+def test_rm_spares_the_newest_of_a_run_in_use_even_with_force(run: Path, store: GenerationStore) -> None:
+    holder = _hold(run)
+    try:
+        assert holdfast("rm", "-y", "--force", f"{run}@7")[0] == 2
+        assert holdfast("rm", "-y", f"{run}@3")[0] == 0
+    finally:
+        holder.stdin.close()
+        holder.wait()
+    assert _steps(store) == [7, 5, 1]
+
+
+def _hold(run: Path) -> Any:
+    """Another process that holds the lock of a run until its stdin is closed."""
+    script = (
+        "import sys; from holdfast.utils.folder_lock import FolderLock; "
+        "FolderLock(sys.argv[1]).acquire(0); print(flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(run / "recover.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None and holder.stdout.readline()
+    return holder
+
+
+def test_a_pinned_generation_outlives_every_rule_until_it_is_unpinned(run: Path, store: GenerationStore) -> None:
+    assert answer("pin", f"{run}@1", f"{run}@3") == {"pinned": [str(store.path_of(1)), str(store.path_of(3))]}
+    assert answer("pin", f"{run}@1")  # twice is once
+    store.delete_by_retention(RetentionRules(1))
+    assert _steps(store) == [7, 3, 1]
+    found = answer("ls", run)["generations"]
+    assert [entry["pinned"] for entry in found] == [False, True, True] and found[2]["kept"][0] == "pinned"
+    assert holdfast("unpin", f"{run}@3")[0] == 0
+    store.delete_by_retention(RetentionRules(1))
+    assert _steps(store) == [7, 1]
+
+
+def test_a_run_that_goes_on_keeps_what_was_pinned_meanwhile_and_its_copy(tmp_path: Path) -> None:
+    mirror = {"mirror_url": f"file://{tmp_path}/m", "mirror_max_to_keep": 1}
+    handler, tiny = make_handler(tmp_path, freq_steps=1, max_ckpt_to_keep=1, **mirror), Tiny()
+    handler.load(tiny.state)
+    for step in range(4):
+        tiny.step()
+        handler.dump(tiny.state, step_info(step))
+        handler.wait()
+        assert handler._folder.mirror is not None and handler._folder.mirror.wait(60)
+        if step == 1:
+            assert holdfast("pin", f"{tmp_path}/e/t@1")[0] == 0
+    handler.close()
+    assert names(tmp_path) == ["global_step_1", "global_step_3"]
+    there = answer("mirror", "ls", tmp_path / "e" / "t")["copies"]
+    assert [(row["step"], row["copy"]) for row in there] == [(3, "complete"), (1, "complete")]
+
+
+def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> None:
+    digests = run_until(tmp_path / "a", 3)
+    url = f"file://{tmp_path}/copies"
+    assert holdfast("mirror", "push", tmp_path / "a" / "e" / "t", "--step", "1", "--url", url)[0] == 0
+    assert answer("mirror", "pull", url, tmp_path / "b" / "e" / "t")["fetched"][0]["step"] == 1
+    handler, tiny = make_handler(tmp_path / "b", freq_steps=1), Tiny()
+    info = handler.load(tiny.state)
+    assert info is not None and info.last_step_info.global_step == 1
+    assert tiny.digest() == digests[1] and tiny.step() == digests[2]
+    handler.close()
+    assert holdfast("mirror", "pull", url, tmp_path / "b" / "e" / "t")[0] == 2  # it is there already
+    assert holdfast("mirror", "pull", url, tmp_path / "c", "--step", "7")[0] == 2
+
+
+def test_mirror_push_leaves_the_own_mirror_of_a_run_in_use_to_its_job(run: Path) -> None:
+    holder = _hold(run)
+    try:
+        code, _, err = holdfast("mirror", "push", run)
+        assert code == 2 and "is in use by" in err
+        assert holdfast("mirror", "push", run, "--url", f"file://{run}/elsewhere")[0] == 0
+    finally:
+        holder.stdin.close()
+        holder.wait()
+
+
+def test_a_lock_that_this_process_holds_is_not_lost_by_looking(run: Path) -> None:
+    lock = FolderLock(run / "recover.lock")
+    lock.acquire(0.0)
+    assert answer("top", run)["in_use"] is True
+    lock.confirm()
+    lock.release()
+    assert answer("top", run)["in_use"] is False
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_export_of_a_generation_is_the_one_that_the_run_has_made(
+    dtype: str | None, finished: Path, tmp_path: Path
+) -> None:
+    options = () if dtype is None else ("--dtype", dtype, "--config", finished.parents[1] / "model")
+    report = answer("export", f"{finished}@7", "--to", tmp_path / "x", *options)
+    assert report["files"] == len(list((tmp_path / "x").iterdir()))
+    if dtype is None:
+        own = finished / "hf" / "global_step_7"
+        assert _contents(tmp_path / "x") == _contents(own)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype="auto")
+    assert str(model.dtype) == f"torch.{dtype or 'float32'}"
+
+
+SMALL_MEMORY = """
+import resource, sys
+import transformers.models.qwen3.modeling_qwen3
+import holdfast.recover.convert.conversion, holdfast.recover.coordinator
+from holdfast.recover.cli.main import cli
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    cli.main(sys.argv[1:])
+finally:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_an_export_takes_the_memory_of_the_largest_tensor_not_of_the_model(tmp_path: Path) -> None:
+    config = tiny_qwen3(hidden_size=512, layers=20)
+    model = write_model_folder(tmp_path / "model", config)
+    handler = make_handler(tmp_path, async_save=False)
+    handler.load((model, None, None))
+    handler.dump((model, None, None), step_info(0), force=True)
+    handler.close()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    options = (f"{tmp_path}/e/t@0", "--to", tmp_path / "x", "--config", tmp_path / "model")
+    command = [sys.executable, "-c", SMALL_MEMORY, "export", *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
+    assert result.returncode == 0, result.stderr
+    assert sum(sizes) > 100e6 and int(result.stdout.splitlines()[-1]) < 40e6
+    assert _contents(tmp_path / "x")["model.safetensors"] == _contents(tmp_path / "model")["model.safetensors"]
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_an_export_of_a_copy_at_a_url_is_the_same(finished: Path, at_s3: str, tmp_path: Path) -> None:
+    config = ("--config", finished / "hf" / "global_step_3")
+    assert holdfast("export", f"{at_s3}@7", "--to", tmp_path / "x", *config)[0] == 0
+    assert _contents(tmp_path / "x") == _contents(finished / "hf" / "global_step_7")
+
+
+def test_an_export_is_refused_where_something_is_of_another_model_or_nothing_says_which(
+    run: Path, tmp_path: Path
+) -> None:
+    config = json.loads((run / "hf" / "global_step_7" / "config.json").read_text())
+    for change in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 80}, {"model_type": "no"}):
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        (other / "config.json").write_text(json.dumps(config | change))
+        code, _, err = holdfast("export", f"{run}@7", "--to", tmp_path / "x", "--config", other)
+        assert code == 2 and "config.json" in err
+    (tmp_path / "there").mkdir()
+    assert holdfast("export", f"{run}@7", "--to", tmp_path / "there")[0] == 2
+    assert holdfast("export", f"{run}@7", "--to", tmp_path / "x", "--engine", "critic")[0] == 2
+    flip_byte(run / "recover" / "global_step_7" / "default" / "__0_0.distcp", 3000)
+    assert holdfast("export", f"{run}@7", "--to", tmp_path / "x")[0] == 1
+    shutil.rmtree(run / "hf")
+    code, _, err = holdfast("export", f"{run}@5", "--to", tmp_path / "x")
+    assert code == 2 and "--config" in err
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".staging*"))
+
+
+def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(tmp_path: Path) -> None:
+    digests = run_until(tmp_path, 4, max_ckpt_to_keep=None)
+    found = answer("resume-from", f"{tmp_path}/e/t@1")
+    assert (found["next_step"], found["newer"]) == (2, [3, 2])
+    key, _, value = found["setting"].partition("=")
+    handler, tiny = make_handler(tmp_path, freq_steps=1, **{key.removeprefix("recover."): value}), Tiny()
+    info = handler.load(tiny.state)
+    assert info is not None and info.last_step_info.global_step == 1 and tiny.step() == digests[2]
+    handler.close()
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]
+    flip_byte(tmp_path / "e" / "t" / "recover" / "global_step_0" / "default" / "__0_0.distcp")
+    assert holdfast("resume-from", f"{tmp_path}/e/t@0")[0] == 1

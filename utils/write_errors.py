@@ -1,0 +1,19 @@
+"""What the file system says of a write, as one of our errors."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import CheckpointError, CheckpointWriteError
+
+
+@contextmanager
+def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the file system says in the block into a `CheckpointWriteError` that names ``final``."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        outcome = "" if os.path.lexists(final) else "; nothing became visible"
+        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error
