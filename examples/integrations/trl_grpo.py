@@ -1,0 +1,43 @@
+"""GRPO with TRL, two lines from plain TRL: ``python -m examples.integrations.trl_grpo runs/trl``, again after a kill.
+
+Plain TRL, killed inside a generation buffer, samples the same prompts again and is late to the end of the run.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
+from holdfast.integrations.transformers import recoverable
+from holdfast.recover import RecoverConfig
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Short ones of even digits."""
+    return [sum(character in "02468" for character in text) / 4 - 0.1 * len(text) for text in completions]
+
+
+def main(folder: Path) -> None:
+    """Train 32 steps over two epochs; a generation of completions feeds four."""
+    torch.set_num_threads(1)
+    args = GRPOConfig(
+        output_dir=str(folder / "trl"), num_train_epochs=2, per_device_train_batch_size=2, num_generations=2,
+        steps_per_generation=4, max_completion_length=4, learning_rate=1e-2, save_strategy="no", report_to=[],
+        logging_steps=4, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = recoverable(GRPOTrainer)(
+        recover=RecoverConfig(fileroot=str(folder), freq_steps=3),
+        model=tiny_model(), args=args, reward_funcs=reward, processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": sums(16)}),
+    )  # fmt: skip
+    trainer.train()
+    (folder / "digest.txt").write_text(found := digest(trainer.model, trainer.optimizer))
+    print(f"weights and moments after step {trainer.state.global_step - 1}: {found}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""The calls that verl's trainer makes of its FSDP engine's checkpoint manager, with a tiny model:
+``torchrun --nproc-per-node 2 -m examples.integrations.verl_fsdp runs/verl``, again after a kill.
+
+A real job needs one line, ``actor_rollout_ref.model.external_lib=holdfast.integrations.verl``.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # type: ignore[import-not-found]
+from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
+
+from examples.integrations.tiny import digest, tiny_model, tiny_tokenizer, token_rows
+
+
+def main(
+    folder: Path, plain: bool = False, n_keep: int = 2, steps: int = 12, at: Callable[[str], Any] = lambda _: None
+) -> None:
+    """Train, and save as verl's trainer does after every step.
+
+    Args:
+        folder: verl's ``default_local_dir``.
+        plain: with verl's own checkpoint manager.
+        n_keep: verl's ``max_actor_ckpt_to_keep``.
+        steps: of the run.
+        at: is told where the run is: ``saved`` (the tracker still names the step before), ``named``.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if not plain:
+        import holdfast.integrations.verl  # noqa: F401  (what external_lib does)
+    model = tiny_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    manager = transformer_impl.FSDPCheckpointManager(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, processing_class=tiny_tokenizer(),
+        checkpoint_config={"save_contents": ["model", "optimizer", "extra", "hf_model"]},
+    )  # fmt: skip
+    torch.manual_seed(dist.get_rank())
+    latest = find_latest_ckpt_path(str(folder))
+    manager.load_checkpoint(None if latest is None else f"{latest}/actor", del_local_after_load=False)
+    for step in range(0 if latest is None else int(latest.rpartition("_")[2]) + 1, steps):
+        batch = torch.stack(token_rows(40))[torch.randint(40, (4,))]
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        manager.save_checkpoint(str(folder / f"global_step_{step}/actor"), None, step, n_keep)
+        at("saved")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+        at("named")
+        dist.barrier()
+    found = digest(model, optimizer)
+    if dist.get_rank() == 0:
+        (folder / "digest.txt").write_text(found)
+        print(f"weights and moments after {steps} steps: {found}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

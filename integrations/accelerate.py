@@ -1,0 +1,205 @@
+"""Scripts over Accelerate, or over a plain loop with ``fully_shard``: a loader that comes back to its very batch.
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    loader, trained = recoverable(loader), (model, optimizer, scheduler)
+    with RecoverHandler(RecoverConfig(freq_steps=10), FinetuneSpec(epochs, len(loader), 1)) as handler:
+        handler.load(trained, dataloader=loader)
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:
+                ...
+                handler.dump(trained, loader.step, dataloader=loader)
+
+``recoverable`` takes what ``accelerator.prepare`` returns, and torch's own ``DataLoader``, with any sampler: seedable
+or not, sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` goes to the handler as it is.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..engine.api import Stateful, StepInfo
+from ..utils.errors import CheckpointMismatchError, ConfigError
+from ..utils.logging import get_logger
+from ..utils.rng import capture_rng, restore_rng
+from .loader_notes import LoaderNotes, inner_sampler
+
+logger = get_logger(__name__)
+
+
+def recoverable(loader: Any, *, gradient_accumulation_steps: int = 1) -> "RecoverableLoader":
+    """A loader that can be passed as ``dataloader`` to `RecoverHandler.load` and ``dump``.
+
+    Args:
+        loader: of ``accelerator.prepare``, or a ``DataLoader``; nobody else may iterate over it.
+        gradient_accumulation_steps: batches of a step, for `RecoverableLoader.step`.
+
+    Raises:
+        ConfigError: it is no loader, or saves its own state, which two would restore then.
+    """
+    return RecoverableLoader(loader, gradient_accumulation_steps)
+
+
+class RecoverableLoader:
+    """Iterates over a loader, epoch after epoch; after a restore first over the rest of the epoch that was left.
+
+    A snapshot is exact if the batch handed out last was trained on and nothing of the next. Every iteration is one
+    epoch, and is told to the samplers as ``set_epoch``; scripts need not.
+
+    Attributes:
+        loader: the one it reads.
+    """
+
+    def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
+        if not isinstance(loader, DataLoader) and not hasattr(loader, "dataset"):
+            raise ConfigError(f"a {type(loader).__name__} is no loader; expected a DataLoader, or a prepared one")
+        if isinstance(getattr(loader, "base_dataloader", loader), Stateful):
+            raise ConfigError(
+                f"{type(loader).__name__} saves its own state: pass it to the handler as dataloader, not to recoverable"
+            )
+        if gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1")
+        self.loader, self._epoch = loader, 0
+        self._accumulated = gradient_accumulation_steps
+        self._notes, self._given = LoaderNotes(loader), 0
+        self._steps = 0
+        self._restored: dict[str, Any] | None = None
+        if getattr(loader, "num_workers", 0):
+            logger.warning(
+                "random numbers that dataset or collate_fn draw in the %d worker processes of the loader cannot be "
+                "restored: if they do, use num_workers=0", loader.num_workers,
+            )  # fmt: skip
+        if not self._notes.can_skip:
+            logger.warning("the loader has no sampler: a resumed run reads the epoch from its beginning to its place")
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """The one under way, or that of the next iteration."""
+        return self._epoch + (self._restored is not None and self._is_over)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch, a shorter last one included."""
+        return -(-len(self) // self._accumulated)
+
+    @property
+    def step(self) -> StepInfo:
+        """The step that the batch handed out last belongs to.
+
+        Raises:
+            ConfigError: there was none yet.
+        """
+        per_epoch = self.steps_per_epoch
+        if self._given:
+            in_epoch = (self._given - 1) // self._accumulated
+            return StepInfo(self._epoch, in_epoch, self._steps + in_epoch, per_epoch)
+        if not self._steps:
+            raise ConfigError("no batch was handed out yet: there is no step")
+        return StepInfo(self._epoch - 1, per_epoch - 1, self._steps - 1, per_epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches left of this epoch; of the next, when none is."""
+        restored, self._restored = self._restored, None
+        if restored is not None and self._is_over:
+            self._exhaust(restored)
+            restored = None
+        if restored is None:
+            self._set_epoch()
+            self._notes.begin_epoch()
+            yield from self._count(iter(self.loader))
+        else:
+            yield from self._rest(restored)
+        self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: epoch, batches handed out, and what they were made from."""
+        if self._restored is not None:
+            return self._restored
+        notes = self._notes.state_dict(self._given or None)
+        return {
+            "epoch": self._epoch,
+            "given": self._given,
+            "steps": self._steps,
+            "length": self._length(),
+            "notes": notes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, at the next iteration.
+
+        Raises:
+            CheckpointMismatchError: it is not of such a loader, or of one with another number of batches.
+        """
+        if state_dict.keys() != {"epoch", "given", "steps", "length", "notes"}:
+            raise CheckpointMismatchError(f"a state with {sorted(state_dict)} is not one of RecoverableLoader")
+        if state_dict["length"] != self._length():
+            raise CheckpointMismatchError(
+                f"the loader has {self._length()} batches an epoch, the run was saved with {state_dict['length']}; "
+                "samples would be lost or repeated. Resume with the dataset, batch size and ranks of the run"
+            )
+        self._restored = state_dict
+        self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
+
+    def _rest(self, restored: dict[str, Any]) -> Iterator[Any]:
+        """The batches that are left of a restored epoch."""
+        notes, given = self._notes, self._given
+        self._set_epoch()
+        if not given:
+            notes.set_generators(restored["notes"])
+            notes.begin_epoch()
+            yield from self._count(iter(self.loader))
+            return
+        now = capture_rng()
+        notes.resume(restored["notes"], given, lambda: restore_rng(now), skip=notes.can_skip)
+        batches = iter(self.loader)
+        if not notes.can_skip:
+            for _ in range(given):
+                next(batches, None)
+        yield from self._count(batches)
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._notes.settle()
+            self._given += 1
+            yield batch
+        self._notes.settle()
+
+    def _exhaust(self, restored: dict[str, Any]) -> None:
+        """End an epoch that was over when it was saved, so that the samplers have drawn what they then had drawn."""
+        now = capture_rng()
+        for _ in self._rest(restored):
+            raise CheckpointMismatchError("the loader gives batches after the last one of the epoch that was saved")
+        restore_rng(now)
+        self._finish()
+
+    def _finish(self) -> None:
+        self._steps += -(-self._given // self._accumulated)
+        self._epoch, self._given = self._epoch + 1, 0
+
+    def _set_epoch(self) -> None:
+        """Tell every sampler and dataset that asks for it; accelerate's loaders tell theirs."""
+        told: list[Any] = []
+        source: Any = self.loader
+        while source is not None and not any(source is each for each in told):
+            told.append(source)
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(self._epoch)
+            source = inner_sampler(source)
+        dataset: Any = self.loader.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self._epoch)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether a restored epoch has no batch left."""
+        return self._given > 0 and self._given == self._length()
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:  # of a stream
+            return None

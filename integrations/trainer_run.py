@@ -1,0 +1,248 @@
+"""`TrainerRun`: one call of ``train`` of transformers' Trainer, snapshotted after its steps and resumed inside them.
+
+What is saved besides model, optimizer and schedule: what the Trainer has counted and logged, its callbacks, what a
+class of TRL's keeps between steps (samples that are trained on in several steps), and where in the data it is.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ..engine.api import FinetuneSpec, Stateful, StepInfo
+from ..recover import RecoverConfig, RecoverHandler
+from ..utils.distributed import control_group, get_world_size
+from ..utils.errors import CheckpointMismatchError
+from ..utils.logging import get_logger
+from .compat.transformers_private import history_of, is_exportable, restore_history, restore_state
+from .compat.trl_private import forget_buffer, restore_kept
+from .loader_notes import LoaderNotes
+
+logger = get_logger(__name__)
+
+_MAX_EPOCHS = 2**31
+
+
+class TrainerRun:
+    """What `compat.transformers_private.TrainerSeam` calls, in the order of its methods.
+
+    Args:
+        trainer: whose run.
+        config: as for `RecoverHandler`.
+        kept: names of the trainer's attributes that are saved besides.
+        epochs_may_change: as for `RecoverHandler`; the place in the data is then the same part of the epoch.
+
+    Attributes:
+        is_resuming: a generation was restored, and its rest of an epoch has not begun.
+        is_over: the generation restored is of the end of the run.
+    """
+
+    def __init__(self, trainer: Any, config: RecoverConfig, kept: tuple[str, ...], epochs_may_change: bool) -> None:
+        self._trainer, self._config, self._kept = trainer, config, kept
+        self._epochs_may_change = epochs_may_change
+        self._handler: RecoverHandler | None = None
+        self._notes: LoaderNotes | None = None
+        self._saved: dict[str, Any] | None = None
+        self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
+        self._between_epochs = True
+        self.is_resuming = self.is_over = False
+
+    def open(self, steps_per_epoch: int, n_epochs: int) -> tuple[int, int] | None:
+        """Say where the loop goes on: the epoch, and batches of it that were trained on; None: the host's own way."""
+        self._steps_per_epoch = steps_per_epoch
+        trainer = self._trainer
+        processor = trainer.processing_class if hasattr(trainer.processing_class, "tokenizer") else None
+        self._handler = RecoverHandler(
+            self._config,
+            FinetuneSpec(min(n_epochs, _MAX_EPOCHS), steps_per_epoch, 1),
+            group=control_group(),
+            epochs_may_change=self._epochs_may_change,
+            tokenizer=None if processor is not None else trainer.processing_class,
+            processor=processor,
+        )
+        for name, thing in self._registered().items():
+            self._handler.register(name, thing)
+        if (last := self._handler.peek()) is None:
+            return None
+        place = last.next()
+        step = place.epoch_step * steps_per_epoch // place.steps_per_epoch
+        return place.epoch, step * trainer.args.gradient_accumulation_steps
+
+    def restore(self, loader: Any) -> None:
+        """Restore the newest generation, if there is one; model, optimizer and schedule are there.
+
+        Raises:
+            CheckpointMismatchError: it is not of a Trainer.
+            Exception: as `RecoverHandler.load`.
+        """
+        self._notes = LoaderNotes(loader)
+        info = self._open_handler.load(self._engines())
+        if info is None:
+            return
+        if self._saved is None:
+            raise CheckpointMismatchError(
+                f"the generation of step {info.last_step_info.global_step} in {self._config.recover_root} holds no "
+                "state of a Trainer: another program wrote it. Use another fileroot, experiment_name or trial_name"
+            )
+        state, place = self._trainer.state, self._saved["place"]
+        stopped = self._saved["history"]["stops"] and state.global_step < place["max_steps"]
+        self.is_resuming = True
+        self.is_over = state.global_step >= state.max_steps or (stopped and state.max_steps <= place["max_steps"])
+        if self.is_over and stopped:
+            logger.warning(
+                "the run was ended by a callback after step %d, and is not trained on. With more max_steps or "
+                "num_train_epochs it is", state.global_step - 1,
+            )  # fmt: skip
+
+    def begin_epoch(self, epoch: int, trained: int, batches_per_epoch: int) -> bool:
+        """An epoch begins, or goes on after ``trained`` batches; whether in the middle of one, in the place restored.
+
+        Where it does the loader that the host makes next is to read the first ``trained`` batches over, and `settle`
+        is called when it has.
+        """
+        trainer, handler, notes = self._trainer, self._open_handler, self._notes
+        assert notes is not None, "`restore` has made them"
+        self._epoch, self._batches_per_epoch, self._between_epochs = epoch, batches_per_epoch, False
+        self._first_step = trainer.state.global_step - trained // trainer.args.gradient_accumulation_steps
+        if not self.is_resuming:
+            notes.begin_epoch()
+            return False
+        assert self._saved is not None, "`restore` has looked"
+        self.is_resuming = False
+        restore_history(trainer, self._saved["history"])
+        as_before = self._saved["place"]["cut"] == self._cut()
+        self._restore_kept(trained, as_before)
+        saved, self._saved = self._saved["notes"], None
+        if trained and "begin" in saved:
+            notes.resume(saved if as_before else saved | {"ahead": {}}, trained, handler.restore_rng)
+            return True
+        notes.set_generators(saved)
+        handler.restore_rng()
+        notes.begin_epoch()
+        return bool(trained)
+
+    def settle(self) -> None:
+        """The first batches of an epoch that goes on are there."""
+        assert self._notes is not None, "`begin_epoch` has used them"
+        self._notes.settle()
+
+    def step_trained(self) -> None:
+        """A step was trained, logged and evaluated: snapshot it if due.
+
+        The last one of an epoch is not over yet: what is evaluated and saved at the end of an epoch comes after it.
+        """
+        step, control = self._step(), self._trainer.control
+        ends = step.epoch_step == self._steps_per_epoch - 1 or control.should_epoch_stop or control.should_training_stop
+        if not ends:
+            self._dump(step)
+
+    def end_epoch(self) -> None:
+        """An epoch is over, or the run in its middle."""
+        step, control = self._step(), self._trainer.control
+        if step.global_step < 0:
+            return
+        stops = control.should_training_stop
+        if control.should_epoch_stop or not stops or step.epoch_step == self._steps_per_epoch - 1:
+            step = StepInfo(self._epoch, self._steps_per_epoch - 1, step.global_step, self._steps_per_epoch)
+            self._between_epochs = True
+        self._dump(step, force=stops)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """The end of ``train``, as that of the handler's own block."""
+        if self._handler is not None:
+            self._handler.__exit__(*raised)
+
+    # What is saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the weights, the optimizer and the schedule; for `RecoverHandler.register`."""
+        trainer, notes = self._trainer, self._notes
+        assert notes is not None, "a snapshot comes after `restore`"
+        given = None if self._between_epochs else self._given()
+        return {
+            "history": _plain(history_of(trainer)),
+            "kept": {name: _plain(getattr(trainer, name)) for name in self._kept},
+            "notes": notes.state_dict(given),
+            "place": {"max_steps": trainer.state.max_steps, "cut": self._cut()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state; most of it is put back when the loop begins."""
+        self._saved = state_dict
+        state = self._trainer.state
+        restore_state(self._trainer, state_dict["history"])
+        if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
+            logger.warning("the best checkpoint, %s, is gone: it is no longer tracked", state.best_model_checkpoint)
+            state.best_model_checkpoint = None
+
+    def _registered(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {"trainer": self}
+        if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
+            found["scaler"] = scaler
+        for number, callback in enumerate(self._trainer.callback_handler.callbacks):
+            if isinstance(callback, Stateful) and not is_exportable(callback):
+                found[f"callback_{number}_{type(callback).__name__}"] = callback
+        return found
+
+    def _engines(self) -> Any:
+        trainer = self._trainer
+        trained = (trainer.model, trainer.optimizer, trainer.lr_scheduler)
+        if getattr(trainer.args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
+            return {"model": trained, "ref_model": (trainer.ref_model,)}
+        return trained
+
+    def _cut(self) -> dict[str, int]:
+        """What decides which samples are in which batch of which rank."""
+        args = self._trainer.args
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+        cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+        return cut | {"world_size": get_world_size()}
+
+    def _restore_kept(self, trained: int, as_before: bool) -> None:
+        assert self._saved is not None, "`begin_epoch` has looked"
+        for name in sorted(set(self._kept) ^ self._saved["kept"].keys()):
+            logger.warning("%s is not both in the generation and in %s; it is left out", name, type(self._trainer))
+        restore_kept(self._trainer, {n: value for n, value in self._saved["kept"].items() if n in self._kept})
+        if not as_before and forget_buffer(self._trainer, trained):
+            logger.warning(
+                "%s became %s: samples that were not trained on are sampled again, and the run is not bit-identical",
+                self._saved["place"]["cut"], self._cut(),
+            )  # fmt: skip
+
+    # Where the run is
+
+    @property
+    def _open_handler(self) -> RecoverHandler:
+        assert self._handler is not None, "`open` comes first"
+        return self._handler
+
+    def _step(self) -> StepInfo:
+        """The step trained last."""
+        last = self._trainer.state.global_step - 1
+        return StepInfo(self._epoch, last - self._first_step, last, self._steps_per_epoch)
+
+    def _given(self) -> int:
+        """Batches of this epoch that were trained on."""
+        steps = self._trainer.state.global_step - self._first_step
+        return min(steps * self._trainer.args.gradient_accumulation_steps, self._batches_per_epoch)
+
+    def _dump(self, step: StepInfo, force: bool = False) -> None:
+        metrics = next((logs for logs in reversed(self._trainer.state.log_history) if "step" in logs), {})
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, numbers, strings, lists and dicts of what a trainer keeps in other containers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

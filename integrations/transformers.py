@@ -1,0 +1,173 @@
+"""Trainers of transformers and TRL that come back exactly: `recoverable`.
+
+trainer = recoverable(GRPOTrainer)(recover=RecoverConfig(fileroot="runs", freq_steps=10), model=..., args=...)
+trainer.train()  # the same command again resumes
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..engine.api import FinetuneSpec, Stateful
+from ..recover import RecoverConfig, RecoverHandler
+from ..utils.distributed import control_group
+from ..utils.errors import ConfigError
+from ..utils.logging import get_logger
+from .compat.transformers_private import TrainerSeam, is_exportable
+from .compat.trl_private import is_trls, kept_by
+from .trainer_run import TrainerRun
+
+logger = get_logger(__name__)
+
+T = TypeVar("T", bound=Trainer)
+
+
+class _Recoverable(TrainerSeam):
+    """What `recoverable` adds to a class of trainers."""
+
+    _holdfast_attributes: tuple[str, ...] | None = None
+
+    def __init__(self, *args: Any, recover: RecoverConfig, epochs_may_change: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recover, self._epochs_may_change = recover, epochs_may_change
+        own = self._holdfast_attributes or ()
+        if lacking := [name for name in own if not hasattr(self, name)]:
+            raise ConfigError(f"{type(self).__name__} has no attribute {lacking[0]!r}, of those that are to be saved")
+        self._kept = (*kept_by(self), *own)
+        _refuse(self)
+        if recover.mode != "off" and self.is_world_process_zero():
+            for gap in gaps(self, told=self._holdfast_attributes is not None):
+                logger.warning("%s", gap)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As Trainer's own, from the newest generation of the run; from ``resume_from_checkpoint``, a checkpoint of
+        Trainer's own, only as long as there is none."""
+        if trial is not None:
+            raise ConfigError("hyperparameter_search trains many runs, and a folder holds one: use a plain trainer")
+        spec, group = FinetuneSpec(1, 1, 1), control_group()
+        found = RecoverHandler(self.recover, spec, group=group, epochs_may_change=True).peek()
+        if found is not None and resume_from_checkpoint:
+            logger.info("there is a generation of step %d: %s is not used", found.global_step, resume_from_checkpoint)
+            resume_from_checkpoint = None
+        elif found is None and not resume_from_checkpoint and self.recover.mode != "off":
+            _tell_of_checkpoints(str(self.args.output_dir))
+        with TrainerRun(self, self.recover, self._kept, self._epochs_may_change) as self.recovery:
+            try:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self.recovery = None
+
+
+@cache
+def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> type[T]:
+    """A subclass of a Trainer's class whose ``train`` snapshots, and resumes by itself when it is called again.
+
+    It takes what ``base`` takes, and by keyword ``recover``, a `RecoverConfig`, and ``epochs_may_change`` (False):
+    resume also where the batch size or the number of processes has changed an epoch's number of steps, at the same part
+    of the epoch; that is not bit-identical.
+
+    Args:
+        base: ``Trainer``, ``SFTTrainer``, ``GRPOTrainer`` ..., or a subclass.
+        attributes: names of attributes of a subclass of your own that training changes, to be saved with every
+            generation: tensors, numbers, strings, lists and dicts. None: not known; () says that there are none.
+
+    Raises:
+        UnsupportedVersionError: the installed transformers or TRL lacks a method or attribute that this leans on.
+        ConfigError: when made: a combination that cannot be resumed exactly (see docs/integrations.md).
+    """
+    if not issubclass(base, Trainer):
+        raise ConfigError(f"{base!r} is not a Trainer of transformers; expected one, as GRPOTrainer or SFTTrainer")
+    body = {"_holdfast_attributes": attributes, "__doc__": base.__doc__, "__module__": base.__module__}
+    return type(f"Recoverable{base.__name__}", (_Recoverable, base), body)  # type: ignore[return-value]
+
+
+def gaps(trainer: Any, told: bool = False) -> list[str]:
+    """What of a trainer's run will not come back exactly, a sentence each.
+
+    Args:
+        trainer: of a class that `recoverable` made.
+        told: whether its attributes were given.
+    """
+    found, args = [], trainer.args
+    if getattr(args, "use_vllm", False):
+        found.append(
+            "vLLM samples from a state that cannot be saved: a resumed run trains on all that was sampled before the "
+            "snapshot, and samples other completions after it than a run that was not interrupted"
+        )
+    base = type(trainer).__mro__[type(trainer).__mro__.index(TrainerSeam) + 1]
+    if not (told or base.__module__.startswith("transformers.") or is_trls(base)):
+        found.append(
+            f"{base.__name__} is a class of your own: what it keeps between steps is not saved. Name those attributes, "
+            f'recoverable({base.__name__}, attributes=("_buffer", ...)), or () for none'
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if not _is_covered(callback) and vars(callback):
+            found.append(
+                f"callback {type(callback).__name__} has attributes ({', '.join(sorted(vars(callback))[:4])}) and says "
+                "nothing of its state: it starts anew at a resume. Give it state_dict and load_state_dict, or "
+                "transformers' ExportableState"
+            )
+    if args.dataloader_num_workers and _may_draw(trainer.data_collator):
+        found.append(
+            f"{getattr(trainer.data_collator, '__name__', type(trainer.data_collator).__name__)} may draw random "
+            f"numbers in the {args.dataloader_num_workers} processes of dataloader_num_workers, whose generators "
+            "cannot be saved: if it does, or the dataset does, set that to 0"
+        )
+    if trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
+        found.append(
+            "the dataset is a stream: a resumed run reads it from the beginning of the epoch to its place, which takes "
+            "time, and is only exact if it gives the same samples in the same order again"
+        )
+    return found
+
+
+def _may_draw(collator: Any) -> bool:
+    """Whether a collator masks, or is not of transformers or TRL."""
+    known = (getattr(collator, "__module__", None) or type(collator).__module__).split(".")[0] in (
+        "transformers",
+        "trl",
+    )
+    return not known or bool(getattr(collator, "mlm", False))
+
+
+def _is_covered(callback: TrainerCallback) -> bool:
+    """Whether a callback is saved, or has nothing that a run depends on."""
+    own = type(callback).__module__
+    saved = isinstance(callback, Stateful) or is_exportable(callback)
+    return saved or own.startswith("transformers.") or type(callback).__name__ == "SyncRefModelCallback"
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise a `ConfigError` for what cannot be resumed."""
+    args = trainer.args
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    reasons = {
+        "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2": trainer.is_deepspeed_enabled,
+        "FSDP1 is not supported; set fsdp_version: 2 in fsdp_config": plugin is not None
+        and getattr(plugin, "fsdp_version", 1) != 2,
+        "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False": (
+            args.ignore_data_skip
+        ),
+        "auto_find_batch_size changes the batches while the run goes on; set per_device_train_batch_size": (
+            args.auto_find_batch_size
+        ),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise ConfigError(f"{type(trainer).__name__} cannot be resumed exactly: {reason}")
+
+
+def _tell_of_checkpoints(output_dir: str) -> None:
+    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if last is not None:
+        logger.warning(
+            "there is no generation yet, but %s: training starts at step 0. train(resume_from_checkpoint=True) begins "
+            "with that checkpoint, and goes on from generations after it", last,
+        )  # fmt: skip

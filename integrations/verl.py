@@ -1,0 +1,152 @@
+"""verl's FSDP engine with Holdfast's checkpoints: importing this module in a worker is all it takes.
+
+    python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=holdfast.integrations.verl \\
+        critic.model.external_lib=holdfast.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
+
+``external_lib`` is imported in every Ray worker; so is what ``VERL_USE_EXTERNAL_MODULES`` names, in every process.
+Under ``global_step_<N>/actor`` (and ``critic``) are then ``dcp``, which any number of ranks loads, and ``huggingface``.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from ..engine.dcp.load import load_dcp
+from ..engine.dcp.save import save_dcp
+from ..engine.dcp.state import DCPState
+from ..engine.hf.export import save_hf
+from ..utils.distributed import control_group, rank_zero_decides
+from ..utils.errors import CheckpointNotFoundError, ConfigError
+from ..utils.files import remove_folder
+from ..utils.logging import get_logger
+from .compat.verl_private import BaseManager, tracker_of, use_manager
+
+logger = get_logger(__name__)
+
+PROTOCOL = (
+    "verl's trainer writes actor, critic, data.pt and the tracker one after another: each model is complete or not "
+    "there at all, but a step is resumed only once the tracker names it, the tracker itself is written in place, and "
+    "what a rollout has sampled is sampled again"
+)
+"""What the order of verl's trainer does not let a checkpoint manager promise."""
+
+_STEP = re.compile(r"global_step_(\d+)")
+_DCP, _HF = "dcp", "huggingface"
+
+
+class HoldfastCheckpointManager(BaseManager):
+    """Saves and loads the model of one FSDP2 engine of verl, in the place of its ``FSDPCheckpointManager``.
+
+    ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra`` (the schedule and the random
+    generators; with the optimizer only) and ``hf_model``.
+
+    Raises:
+        ConfigError: the model is not sharded with FSDP2, or the contents cannot be saved.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        **_: Any,
+    ) -> None:
+        if not isinstance(model, FSDPModule):
+            raise ConfigError(f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2")
+        super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
+        for verb, contents in (("save", self.checkpoint_save_contents), ("load", self.checkpoint_load_contents)):
+            if "model" not in contents or ("extra" in contents and "optimizer" not in contents):
+                raise ConfigError(
+                    f"checkpoint.{verb}_contents is {list(contents)}; expected 'model', and 'extra' (schedule and "
+                    "generators) only together with 'optimizer'"
+                )
+        self._group = control_group()
+        if self.rank == 0:
+            logger.warning("%s", PROTOCOL)
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Save to ``local_path``; what a save of the same step before left there is replaced once this one is complete.
+
+        Then older steps are removed: ``max_ckpt_to_keep`` stay, those of processes before this one included, and the
+        one that verl's tracker names, which moves only after this.
+
+        Raises:
+            CheckpointWriteError: a rank could not write; what was there is untouched.
+        """
+        if local_path is None:
+            return
+        path, hf = Path(local_path), Path(local_path) / _HF
+        self.previous_global_step = global_step
+        rank_zero_decides(partial(path.mkdir, parents=True, exist_ok=True), self._group)
+        save_dcp(
+            path / _DCP, self._state(self.should_save_optimizer, self.should_save_extra), self._group, replace=True
+        )
+        rank_zero_decides(lambda: remove_folder(hf) if hf.exists() else None, self._group)
+        if self.should_save_hf_model:
+            save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
+        elif self.rank == 0:  # as verl does, for its merger
+            self.model.config.save_pretrained(hf)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(hf)
+        rank_zero_decides(partial(_retire, path, max_ckpt_to_keep), self._group)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load what `save_checkpoint` saved at ``local_path``, by any number of ranks; every digest is compared first.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing, or what verl's own manager wrote.
+            CheckpointCorruptError, CheckpointMismatchError: see `load_dcp`; no parameter was changed.
+        """
+        if local_path is None:
+            return
+        path = Path(local_path)
+        if not rank_zero_decides((path / _DCP).is_dir, self._group):
+            theirs = (
+                " but files of verl's own manager: resume once without external_lib" if any(path.glob("*.pt")) else ""
+            )
+            raise CheckpointNotFoundError(f"{path} has no {_DCP!r} of Holdfast{theirs}")
+        load_dcp(path / _DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group)
+
+    def _state(self, with_optim: bool, with_extra: bool) -> DCPState:
+        if not with_optim:
+            return DCPState(self.model)
+        return DCPState(self.model, self.optimizer, self.lr_scheduler if with_extra else None)
+
+
+def _retire(saved: Path, n_keep: int | None) -> None:
+    """Remove older steps of the role (``actor``, ``critic``) of the folder ``saved`` that Holdfast has written."""
+    match = _STEP.fullmatch(saved.parent.name)
+    if not n_keep or n_keep < 1 or match is None:
+        return
+    root, role, now = saved.parent.parent, saved.name, int(match[1])
+    found = (_STEP.fullmatch(folder.name) for folder in root.iterdir())
+    steps = sorted(int(each[1]) for each in found if each and (root / each[0] / role / _DCP).is_dir())
+    older = [step for step in steps if step < now]
+    named = _named_by_tracker(root)
+    for step in older[: max(0, len(older) - n_keep + 1)]:
+        if step != named:
+            logger.info("removing %s of step %d: %d stay", role, step, n_keep)
+            remove_folder(root / f"global_step_{step}" / role)
+
+
+def _named_by_tracker(root: Path) -> int | None:
+    try:
+        return int(tracker_of(root).read_text())
+    except (OSError, ValueError):  # none yet, or torn by a kill: then nothing is spared for its sake
+        return None
+
+
+use_manager(HoldfastCheckpointManager)

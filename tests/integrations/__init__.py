@@ -1,0 +1,1 @@
+"""Tests of holdfast.integrations: other people's trainers, killed and started again."""

@@ -1,0 +1,169 @@
+"""What a recoverable Trainer says, refuses and loads when it starts."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from examples.integrations.tiny import tiny_model
+from holdfast.engine.api import FinetuneSpec, StepInfo
+from holdfast.integrations.compat import require_attributes
+from holdfast.integrations.transformers import gaps, recoverable
+from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError, UnsupportedVersionError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+RECOVERABLE = recoverable(Trainer)
+
+
+class Own(Trainer):
+    """A trainer with a state of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[str, Any] = {"steps": torch.zeros(1)}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen["steps"] += 1
+        return super().training_step(*args, **kwargs)
+
+
+class Forgetful(TrainerCallback):
+    def __init__(self) -> None:
+        self.best = 1.0
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def make(folder: Path, base: Any = RECOVERABLE, *, callbacks: Any = (), mode: str = "auto", **options: Any) -> Any:
+    common = {"output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    common |= {"per_device_train_batch_size": 2, "max_steps": 6, "save_strategy": "no"}
+    rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
+    given: dict[str, Any] = {} if base in (Trainer, Own) else {
+        "recover": RecoverConfig(fileroot=str(folder / "runs"), freq_steps=2, mode=mode)
+    }  # fmt: skip
+    given |= {name: options.pop(name) for name in ("epochs_may_change",) if name in options}
+    return base(
+        model=tiny_model(), args=TrainingArguments(**common | options), train_dataset=rows, callbacks=list(callbacks),
+        data_collator=collate, **given,
+    )  # fmt: skip
+
+
+def generations(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("runs/*/*/recover/global_step_*"))
+
+
+def test_a_checkpoint_of_trainers_own_is_loaded_as_long_as_there_is_no_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, Trainer, max_steps=3, save_strategy="steps", save_steps=3).train()
+    caplog.set_level(logging.INFO)
+    trainer = make(tmp_path, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5 and generations(tmp_path) == ["global_step_3", "global_step_4"]
+    again = make(tmp_path, max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert "there is a generation of step 4: True is not used" in caplog.text and again.state.global_step == 6
+    assert "resumed from" in caplog.text
+
+
+def test_a_checkpoint_that_is_not_asked_for_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, Trainer, max_steps=1, save_strategy="steps", save_steps=1).train()
+    make(tmp_path, max_steps=1).train()
+    assert "checkpoint-1: training starts at step 0. train(resume_from_checkpoint=True) begins" in caplog.text
+
+
+@pytest.mark.slow
+def test_attributes_of_a_subclass_come_back_where_they_are_named(tmp_path: Path) -> None:
+    named = recoverable(Own, attributes=("seen",))
+    assert gaps(make(tmp_path, named), told=True) == []
+    make(tmp_path, named, max_steps=4).train()
+    again = make(tmp_path, named, max_steps=6)
+    again.train()
+    assert again.seen["steps"].item() == 6
+    with pytest.raises(ConfigError, match="RecoverableOwn has no attribute '_buffer'"):
+        make(tmp_path, recoverable(Own, attributes=("_buffer",)))
+
+
+def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, recoverable(Own), callbacks=[Forgetful()], dataloader_num_workers=1)
+    assert "Own is a class of your own: what it keeps between steps is not saved" in caplog.text
+    assert "callback Forgetful has attributes (best) and says nothing of its state" in caplog.text
+    assert "collate may draw random numbers in the 1 processes" in caplog.text
+    caplog.clear()
+    make(tmp_path)
+    assert "not saved" not in caplog.text
+    make(tmp_path).train()
+    assert "class of your own" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore_data_skip": True}, "samples would be trained on twice"),
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_with_the_reason(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be resumed exactly: .*{message}"):
+        make(tmp_path, **options)
+
+
+def test_other_misuse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one, as GRPOTrainer or SFTTrainer"):
+        recoverable(torch.nn.Linear)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="hyperparameter_search trains many runs"):
+        make(tmp_path).train(trial=1)
+
+
+@pytest.mark.slow
+def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allowed(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=6).train()  # of 4 an epoch
+    with pytest.raises(CheckpointMismatchError, match="4 steps an epoch, this one has 8"):
+        make(tmp_path, per_device_train_batch_size=1, max_steps=20).train()
+    places: list[float] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            places.append(state.epoch)
+
+    make(tmp_path, per_device_train_batch_size=1, max_steps=9, epochs_may_change=True, callbacks=[Note()]).train()
+    assert places == [1.625, 1.75, 1.875]
+
+
+@pytest.mark.slow
+def test_mode_off_leaves_nothing_and_trains_as_ever(tmp_path: Path) -> None:
+    trainer = make(tmp_path, mode="off", max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2 and generations(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.create_optimizer_and_scheduler(6)
+    with RecoverHandler(trainer.recover, FinetuneSpec(2, 4, 1)) as handler:
+        handler.load(trainer)
+        handler.dump(trainer, StepInfo.at(1, 4))
+    with pytest.raises(CheckpointMismatchError, match="holds no state of a Trainer: another program wrote it"):
+        make(tmp_path).train()
+
+
+def test_a_trainer_without_what_is_leant_on_is_missed_in_words() -> None:
+    from trl import GRPOTrainer, SFTTrainer
+
+    assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(SFTTrainer) is recoverable(SFTTrainer)
+    with pytest.raises(UnsupportedVersionError, match=r"trl .* does not fit: its Trainer has no '_buffered_inputs'"):
+        require_attributes("trl", object.__new__(Trainer), ("_buffered_inputs",), "go on")

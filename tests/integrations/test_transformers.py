@@ -1,0 +1,124 @@
+"""Trainers of transformers and TRL, killed and started again by the same command: they end as if never killed."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from tests.integrations.processes import run_killed
+
+pytestmark = pytest.mark.timeout(300)
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+
+
+def job(*args: Any) -> None:
+    from tests.integrations.trainer_job import main  # (imports the hosts, where it runs)
+
+    main(*args)
+
+
+def ended(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "digest.json").read_text())
+
+
+@cache
+def untouched(kind: str, options: str, ranks: int = 1) -> dict[str, Any]:
+    folder = Path(mkdtemp())
+    run_killed(job, folder, [], kind, "", False, json.loads(options), ranks=ranks)
+    return ended(folder)
+
+
+def check(folder: Path, kind: str, kills: list[str], options: dict[str, Any], ranks: int = 1) -> None:
+    run_killed(job, folder, [(kind, kill, False, options) for kill in kills], kind, "", False, options, ranks=ranks)
+    assert ended(folder) == untouched(kind, json.dumps(options), ranks)
+
+
+GRPO = [
+    pytest.param(["generated:3"], {}, id="while generating"),
+    pytest.param(["step:21", "step:3"], {}, id="in the second epoch, twice"),
+    pytest.param(["micro:11"], {"gradient_accumulation_steps": 2}, id="between micro-batches"),
+    pytest.param(["step:11"], {"num_iterations": 2, "num_train_epochs": 1}, id="several iterations"),
+    pytest.param(["step:8"], {"freq_steps": 3}, id="steps are trained again"),
+    pytest.param(["epoch:1"], {"per_device_train_batch_size": 4}, id="at the end of an epoch"),
+    pytest.param(["step:8"], EVALUATING, id="with evaluation"),
+    pytest.param(["generated:2"], {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, id="ref_model"),
+]
+
+
+def test_grpo_killed_inside_a_buffer_ends_with_the_weights_and_moments_of_a_run_left_alone(tmp_path: Path) -> None:
+    check(tmp_path, "grpo", ["step:7"], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "options"), GRPO)
+def test_grpo_killed_ends_with_the_weights_and_moments_of_a_run_left_alone(
+    kills: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    check(tmp_path, "grpo", kills, options)
+
+
+EPOCHS = {"eval_strategy": "epoch", "metric_for_best_model": "loss", "num_train_epochs": 4}
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1,
+    "load_best_model_at_end": True, "metric_for_best_model": "loss",
+}  # fmt: skip
+STOPS = {**BEST, "patience": 2, "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+
+OTHERS = [
+    pytest.param("sft", ["step:3", "step:8"], {}, id="sft, twice"),
+    pytest.param("trainer", ["step:3"], {}, id="a collator that draws"),
+    pytest.param("trainer", ["step:12", "begin:1"], {}, id="a collator that draws, second epoch, twice"),
+    pytest.param("sft", ["step:3"], {"dataloader_num_workers": 1, "gradient_accumulation_steps": 3}, id="workers"),
+    pytest.param("trainer", ["step:11"], {"train_sampling_strategy": "group_by_length"}, id="lengths, second epoch"),
+    pytest.param("trainer", ["micro:7"], {"gradient_accumulation_steps": 3}, id="a short last step of the epoch"),
+    pytest.param("trainer", ["epoch:2", "evaluated:2"], EPOCHS, id="evaluation at the end of an epoch"),
+    pytest.param("trainer", ["step:7"], {**EVALUATING, "eval_on_start": True}, id="evaluation before the first step"),
+    pytest.param("trainer", ["step:13", "saved:1"], BEST, id="the best model at the end"),
+    pytest.param("trainer", ["step:5", "evaluated:1"], STOPS, id="early stopping"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kills", "options"), OTHERS)
+def test_a_trainer_killed_ends_with_the_weights_and_moments_of_a_run_left_alone(
+    kind: str, kills: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    check(tmp_path, kind, kills, options)
+
+
+DISTRIBUTED = [
+    pytest.param("grpo", ["step:7", "generated:1"], {}, id="ddp, grpo"),
+    pytest.param("sft", ["step:3"], {}, id="ddp, sft, second epoch"),
+    pytest.param("grpo", ["step:7"], {"fsdp2": True}, id="fsdp2, grpo"),
+    pytest.param("trainer", ["step:3"], {"fsdp2": True, "gradient_accumulation_steps": 2}, id="fsdp2, draws"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kills", "options"), DISTRIBUTED)
+def test_two_ranks_killed_end_with_the_weights_and_moments_of_two_left_alone(
+    kind: str, kills: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    check(tmp_path, kind, kills, options, ranks=2)
+
+
+@pytest.mark.slow
+def test_a_run_that_a_callback_has_ended_is_not_trained_on(tmp_path: Path) -> None:
+    for _ in range(2):
+        run_killed(job, tmp_path, [], "trainer", "", False, STOPS)
+    assert ended(tmp_path)["step"] == untouched("trainer", json.dumps(STOPS))["step"] < 16
+    assert "ended by a callback after step" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_plain_trl_ends_elsewhere_when_killed_inside_a_buffer(tmp_path: Path) -> None:
+    """The control: this job does tell runs apart."""
+    run_killed(job, tmp_path, [("grpo", "begin:8", True)], "grpo", "", True)
+    found, expected = ended(tmp_path), untouched("grpo", "{}")
+    assert found["step"] == expected["step"] and found["digest"] != expected["digest"]

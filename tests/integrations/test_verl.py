@@ -1,0 +1,96 @@
+"""verl's FSDP engine with Holdfast's checkpoint manager, called as verl's trainer calls it; needs verl installed."""
+
+import os
+import signal
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+pytest.importorskip("verl")
+
+from examples.integrations.verl_fsdp import main
+from tests.integrations.processes import run_job, run_killed
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+STEPS = 6
+
+
+def job(folder: Path, kill: str = "", plain: bool = False, n_keep: int = 2, steps: int = STEPS) -> None:
+    """Ends with SIGKILL at ``where:count``, in rank 0."""
+    where, _, count = kill.partition(":")
+    left = [int(count or 0)]
+
+    def at(found: str) -> None:
+        if found == where and os.environ["RANK"] == "0":
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    main(folder, plain, n_keep, steps, at)
+
+
+def digest(folder: Path) -> str:
+    return (folder / "digest.txt").read_text()
+
+
+@cache
+def untouched() -> str:
+    run_killed(job, folder := Path(mkdtemp()), [], ranks=2)
+    return digest(folder)
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.parent.parent.name.rpartition("_")[2]) for path in folder.glob("global_step_*/actor/dcp"))
+
+
+@pytest.mark.parametrize("kills", [["named:3"], ["saved:3"], ["saved:2", "saved:1", "named:2"]])
+def test_an_engine_killed_ends_with_the_weights_and_moments_of_one_left_alone(kills: list[str], tmp_path: Path) -> None:
+    run_killed(job, tmp_path, [(kill,) for kill in kills], ranks=2)
+    assert digest(tmp_path) == untouched()
+    assert saved(tmp_path) == [STEPS - 2, STEPS - 1]
+    assert "writes actor, critic, data.pt and the tracker one after another" in (tmp_path / "log").read_text()
+
+
+def test_the_step_that_the_tracker_names_is_never_removed(tmp_path: Path) -> None:
+    """The control: every start of verl's own manager with one step to keep dies of the step that it has removed."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    run_killed(job, ours, [("saved:4", False, 1)], "", False, 1, ranks=2)
+    assert digest(ours) == untouched()
+    assert run_job(job, theirs, "saved:4", True, 1, ranks=2) != [0, 0]
+    for _ in range(2):
+        assert 1 in run_job(job, theirs, "", True, 1, ranks=2)
+    assert "FileNotFoundError" in (theirs / "log").read_text()
+
+
+def test_older_steps_are_removed_after_a_restart_too(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder, plain in ((ours, False), (theirs, True)):
+        run_killed(job, folder, [("named:4", plain)], "", plain, ranks=2)
+    assert saved(ours) == [4, 5]
+    left = sorted(path.name for path in theirs.glob("global_step_*") if (path / "actor").exists())
+    assert left == [f"global_step_{step}" for step in (2, 3, 4, 5)]
+
+
+def test_a_flipped_bit_is_refused_where_verls_own_loads_it(tmp_path: Path) -> None:
+    for plain, pattern in ((False, "*.distcp"), (True, "model_*rank_0.pt")):
+        folder = tmp_path / str(plain)
+        run_killed(job, folder, [("named:2", plain)], "", plain, 2, 3, ranks=2)
+        (file,) = sorted((folder / "global_step_2" / "actor").rglob(pattern))[:1]
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        codes = run_job(partial(job, plain=plain), folder, ranks=2)
+        text = (folder / "log").read_text()
+        assert (codes == [0, 0]) == plain and ("CheckpointCorruptError" in text) != plain
+
+
+def test_the_export_loads_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_killed(job, tmp_path, [("named:2",)], "", False, 2, 4, ranks=2)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_3" / "actor" / "huggingface")
+    run_killed(partial(job), tmp_path, [], "", False, 2, 5, ranks=3)
+    assert saved(tmp_path) == [3, 4]

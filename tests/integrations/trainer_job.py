@@ -1,0 +1,183 @@
+"""A job of transformers' or TRL's Trainer, for tests to kill: ``python -m tests.integrations.trainer_job FOLDER KIND``.
+
+It writes ``digest.json`` when it is through: see `ending`.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
+from holdfast.integrations.transformers import recoverable
+from holdfast.recover import RecoverConfig
+
+N_ROWS = 16
+
+
+class Killer:
+    """Ends this process with SIGKILL when ``where`` is reached the ``count``-th time; written ``where:count``."""
+
+    def __init__(self, spec: str) -> None:
+        self._where, _, count = spec.partition(":")
+        self._left = int(count or 1)
+
+    def at(self, where: str) -> None:
+        if where == self._where:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillSteps(TrainerCallback):
+    """Kills at the end of a step, and when a step begins."""
+
+    def __init__(self, killer: Killer) -> None:
+        self._killer = killer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._killer.at("begin")
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._killer.at("micro")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._killer.at("step")
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self._killer.at("epoch")
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._killer.at("evaluated")
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._killer.at("saved")
+
+
+class Counter(TrainerCallback):
+    """A callback with a state of its own, on which training depends."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_step_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        self.seen += 1
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * self.seen
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.seen = state_dict["seen"]
+
+
+class DrawingCollator:
+    """Masks at random in the process that trains."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        labels = torch.where(torch.rand(ids.shape) < 0.5, ids, -100)
+        return {"input_ids": ids, "labels": labels}
+
+
+def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: dict[str, Any]) -> Any:
+    tokenizer = tiny_tokenizer()
+    recover = RecoverConfig(fileroot=str(folder / "runs"), freq_steps=options.pop("freq_steps", 1), max_ckpt_to_keep=3)
+    common: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "learning_rate": 1e-2, "seed": 3,
+        "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
+        "lr_scheduler_type": "cosine", "save_strategy": "steps" if plain else "no", "save_steps": 1,
+    } | options  # fmt: skip
+    patience = common.pop("patience", None)
+    if "WORLD_SIZE" in os.environ:
+        common["ddp_backend"] = "gloo"
+    wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
+    given: dict[str, Any] = {"model": tiny_model(), "callbacks": [KillSteps(killer), Counter()]}
+    if options.get("beta"):  # TRL reads the reference model from a folder
+        given["model"].save_pretrained(folder / "model")
+        given["model"] = str(folder / "model")
+    if patience is not None:
+        given["callbacks"].append(EarlyStoppingCallback(early_stopping_patience=patience))
+    if kind == "grpo":
+
+        def reward(completions: list[str], **_: Any) -> list[float]:
+            killer.at("generated")
+            return [sum(c in "02468" for c in text) / 4 - 0.1 * len(text) for text in completions]
+
+        args = GRPOConfig(**{"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4, **common})
+        rows = Dataset.from_dict({"prompt": sums(N_ROWS)})
+        return wrap(GRPOTrainer)(
+            **given, args=args, train_dataset=rows, eval_dataset=rows.select(range(4)), reward_funcs=reward,
+            processing_class=tokenizer,
+        )  # fmt: skip
+    if kind == "sft":
+        rows = Dataset.from_dict({"text": sums(N_ROWS)})
+        return wrap(SFTTrainer)(
+            **given, args=SFTConfig(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+        )  # fmt: skip
+    rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in sums(N_ROWS)])
+    return wrap(Trainer)(
+        **given, args=TrainingArguments(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
+        data_collator=DrawingCollator(), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def shard_with_fsdp2(trainer: Any) -> None:
+    """Put the plugin back that accelerate drops where there is no GPU."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(trainer.model)
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    trainer.is_fsdp_enabled = True
+
+
+def ending(trainer: Any) -> dict[str, Any]:
+    """What two runs are compared by: SHA-256 of weights and moments, and what was counted and logged."""
+    logs = [{k: v for k, v in row.items() if k in ("step", "loss", "eval_loss")} for row in trainer.state.log_history]
+    found = {"digest": digest(trainer.model, trainer.optimizer), "step": trainer.state.global_step}
+    return found | {"best": trainer.state.best_metric, "logs": logs}
+
+
+def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: dict[str, Any] | None = None) -> None:
+    """Train to the end, or to where ``kill`` says (see `Killer`).
+
+    Args:
+        folder: of the run; ``digest.json`` is written there.
+        kind: ``grpo``, ``sft`` or ``trainer``.
+        kill: where to die; empty: nowhere.
+        plain: the host's own way: its checkpoints after every step, and the newest of them at a start.
+        options: of the training arguments, ``freq_steps`` of the generations.
+    """
+    torch.set_num_threads(1)
+    options = dict(options or {})
+    fsdp2 = options.pop("fsdp2", False)
+    trainer = make_trainer(kind, folder, plain, Killer(kill), options)
+    if fsdp2:
+        shard_with_fsdp2(trainer)
+    has_checkpoint = any((folder / "trainer").glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=True if plain and has_checkpoint else None)
+    assert isinstance(trainer.model, FSDPModule) == fsdp2
+    found = ending(trainer)
+    if trainer.is_world_process_zero():
+        (folder / "digest.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
