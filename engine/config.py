@@ -12,6 +12,8 @@ from ..utils.errors import ConfigError
 DTYPES = ("float32", "bfloat16")
 PACKED_ATTENTION = "holdfast"
 """The name of Holdfast's own attention among those of transformers."""
+ALL_LINEAR = "all-linear"
+"""In ``target_modules``: every linear layer but the head."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -161,6 +163,18 @@ class TrainEngineConfig:
     """None for an engine that only evaluates (a reference model)."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
+    use_lora: bool = False
+    """Train adapters in place of the weights, which stay frozen in the dtype that they have in ``path``: LoRA. Needs
+    peft (``pip install 'holdfast[lora]'``); see docs/lora.md."""
+    lora_rank: int = 32
+    """Rank of the adapters, which are float32."""
+    lora_alpha: int = 16
+    """Adapters count ``lora_alpha / lora_rank``."""
+    target_modules: list[str] = field(default_factory=list)
+    """Last parts of the names of the linear layers that get adapters (``q_proj``); empty, or with ``all-linear``: all
+    of them but the head."""
+    peft_type: str = "lora"
+    """``lora``; there is no other kind of adapter here."""
     timeout_s: float = 600.0
     """Longest wait for a peer in any collective."""
 
@@ -178,6 +192,10 @@ class TrainEngineConfig:
         require_range("temperature", self.temperature, low=1e-6)
         require_range("logprobs_chunk_size", self.logprobs_chunk_size, low=1)
         require_range("timeout_s", self.timeout_s, low=1e-3)
+        require_range("lora_rank", self.lora_rank, low=1)
+        require_range("lora_alpha", self.lora_alpha, low=1)
+        if self.use_lora:
+            require_choice("peft_type", self.peft_type, ("lora",))
         if self.pad_to_maximum and (self.mb_spec.max_tokens_per_mb is None or not self.pack_sequences):
             unmet = "mb_spec.max_tokens_per_mb' is null" if self.pack_sequences else "pack_sequences' is False"
             raise ConfigError(

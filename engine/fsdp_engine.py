@@ -37,13 +37,15 @@ from .api import (
 )
 from .areal.methods import ArealMethods, RunningMeans, success
 from .config import TrainEngineConfig
+from .dcp.base_model import BaseFolder
 from .dcp.load import load_dcp
 from .dcp.save import save_dcp
 from .dcp.state import DCPState
 from .devices import free_cached_memory
 from .hf.export import export_hf
 from .hf.sidecars import adopt_base
-from .initial_model import build_initial_model, load_weights
+from .initial_model import base_of, build_initial_model, load_weights
+from .lora.methods import LoraMethods
 from .model_folder import find_model_folder
 from .model_output import ModelOutput
 from .servers.connection import ServerConnection
@@ -62,7 +64,7 @@ from .training.trajectories import join_trajectories, split_like
 logger = get_logger(__name__)
 
 
-class FSDPEngine(ArealMethods):
+class FSDPEngine(LoraMethods, ArealMethods):
     """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`.
 
     Args:
@@ -75,6 +77,7 @@ class FSDPEngine(ArealMethods):
         self._groups = None
         self._model: PreTrainedModel | None = None
         self._folder: Path | None = None
+        self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
         self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
         self.optimizer: torch.optim.Optimizer | None = None
@@ -109,12 +112,13 @@ class FSDPEngine(ArealMethods):
         model = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
             if self.config.optimizer is not None:
-                self.optimizer = build_optimizer(model.parameters(), self.config.optimizer)
+                trained = (param for param in model.parameters() if param.requires_grad)
+                self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
         if not self.config.is_critic:
             self._scoring_head = find_scoring_head(model, groups.device, groups.control)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
-        self._model, self._folder = model, folder
+        self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
         n_params = sum(p.numel() for p in model.parameters())
         logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
 
@@ -289,9 +293,9 @@ class FSDPEngine(ArealMethods):
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
         if not with_optim:
-            return DCPState(self.model)
-        optimizer = self._require_optimizer()
-        return DCPState(self.model, optimizer, self.lr_scheduler, self.counters, changes_only_in_step=True)
+            return DCPState(self.model, base=self._base)
+        training = self._require_optimizer(), self.lr_scheduler, self.counters
+        return DCPState(self.model, *training, base=self._base, changes_only_in_step=True)
 
     def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
         """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.
@@ -311,16 +315,13 @@ class FSDPEngine(ArealMethods):
         """
         if meta.with_optim:
             self._require_optimizer()
+        self._require_adapters_for(meta)
         self.wait_for_save()
         if not blocking:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
             self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
-        match meta.weight_format:
-            case "dcp":
-                self._save_to_dcp(meta)
-            case "hf":
-                self._save_to_hf(meta)
+        {"dcp": self._save_to_dcp, "hf": self._save_to_hf, "peft": self._save_to_peft}[meta.weight_format](meta)
 
     def wait_for_save(self) -> None:
         """Return when what ``save(blocking=False)`` began is committed; raises what it failed with, on every rank.
@@ -338,11 +339,8 @@ class FSDPEngine(ArealMethods):
             CheckpointError: see `load_dcp` and `load_hf`.
             OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
         """
-        match meta.weight_format:
-            case "dcp":
-                self._load_from_dcp(meta)
-            case "hf":
-                self._load_from_hf(meta)
+        self._require_adapters_for(meta)
+        {"dcp": self._load_from_dcp, "hf": self._load_from_hf, "peft": self._load_from_peft}[meta.weight_format](meta)
 
     def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
         save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
@@ -354,6 +352,7 @@ class FSDPEngine(ArealMethods):
         export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
 
     def _load_from_hf(self, meta: SaveLoadMeta) -> None:
+        self._refuse_other_base()
         load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)
 
     # Versions and publishing

@@ -10,16 +10,21 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed
+from ..utils.distributed import all_ranks_succeed, rank_zero_decides
 from ..utils.errors import CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.remote import FETCH_FIRST, require_local
+from .compat.transformers_private import conversions_of, set_conversions
 from .config import TrainEngineConfig
+from .dcp.base_model import BaseFolder
+from .hf.dtypes import base_dtype, file_dtypes
 from .hf.file_io import WeightReader
 from .hf.load import load_hf
 from .hf.load_plan import plan_loading
 from .hf.quantized import refuse_quantized
-from .model_folder import is_first_of_its_node
+from .lora.build import add_adapters, draw_adapters
+from .lora.layers import plain_view
+from .model_folder import index_digest, is_first_of_its_node
 from .training.distributed import ProcessGroups, shard_model
 from .training.model import (
     block_classes,
@@ -39,7 +44,7 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
     """The model of ``folder``, sharded, with the weights to start from; every rank calls this.
 
     Args:
-        config: ``path`` is not looked at; ``folder`` stands for it.
+        config: ``path`` is what folders of adapters name as their base; ``folder`` stands for it.
         folder: local folder of a Hugging Face model.
         groups: of all ranks.
 
@@ -49,9 +54,12 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
         CheckpointError: the weights do not load; see `load_hf`.
         PeerError: only other ranks failed.
     """
-    config = replace(config, path=str(folder))
+    config, name = replace(config, path=str(folder)), config.path
     if config.trust_remote_code:
         _import_code(config, groups.control)
+    frozen_dtype = None
+    if config.use_lora:
+        frozen_dtype = rank_zero_decides(lambda: base_dtype(build_on_meta(config), folder), groups.control)
     with all_ranks_succeed(f"building the model of {folder}", groups.control):
         refuse_quantized(folder)
         if not config.init_from_scratch:
@@ -60,22 +68,34 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
         model, skeleton = build_on_meta(config), build_on_meta(config)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
+        if config.use_lora:
+            add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
     shard_model(model, config, blocks, groups.device)
     if config.pack_sequences:  # before the model has memory, which a twin of it takes for a moment
         prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         unfilled = give_memory(model, skeleton, groups.device)
+        base = plain_view(model)
         if config.init_from_scratch or config.is_critic:
-            unfilled += draw_weights(model, skeleton, config.seed, blocks)
+            unfilled += draw_weights(base, skeleton, config.seed, blocks)
+        draw_adapters(model, config.seed)
     if not config.init_from_scratch:
-        fresh = load_weights(model, folder, config, groups.control)
+        fresh = load_weights(base, folder, config, groups.control)
         unfilled = [name for name in unfilled if name in fresh]
     if unfilled:
         raise ConfigError(
             f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it can only be loaded, "
             "from a folder that has it (config key 'init_from_scratch' false)"
         )
+    if base is not model:
+        set_conversions(model, conversions_of(base))
     return model
+
+
+def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:
+    """Where the frozen weights of an engine's model come from, as rank 0 sees it; every rank calls this."""
+    index = None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
+    return BaseFolder(config.path, index)
 
 
 def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:

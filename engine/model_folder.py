@@ -26,6 +26,7 @@ from ..utils.distributed import (
     rank_zero_decides,
 )
 from ..utils.errors import ConfigError
+from ..utils.files import bytes_digest
 from ..utils.logging import get_logger
 from .config import TrainEngineConfig
 
@@ -52,6 +53,19 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def index_digest(folder: Path) -> str | None:
+    """Digest of what says which weights are in which file of a folder: of its index, or of the header of its one file;
+    None where there is neither."""
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        try:
+            with open(folder / name, "rb") as file:
+                n_bytes = -1 if name.endswith(".json") else int.from_bytes(file.read(8), "little")
+                return bytes_digest(file.read(n_bytes))
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:

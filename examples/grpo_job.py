@@ -153,6 +153,7 @@ class TrainWorker:
     def __init__(self, config: GRPOConfig) -> None:
         configure_logging(config.log_level)
         seed_rng(config.seed, int(os.environ["RANK"]))
+        self.config = config.actor
         self.engine = FSDPEngine(config.actor)
         self.engine.create_process_group()
         self.engine.initialize(None, config.lr_spec)
@@ -163,7 +164,12 @@ class TrainWorker:
         self.engine.connect_engine(servers, WeightUpdateMeta("disk", path))
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One GRPO step on this rank's share of the batch; the new weights are a new version."""
+        """One GRPO step on this rank's share of the batch; the new weights are a new version.
+
+        With adapters (``actor.use_lora``) the reference policy is the base under them, for ``kl_loss_coef``.
+        """
+        if self.config.use_lora and self.config.kl_loss_coef:
+            batch["ref_logp"] = self.actor.compute_ref_logp(batch)
         stats = self.actor.ppo_update(self.actor.compute_advantages(batch))
         self.engine.step_lr_scheduler()
         self.engine.set_version(self.engine.get_version() + 1)

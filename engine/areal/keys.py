@@ -56,7 +56,6 @@ MEGATRON = "trained with FSDP2, in `dtype`"
 PUBLISHING = "weights go to servers as `WeightUpdateMeta` says"
 MEMORY = "memory and speed only"
 FLOAT16 = "for float16, which is not trained in here"
-LORA = "of adapters"
 STATISTICS = "statistics only"
 
 _ENGINE = {
@@ -94,8 +93,9 @@ _ENGINE = {
     "use_kernels": _ignored(MEMORY, neutral=False),
     "offload": _ignored(MEMORY, neutral=False),
     "enable_tree_training": _ignored(MEMORY, neutral=False),
-    "use_lora": _refused("all parameters are trained here", neutral=False),
-    **dict.fromkeys(("lora_rank", "lora_alpha", "target_modules", "peft_type"), _ignored(LORA)),
+    **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
+    "target_modules": Fate("same", "empty, or with `all-linear`: every linear layer but the head"),
+    "peft_type": Fate("same", "`lora` alone"),
     "backend": _ignored("FSDP2 over all ranks, whatever it says"),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", neutral=False),
     "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", neutral=0.0),

@@ -70,7 +70,25 @@ def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
     return ["the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"]
 
 
+_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`target_modules` with Megatron's names (`linear_qkv`): those of transformers' layers; a remark."""
+    names = keys.get("target_modules") or []
+    if not keys.get("use_lora") or not any(name in _OF_MEGATRON for name in names):
+        return []
+    keys["target_modules"] = [layer for name in names for layer in _OF_MEGATRON.get(name, (name,))]
+    return [f"target_modules {names} are {keys['target_modules']}, with adapters of their own each"]
+
+
 RULES: Mapping[str, tuple[Rule, ...]] = {
+    "TrainEngineConfig": (megatron_layers,),
     "PPOActorConfig": (weights_of_one, bounds_of_nothing, kl_of_rewards, one_minibatch, deviation),
     "RecoverConfig": (nothing_saved,),
 }

@@ -54,6 +54,7 @@ __all__ = [
     "custom_object_save",
     "drop_tolerated_keys",
     "float32_patterns",
+    "forget_adapters",
     "has_adapters",
     "has_head",
     "initialize_module",
@@ -130,6 +131,11 @@ def unsplit_classes(model: PreTrainedModel) -> set[str]:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether transformers has put adapters (LoRA ...) into the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def forget_adapters(view: PreTrainedModel) -> None:
+    """Have a view of a model, whose adapters it leaves out, taken for a model without them."""
+    view.__dict__["_hf_peft_config_loaded"] = False
 
 
 def has_head(factory: Any, config: PretrainedConfig) -> bool:

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError
 from ..tensors import Box, local_box
+from .base_model import BASE, BASE_SAMPLE
 from .direct_reader import Destination
 from .layout import FolderLayout
+from .roots import describe_roots
 from .state import PACKED, ROOT, DCPState, rank_key
 
 PathLike = str | os.PathLike[str]
@@ -63,8 +65,7 @@ def _check_kind(path: PathLike, layout: FolderLayout, state: DCPState) -> None:
     names = layout.names()
     if not any(name.startswith(f"{ROOT}.model.") for name in names):
         raise CheckpointMismatchError(
-            f"{path} holds no model under {ROOT!r}: its keys are {sorted(names)[:4]} ...; expected {ROOT}.model.* as "
-            "Holdfast and AReaL write"
+            f"{path} holds no model under {ROOT!r}, where Holdfast and AReaL have it; {describe_roots(names)}"
         )
     trained = any(name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in names)
     if state.optimizer is not None and not trained:  # plain SGD has groups but no state
@@ -79,6 +80,7 @@ def _check_same_names(
     if missing := sorted(here - there):
         raise CheckpointMismatchError(
             f"{path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or optimizer"
+            + (", or of one that had other parameters frozen, which it leaves out" if state.trainable_only else "")
         )
     if unexpected := sorted((there - here).difference(aliases)):
         raise CheckpointMismatchError(
@@ -122,6 +124,7 @@ def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
     """What comes back besides live tensors; of what each rank has of its own, a new rank gets that of rank 0."""
     saved = sorted(saved)
     found = _of_rank("module_state", saved)
+    found += [name for name in saved if name == f"{ROOT}.{BASE}" or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
     if state.optimizer is not None:
         found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
     return found

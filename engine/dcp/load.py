@@ -22,34 +22,50 @@ from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
 from ..tensors import normal_tensors
 from ..weight_changes import changing_weights
-from .archive_reader import read_archives
+from .archive_reader import read_now
+from .base_model import check_base
 from .compatibility import Destinations, find_destinations
 from .direct_reader import Destination, TensorReader, visible_here
 from .layout import FolderLayout
 from .metadata import parse_metadata, read_layout
+from .roots import choose_root, under_root
 from .state import ROOT, DCPState
 
 
-def load_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+def load_dcp(
+    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
+) -> None:
     """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
 
     Nothing in ``state`` changes unless every rank has found the folder sound and of this model. Should a file break
     after that, while it is read, the error says that the state is half loaded.
+    Whether frozen parameters are in it or left out is the folder's to say (see `DCPState`, ``trainable_only``).
     A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
-    schedule, counters or generators: those stay as they are, with a warning.
+    schedule, counters or generators: those stay as they are, with a warning. So does everything but tensors of the
+    model and of the optimizer in a folder of another trainer.
+
+    Args:
+        path: the folder.
+        state: what it is loaded into.
+        group: the ranks; None is the default group.
+        root: what the names in the folder begin with, other than Holdfast's: ``app`` for ``app.model.<parameter>`` and
+            ``app.optim.state.<parameter>.<entry>`` (or ``optimizer``), "" for ``model.<parameter>`` and
+            ``optimizer.state...``, or for parameters at the top.
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
         Otherwise see `read_dcp`.
     """
     path = require_local(path, "loading", FETCH_FIRST)
-    load = read_dcp(path, state, group)
+    load = read_dcp(path, state, group, root=root)
     with all_ranks_succeed(f"loading {path}", group):
         load.apply()
 
 
 @normal_tensors()
-def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> "DCPLoad":
+def read_dcp(
+    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
+) -> "DCPLoad":
     """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
 
     When it returns, every rank has found the folder sound and of this model, and every part it needs in its place;
@@ -59,23 +75,27 @@ def read_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessG
     Raises:
         CheckpointNotFoundError: no such folder, or not a DCP folder.
         CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
-        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, or tensors that its model ties
-            differ.
+        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, tensors that its model ties differ,
+            or the frozen parameters that the folder leaves out are not those of ``state``.
         OSError: a file that is there cannot be read.
         PeerError: another rank failed.
     """
     digests, layout = rank_zero_decides(lambda: _inspect(path), group)
     with all_ranks_succeed(f"checking {path}", group):
         _verify_share(path, digests, group)
+        layout = _under(root, path, layout, state)
+        state = _as_stored(state, layout)
         destinations = find_destinations(path, layout, state)
     with all_ranks_succeed(f"reading {path}", group):
         reader = TensorReader(path, layout, destinations.live)
         others = {name: where.like() for name, where in destinations.live.items() if name not in reader.names}
-        _read_now(path, layout, destinations.small | others)
+        read_now(path, layout, destinations.small | others)
         _check_ties(path, layout, destinations)
         small = {name.removeprefix(f"{ROOT}."): where.tensor for name, where in destinations.small.items()}
         values = _check_values(path, state, small)
         reader.check_unchanged()
+        frozen = state.frozen_parameters()
+    check_base(path, small, frozen, state.base, group)
     copies = [(destinations.live[name].tensor, where.tensor) for name, where in others.items()]
     return DCPLoad(state, destinations.proposed, reader, copies, small, values)
 
@@ -85,13 +105,14 @@ class DCPLoad:
     """A folder that was found good on all ranks, and waits to be put into the live state.
 
     Attributes:
+        state: the live state, with the parameters that the folder holds.
         _proposed: memory for state that the live one does not hold yet.
         _copies: live tensor, and what was read for it, where it could not be read in place.
         _small: dotted name -> tensor, of generators, counters and parameter groups.
         _values: the same, parsed.
     """
 
-    _state: DCPState
+    state: DCPState
     _proposed: Mapping[str, torch.Tensor]
     _reader: TensorReader
     _copies: list[tuple[torch.Tensor, torch.Tensor]]
@@ -126,12 +147,12 @@ class DCPLoad:
         """
         self.check_unchanged()
         parse_metadata.cache_clear()  # tens of megabytes where thousands of ranks have written; all is planned
-        with changing_weights(self._state.model):
-            self._state.adopt_state(self._proposed, self._small)
+        with changing_weights(self.state.model):
+            self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
             for target, source in self._copies:
                 target.copy_(source)
-            self._state.restore(self._values, self._small)
+            self.state.restore(self._values, self._small)
 
 
 @normal_tensors()
@@ -142,7 +163,11 @@ def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.Process
     """
     layout = rank_zero_decides(lambda: read_layout(path), group)
     with all_ranks_succeed(f"checking {path}", group):
-        find_destinations(path, layout, state)
+        find_destinations(path, layout, _as_stored(state, layout))
+
+
+def _as_stored(state: DCPState, layout: FolderLayout) -> DCPState:
+    return state.as_stored({name.removeprefix(f"{ROOT}.") for name in layout.names()})
 
 
 def _inspect(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FolderLayout]:
@@ -155,6 +180,17 @@ def _inspect(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FolderLayout
     return files, read_layout(path)
 
 
+def _under(root: str, path: str | os.PathLike[str], layout: FolderLayout, state: DCPState) -> FolderLayout:
+    """The layout under the names that Holdfast gives, of a folder that has others."""
+    if root == ROOT:
+        return layout
+    parameters = [name.removeprefix("model.") for name in state.live_tensors() if name.startswith("model.")]
+    try:
+        return under_root(layout, choose_root(layout.names(), root, parameters))
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{path}: {error}") from error
+
+
 def _verify_share(
     path: str | os.PathLike[str], files: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
@@ -163,13 +199,6 @@ def _verify_share(
     for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
         with visible_here(Path(path) / name):
             verify_file(path, name, files[name])
-
-
-def _read_now(path: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
-    """Read into memory that nothing else uses yet."""
-    reader = TensorReader(path, layout, destinations)
-    reader.read()
-    read_archives(path, layout, {name: destinations[name] for name in destinations.keys() - reader.names})
 
 
 def _check_ties(path: str | os.PathLike[str], layout: FolderLayout, destinations: Destinations) -> None:
@@ -188,7 +217,7 @@ def _same_values(path: str | os.PathLike[str], layout: FolderLayout, names: tupl
     direct = TensorReader(path, layout, dict.fromkeys(names, part)).names.issuperset(names)
     for rows in part.split_rows() if direct else (part,):
         copies = {name: rows.like() for name in names}
-        _read_now(path, layout, copies)
+        read_now(path, layout, copies)
         one, other = (copy.tensor for copy in copies.values())
         if not torch.equal(one, other):
             return False

@@ -9,7 +9,8 @@ and torch's own reader reads ours. Three things differ from torch's ``get_state_
   has to be unpickled (see `safe_json`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,6 +30,7 @@ from ..api import Stateful
 from ..compat.torch_private import without_compile
 from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
+from .base_model import BASE, BASE_SAMPLE, BaseFolder, check_own_base, describe_base, sample_base
 from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
 from .module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
 from .optimizer_state import (
@@ -51,7 +53,7 @@ ROOT = "dcp"
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
 """Names of the tensors that hold JSON."""
 
-RANK_KEYED = ("module_state", "rng")
+RANK_KEYED = ("module_state", "rng", BASE_SAMPLE)
 """Names of what each rank has of its own, under its `rank_key`."""
 
 
@@ -59,6 +61,10 @@ def _replicated(model: nn.Module) -> nn.Module:
     """What is replicated on every rank, or ``model`` itself; also behind torch.compile."""
     inner = without_compile(model)
     return inner.module if isinstance(inner, DistributedDataParallel) else model
+
+
+def _is_partly_frozen(model: nn.Module) -> bool:
+    return len({param.requires_grad for param in model.parameters()}) == 2
 
 
 class DCPState(TorchStateful):
@@ -70,6 +76,10 @@ class DCPState(TorchStateful):
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
+        trainable_only: leave out frozen parameters (``requires_grad`` false) and store a digest of them: they come from
+            where the model was made from, and a load is refused where they are others (see `base_model`). None: do
+            so if some are frozen, and some are not. A load takes what the folder has, whatever is said here.
+        base: where the frozen parameters come from, for messages; None: what a transformers model says.
         changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
             optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
             `staged_state`). A snapshot during which they change nevertheless fails.
@@ -87,14 +97,30 @@ class DCPState(TorchStateful):
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         counters: Stateful | None = None,
         *,
+        trainable_only: bool | None = None,
+        base: BaseFolder | None = None,
         changes_only_in_step: bool = False,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = _replicated(model), optimizer, scheduler, counters
+        self.trainable_only = _is_partly_frozen(self.model) if trainable_only is None else trainable_only
+        self.base = base or BaseFolder.of(self.model)
         self.changes_only_in_step = changes_only_in_step
+        self._stored: Collection[str] = ()  # frozen parameters that a folder holds nevertheless
+
+    def model_only(self) -> "DCPState":
+        """The same of the model alone."""
+        return DCPState(self.model, trainable_only=self.trainable_only, base=self.base)
+
+    def as_stored(self, names: Collection[str]) -> "DCPState":
+        """The same with the parameters that a folder holds; ``names`` are the dotted names in it."""
+        state = copy.copy(self)
+        state.trainable_only, state._stored = BASE in names, frozenset(names)
+        return state
 
     @normal_tensors()
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `module_state`), and with an
+        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `module_state`), ``base`` and
+        ``base_sample`` if frozen parameters are left out (see `base_model`), and with an
         optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
         ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler``, ``counters``. The
         state of modules and generators is this rank's, under this rank's name.
@@ -106,10 +132,13 @@ class DCPState(TorchStateful):
         state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
         if own := module_state(self.model):
             state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
+        if frozen := self.frozen_parameters():
+            state[BASE] = describe_base(frozen, self.base)
+            state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(frozen)}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
-        params = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        params = self._parameters()
         check_entries(self.optimizer, params)
         state["optim"] = {"state": tensor_entries(self.optimizer, params)}
         state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
@@ -132,7 +161,8 @@ class DCPState(TorchStateful):
         live tensor itself, as torch's ``dcp.load`` has read into it, has its values already.
 
         Raises:
-            CheckpointMismatchError: a tensor is missing; nothing was changed.
+            CheckpointMismatchError: a tensor is missing, or frozen parameters that were left out are others here (seen
+                at the world size of the save only); nothing was changed.
             CheckpointError: see `check_values`; likewise.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
@@ -140,6 +170,7 @@ class DCPState(TorchStateful):
         if missing := sorted(live.keys() - given.keys()):
             raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
         values = self.check_values(given)
+        check_own_base(given, self.frozen_parameters(), self.base, f"{BASE_SAMPLE}.{rank_key(get_rank())}")
         for name, target in live.items():
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
@@ -294,7 +325,15 @@ class DCPState(TorchStateful):
                     f"parameter {name} is expanded: several of its elements are one place in memory, which no "
                     "checkpoint can be loaded into; make it contiguous"
                 )
-        return tensors
+        return {name: tensor for name, tensor in tensors.items() if not self._is_left_out(name, tensor)}
+
+    def frozen_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are left out, by the first of their names."""
+        return {name: param for name, param in self._parameters().items() if self._is_left_out(name, param)}
+
+    def _is_left_out(self, name: str, tensor: torch.Tensor) -> bool:
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return frozen and self.trainable_only and f"model.{name}" not in self._stored
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ building the model on the meta device in float64: a tensor that is not float64 t
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from ..compat.transformers_private import build_from_config, float32_patterns
 from ..training.unsharded import unsharded_class
 from .file_io import WeightReader
 
-_OWN_DTYPES = "_holdfast_own_dtypes"
+_TWIN_DTYPES = "_holdfast_twin_dtypes"
+_ASKED = torch.float64
+"""What no model has by itself."""
 
 
 def file_dtypes(
@@ -47,25 +49,37 @@ def file_dtypes(
 
 
 def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, of the floating-point tensors for which the model's code names one.
+    """``state_dict`` key -> dtype, of the floating-point tensors for which the model's code names one."""
+    return {key: dtype for key, dtype in _twin_dtypes(model).items() if dtype.is_floating_point and dtype != _ASKED}
+
+
+def unknown_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
+    """Those of ``keys`` that the ``state_dict`` of another model of this class and config does not have.
+
+    Empty for a class that takes more than a config, of which no other model can be built.
+    """
+    known = _twin_dtypes(model)
+    return [key for key in keys if key not in known] if known else []
+
+
+def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
+    """``state_dict`` key -> dtype, of a model of the same class and config on meta that was asked for `_ASKED`.
 
     Found once and kept on the model, for exports in the background, which see a view of it and must not build another
-    beside training. None are found for a class that takes more than a config.
+    beside training. Empty for a class that takes more than a config.
     """
-    if (known := getattr(model, _OWN_DTYPES, None)) is not None:
+    if (known := getattr(model, _TWIN_DTYPES, None)) is not None:
         return known
     try:
         model_class: Any = unsharded_class(model)
         config = copy.deepcopy(model.config)
         with torch.device("meta"):
-            twin = build_from_config(model_class, config, torch.float64, attn_implementation="eager")
-        state = twin.state_dict()
+            state = build_from_config(model_class, config, _ASKED, attn_implementation="eager").state_dict()
     except TypeError:
         state = {}
-    found = {key: value.dtype for key, value in state.items() if value.is_floating_point()}
-    own = {key: dtype for key, dtype in found.items() if dtype != torch.float64}
-    setattr(model, _OWN_DTYPES, own)
-    return own
+    found = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+    setattr(model, _TWIN_DTYPES, found)
+    return found
 
 
 def set_config_dtype(config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype | None) -> None:

@@ -38,7 +38,8 @@ def save_hf(
     Every rank of ``group`` calls this.
 
     Args:
-        model: any transformers model, sharded by `fully_shard` or not.
+        model: any transformers model, sharded by `fully_shard` or not. With LoRA adapters, or a ``PeftModel``, the
+            weights are written merged: W + s B A (see `merge`).
         path: the folder to create, or a URL.
         group: control group of CPU tensors (gloo); None takes the default group.
         gather_group: for a `staged_model`, over which to gather what needs an all-gather; None: its mesh.
@@ -53,7 +54,8 @@ def save_hf(
         ConfigError: an option is out of range; the URL cannot be used, or a package for it is not installed; a rank
             does not see the staging folder.
         CheckpointExistsError: ``path`` exists, or there is a model at the URL.
-        CheckpointMismatchError: the weights cannot be expressed in the architecture's file format.
+        CheckpointMismatchError: the weights cannot be expressed in the architecture's file format: it does not know a
+            tensor of that name, they are quantized, or have adapters that cannot be merged.
         CheckpointNotFoundError: ``base_model_path`` is not a folder.
         CheckpointWriteError: this rank could not write, or the staging folder lacks room.
         PeerError: another rank failed.

@@ -194,7 +194,7 @@ def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> 
 
 def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """All of a tensor on the CPU, in memory of its own. A collective of the tensor's mesh, or of ``group``: gloo, over
-    the ranks of a mesh of one dimension, for shards on the CPU."""
+    the ranks of a mesh of one dimension."""
     if isinstance(tensor, DTensor) and group is not None:
         return _gather_over(tensor, group)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -206,7 +206,7 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`DTensor.full_tensor` without its caches, which take a mesh for another one and keep its group for good."""
-    (placement,), local = tensor.placements, tensor.to_local().detach()
+    (placement,), local = tensor.placements, tensor.to_local().detach().cpu()
     if not isinstance(placement, Shard):
         return local.clone()
     shape, parts = list(tensor.shape), []

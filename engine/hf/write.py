@@ -11,6 +11,7 @@ it is converted with) at a time.
 """
 
 import heapq
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +22,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...utils.atomic_folder import as_write_error
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ...utils.errors import CheckpointMismatchError
 from ...utils.files import fsync_file, walk_files, write_durably
+from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
-from .dtypes import file_dtypes
+from ..lora.layers import plain_view
+from ..training.unsharded import unsharded_class
+from .dtypes import file_dtypes, unknown_keys
 from .file_io import WeightWriter
+from .merge import MergedWeights
 from .name_mapping import Span, element_map, file_tensors, stored_tensors
 from .safetensors_layout import (
     INDEX_NAME,
@@ -75,7 +80,7 @@ def plan_export(
     """Plan an export, without communication.
 
     Args:
-        model: sharded or not.
+        model: sharded or not; with adapters, the base is planned, to which they are added when it is written.
         options: ``dtype`` and ``max_shard_size_bytes`` are used.
         rank: this rank.
         world_size: number of ranks.
@@ -85,7 +90,13 @@ def plan_export(
     Raises:
         CheckpointMismatchError: the weights cannot be expressed in the architecture's file format.
     """
+    model = plain_view(model)
     stored, _ = stored_tensors(model)
+    if unknown := unknown_keys(model, [key for key, _ in model.named_parameters() if key in stored]):
+        raise CheckpointMismatchError(
+            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} such), so nothing would "
+            "load it again; take out what was added to the model, or merge it into the weights"
+        )
     tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
     limit = options.max_shard_size_bytes
     if limit is None and share_bytes is not None:
@@ -147,6 +158,7 @@ def write_planned(
     """`write_hf` of what `plan_export` returned."""
     folder, rank, world_size = Path(folder), get_rank(group), get_world_size(group)
     layout, transfers = plan.layout, plan.transfers
+    merged, model = MergedWeights(model, gather_group), plain_view(model)
     with WeightWriter(folder) as files:
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
             for file in layout.files if rank == 0 else ():
@@ -163,11 +175,13 @@ def write_planned(
                     write_durably(folder / INDEX_NAME, encode_index(layout.index))
                     small_files.append(INDEX_NAME)
             for tensor, span in transfers.direct:
-                _write_share(files, slots[tensor.key], span, transfers.parts[span.source])
+                columns = math.prod(plan.stored[span.source].shape[1:])
+                part = merged.part(span.source, transfers.parts[span.source], columns)
+                _write_share(files, slots[tensor.key], span, part)
             if not (transfers.gathered or transfers.unmapped):
                 files.sync()
         if transfers.gathered or transfers.unmapped:
-            _write_gathered(files, folder, model, plan, group, gather_group)
+            _write_gathered(files, folder, model, plan, merged, group, gather_group)
     return [file.name for file in deal_files(layout.files, world_size)[rank]] + small_files
 
 
@@ -183,6 +197,7 @@ def _write_gathered(
     folder: Path,
     model: PreTrainedModel,
     plan: ExportPlan,
+    merged: MergedWeights,
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
 ) -> None:
@@ -193,13 +208,15 @@ def _write_gathered(
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
         for first, last in row_blocks(tensor, [span for _, span in wanted]):
             block = gathered_block(tensor, first, last, gather_group)
+            block = merged.part(source, block, math.prod(tensor.shape[1:]))
             with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
                 for file_tensor, span in wanted:
                     _write_share(files, slots[file_tensor.key], span, block)
     rank, world_size = get_rank(group), get_world_size(group)
     for tensors in plan.transfers.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
-        flat = torch.cat([whole_tensor(stored[source], gather_group).reshape(-1) for source in sources])
+        wholes = (merged.whole(source, whole_tensor(stored[source], gather_group)) for source in sources)
+        flat = torch.cat([whole.reshape(-1) for whole in wholes])
         with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
             elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
             for tensor in tensors:

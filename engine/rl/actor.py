@@ -86,6 +86,15 @@ class PPOActor:
         self.engine.eval()
         return self.engine.forward_batch(batch, post)
 
+    def compute_ref_logp(self, batch: Batch) -> torch.Tensor:
+        """`compute_logp` of the base under the adapters: ``ref_logp`` of a LoRA policy, without a second model.
+
+        Raises:
+            ConfigError: the engine has no adapters; ask another one that has the reference weights.
+        """
+        with self.engine.adapters_off():
+            return self.compute_logp(batch)
+
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``; the argument is left as it is.
 

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from ...utils.distributed import all_ranks_succeed, drop_group, new_background_group
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
-from ..api import HFExportOptions, SaveLoadMeta
+from ..api import SaveLoadMeta
 from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
+from ..hf.adapter_folder import save_adapters
 from ..hf.export import export_hf
 from .background_job import BackgroundJob, Task
 from .staged_model import check_mesh, staged_model
@@ -63,7 +64,10 @@ class BackgroundSave:
             else:
                 check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
-                write = partial(self._export, model, meta.path, meta.hf_options(base_dtype))
+                export = partial(export_hf, model, meta.path, meta.hf_options(base_dtype))
+                if meta.weight_format == "peft":
+                    export = partial(save_adapters, model, meta.path, meta.hf_options(None))
+                write = partial(self._export, export, meta.path)
         self._job = BackgroundJob("background save", [Task("save", partial(_logging_failure, write))], daemon=False)
         self._job.start()
 
@@ -86,11 +90,11 @@ class BackgroundSave:
             last.callback(self._staging.release)
             self.wait()
 
-    def _export(self, model: PreTrainedModel, path: str, options: HFExportOptions) -> None:
+    def _export(self, export: Callable[..., None], path: str) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
         group = self._background_group
-        export_hf(model, path, options, group=group, gather_group=group)
+        export(group=group, gather_group=group)
 
 
 def _logging_failure(write: Callable[[], None]) -> None:

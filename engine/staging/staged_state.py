@@ -58,7 +58,7 @@ class Staging:
             ConfigError: see `DCPState.state_dict`.
             OSError, RuntimeError: there is no memory for the buffers.
         """
-        live = (DCPState(state.model) if model_only else state).state_dict()
+        live = (state.model_only() if model_only else state).state_dict()
         self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
 
     @normal_tensors()
@@ -73,7 +73,7 @@ class Staging:
             OSError, RuntimeError: there is no memory for the buffers, or the device failed.
         """
         self.wait()
-        live = (DCPState(state.model) if model_only else state).state_dict()
+        live = (state.model_only() if model_only else state).state_dict()
         tensors = dict(flatten(live))
         kept, self._buffers = self._buffers, _buffers_for(tensors, self._buffers)
         later = {} if is_changing(state.model) else state.changed_in_step(tensors)

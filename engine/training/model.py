@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_UNUSABLE = (
+UNUSABLE = (
     *(OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError),
     StrictDataclassError,
 )
@@ -80,11 +80,11 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
                     hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
                 )
             return build_value_model(hf_config, dtype, **options)
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
             f"config key 'path': transformers cannot build the {hf_config.model_type} model of "
-            f"{config.path}/config.json{attention}: {_reason(error)}"
+            f"{config.path}/config.json{attention}: {describe_unusable(error)}"
         ) from error
 
 
@@ -101,8 +101,8 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
     folder, factory = require_model_folder(config.path), _factory(config)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    except _UNUSABLE as error:
-        reason = _reason(error)
+    except UNUSABLE as error:
+        reason = describe_unusable(error)
         if not config.trust_remote_code and "trust_remote_code" in reason:
             reason = (
                 "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
@@ -127,7 +127,7 @@ def _is_made(factory: type[Any], hf_config: PretrainedConfig) -> bool:
     return has_head(factory, hf_config) or factory.__name__ in (getattr(hf_config, "auto_map", None) or {})
 
 
-def _reason(error: Exception) -> str:
+def describe_unusable(error: Exception) -> str:
     """The error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

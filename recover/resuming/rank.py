@@ -129,4 +129,4 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         if name in versions and hasattr(engine, "set_version"):
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
-    return RankState({name: sample_engine(state, loads[name].first_group) for name, state in states.items()}, rng)
+    return RankState({name: sample_engine(load.state, load.first_group) for name, load in loads.items()}, rng)

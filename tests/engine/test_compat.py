@@ -10,14 +10,32 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.compat import Private, ray_private, require, torch_private, transformers_private
+from holdfast.engine.compat import Private, peft_private, ray_private, require, torch_private, transformers_private
+from holdfast.integrations.compat import transformers_private as integrations_private
 from holdfast.utils.errors import UnsupportedVersionError
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ("torch", "transformers", "ray", "huggingface_hub", "fsspec", "safetensors", "omegaconf")
-LISTS = {"torch": torch_private.NAMES, "transformers": transformers_private.NAMES, "ray": ray_private.NAMES}
-NAMES = [(library, name) for library, names in LISTS.items() for name in names]
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "verl",
+    "ray",
+    "huggingface_hub",
+    "fsspec",
+    "safetensors",
+    "omegaconf",
+)
+LISTS = {
+    "torch": torch_private.NAMES,
+    "transformers": transformers_private.NAMES,
+    "transformers, in integrations": integrations_private.NAMES,
+    "ray": ray_private.NAMES,
+    "peft": peft_private.NAMES,
+}
+NAMES = [(library.split(",")[0], name) for library, names in LISTS.items() for name in names]
 
 
 def is_private(name: str) -> bool:
@@ -53,11 +71,11 @@ def private_uses(path: Path) -> Iterator[str]:
 
 
 def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
-    files = [path for top in ("engine", "recover", "utils") for path in (ROOT / top).rglob("*.py")]
+    files = [path for top in ("engine", "integrations", "recover", "utils") for path in (ROOT / top).rglob("*.py")]
     outside = [path for path in files if path.parent.name != "compat"]
     assert [use for path in outside for use in private_uses(path)] == []
     found = {path.name for path in files if path not in outside and list(private_uses(path))}
-    libraries = ("ray", "torch", "trackio", "transformers")
+    libraries = ("peft", "ray", "torch", "trackio", "transformers", "trl")
     assert found == {f"{library}_private.py" for library in libraries}, "the scan sees nothing"
 
 
@@ -93,6 +111,7 @@ def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Pa
 
 def test_libraries_whose_private_names_are_used_have_an_upper_bound() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["ray"], *extras["lora"]]
     bounds = {entry.split(">=")[0]: entry for entry in required}
-    assert all(">=" in bounds[name] and "<" in bounds[name] for name in ("torch", "transformers", "ray"))
+    assert all(">=" in bounds[name] and "<" in bounds[name] for name in ("torch", "transformers", "ray", "peft"))

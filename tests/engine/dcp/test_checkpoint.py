@@ -296,7 +296,7 @@ BREAKAGES: dict[str, tuple[type[Exception], str]] = {
     "metadata garbage": (CheckpointCorruptError, "cannot be read"),
     "metadata empty": (CheckpointCorruptError, "cannot be read"),
     "metadata malicious": (CheckpointCorruptError, "mkdir"),
-    "foreign keys": (CheckpointMismatchError, "expected dcp.model"),
+    "foreign keys": (CheckpointMismatchError, "it has a model under '' (app.weight)"),
     "foreign folder": (CheckpointNotFoundError, "not a DCP checkpoint"),
     "missing folder": (CheckpointNotFoundError, "does not exist"),
 }

@@ -1,0 +1,130 @@
+"""Put adapters into a model on meta, and draw them when it has memory.
+
+Adapters go in before the model is sharded, so that FSDP2 shards, gathers and reduces them with the block that they are
+in. They are float32 and trained; everything else is frozen, in the dtype that it has in the folder. What they begin
+with depends on the seed and the layer's name alone, as all that is drawn here (see `training.model`).
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ..config import ALL_LINEAR, TrainEngineConfig
+from ..training.model import keep_own_shard
+from ..training.value_model import body_name
+from .layers import adapted_layers, adapters_of
+
+
+def add_adapters(
+    model: PreTrainedModel, config: TrainEngineConfig, base: str, dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Freeze ``model`` and put LoRA layers into it, in place; of a critic the value head is trained as well.
+
+    Args:
+        model: on meta, not sharded yet.
+        config: ``lora_rank``, ``lora_alpha`` and ``target_modules`` are used.
+        base: what folders of the adapters name as their base model.
+        dtypes: parameter name -> what it is stored as once it is frozen.
+
+    Raises:
+        ConfigError: peft is not installed, a name in ``target_modules`` fits no layer, or one that LoRA cannot adapt.
+    """
+    peft = _import_peft()
+    heads = [name for name, child in model.named_children() if name != body_name(model)]
+    targets = _targets(model, config.target_modules)
+    named = dict(model.named_parameters())
+    adapted = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=targets,
+        exclude_modules=heads if ALL_LINEAR in config.target_modules or not config.target_modules else None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="TOKEN_CLS" if config.is_critic else "CAUSAL_LM",
+    )
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.add_adapter(adapted)
+        adapted.base_model_name_or_path = base
+        for name, layer in adapted_layers(model).items():
+            _require_linear(model, name, layer)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(f"config key 'target_modules' is {config.target_modules}: {error}") from error
+    for name, param in named.items():
+        if config.is_critic and name.partition(".")[0] in heads:
+            param.requires_grad_(True)
+        else:
+            param.data = param.data.to(dtypes[name])
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "config key 'use_lora' is true, which needs the package peft: pip install 'holdfast[lora]'"
+        ) from error
+    return peft
+
+
+def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Last parts of the names of the layers to adapt: those of all linear ones but the head's, or ``names``.
+
+    Raises:
+        ConfigError: one of ``names`` fits no module.
+    """
+    modules = dict(model.named_modules())
+    body = f"{body_name(model)}."
+    is_linear = {name: isinstance(module, nn.Linear | Conv1D) for name, module in modules.items()}
+    linear = {name.rpartition(".")[2] for name, found in is_linear.items() if found and name.startswith(body)}
+    if not names or ALL_LINEAR in names:
+        return sorted(linear)
+    for wanted in names:
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
+            raise ConfigError(
+                f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does not have; its linear "
+                f"layers are {', '.join(sorted(linear))} (or {ALL_LINEAR!r} for all of them)"
+            )
+    return sorted(names)
+
+
+def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
+    """Raise ConfigError if an adapted layer is not linear, or its weight is used elsewhere, too."""
+    try:
+        adapters_of(layer)
+    except CheckpointMismatchError:
+        raise ConfigError(
+            f"config key 'target_modules' takes in {name}, a {type(layer.get_base_layer()).__name__}; name linear "
+            "layers only"
+        ) from None
+    weight = layer.get_base_layer().weight
+    if sum(param is weight for _, param in model.named_parameters(remove_duplicate=False)) > 1:
+        raise ConfigError(
+            f"config key 'target_modules' takes in {name}, whose weight is tied to another one; leave it out"
+        )
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """Let every adapter begin as in peft: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its base.
+
+    Args:
+        model: sharded, with memory; each rank keeps its own rows.
+        seed: together with a layer's name, what its A is drawn from.
+    """
+    for name, layer in adapted_layers(model).items():
+        for adapter in adapters_of(layer):
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}.lora_A".encode()) >> 1)
+            drawn = torch.empty(adapter.a.shape, dtype=torch.float32)
+            # Kaiming's uniform with a = sqrt(5) is this bound: sqrt(6 / ((1 + 5) * in)).
+            drawn.uniform_(-1 / math.sqrt(drawn.shape[1]), 1 / math.sqrt(drawn.shape[1]), generator=generator)
+            keep_own_shard(adapter.a, drawn)
+            keep_own_shard(adapter.b, torch.zeros(adapter.b.shape))

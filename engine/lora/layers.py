@@ -1,0 +1,153 @@
+"""Layers with adapters in a model, and the model without them.
+
+peft puts a layer of its own in the place of each adapted one: ``q_proj`` becomes a module with ``q_proj.base_layer``,
+``q_proj.lora_A`` and ``q_proj.lora_B``, so that no tensor is called any more what the architecture's files call it.
+`plain_view` has the architecture's modules and names back, over the same parameters.
+
+peft is not imported here: a model has layers of it only if somebody else has imported it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...utils.errors import CheckpointMismatchError
+from ..compat.torch_private import children_of, replace_members
+from ..compat.transformers_private import forget_adapters
+from ..training.unsharded import unsharded_view
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One pair of low-rank matrices: the layer computes with ``W + scaling * B @ A``.
+
+    Attributes:
+        name: of the adapter, for peft ("default").
+        a: ``[rank, in]``, live (sharded).
+        b: ``[out, rank]``.
+        scaling: alpha / rank.
+        transposed: W is ``[in, out]``, as GPT-2 keeps it.
+    """
+
+    name: str
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    transposed: bool
+
+    def rows(self, first: int, last: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Rows ``[first, last)`` of ``scaling * B @ A``, laid out as W; of these values of ``a`` and ``b``, whole."""
+        delta = a[:, first:last].T @ b.T if self.transposed else b[first:last] @ a
+        return delta * self.scaling
+
+
+def transformers_model(model: nn.Module) -> nn.Module:
+    """The transformers model in a ``PeftModel``; any other module itself."""
+    peft, outer = sys.modules.get("peft"), cast(Any, model)
+    return outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Name -> layer of peft, of every module that it has replaced; of no method in particular."""
+    peft_utils = sys.modules.get("peft.tuners.tuners_utils")
+    if peft_utils is None:
+        return {}
+    layers = (peft_utils.BaseTunerLayer, sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper)
+    return {name: module for name, module in model.named_modules() if isinstance(module, layers)}
+
+
+def adapters_of(layer: Any) -> list[Adapter]:
+    """The active adapters of a layer, that are not merged into its weight already.
+
+    Raises:
+        CheckpointMismatchError: it is no linear layer with plain LoRA.
+    """
+    if (problem := _not_plain(layer)) is not None:
+        raise CheckpointMismatchError(
+            f"a {type(layer).__name__} of peft {problem}, which is not merged here; export "
+            "model.merge_and_unload(), or save the adapters with PEFT's save_pretrained"
+        )
+    active = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
+    transposed = bool(layer.fan_in_fan_out)
+    return [
+        Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]), transposed)
+        for name in active
+    ]
+
+
+def _not_plain(layer: Any) -> str | None:
+    """Why a layer of peft is more than ``W + s B A``; None if it is not."""
+    lora = sys.modules.get("peft.tuners.lora")
+    if lora is None or type(layer) is not lora.Linear:
+        return "is no linear layer with LoRA"
+    if layer.lora_variant:
+        return f"is a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
+    return "adapts the bias, too" if any(layer.lora_bias.values()) else None
+
+
+def plain_view(model: PreTrainedModel) -> PreTrainedModel:
+    """``model`` under the modules and names of its architecture, over the same parameters; itself without adapters.
+
+    A view for asking questions and for loading, as `unsharded_view` is. Its values are those of the base: adapters are
+    left out. Of a layer that peft trains as a whole (``modules_to_save``) it has the one that is trained.
+
+    Args:
+        model: with adapters or without, or a ``PeftModel``.
+
+    Raises:
+        CheckpointMismatchError: it has layers of peft that are not plain LoRA.
+    """
+    model = transformers_model(model)  # type: ignore[assignment]
+    layers = adapted_layers(model)
+    if not layers:
+        return model
+    view = unsharded_view(model)
+    for name, layer in layers.items():
+        plain, (parent, _, own) = view.get_submodule(_plain_name(name, layer)), name.rpartition(".")
+        parent = view.get_submodule(parent)
+        replace_members(parent, children={**children_of(parent), own: plain})
+    forget_adapters(view)
+    return view
+
+
+def _plain_name(name: str, layer: Any) -> str:
+    """Of the module that stands for a layer of peft in a plain model."""
+    if hasattr(layer, "modules_to_save"):
+        return f"{name}.modules_to_save.{layer.active_adapters[0]}"
+    adapters_of(layer)  # for its error
+    return f"{name}.base_layer"
+
+
+def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
+    """Name of a weight in `plain_view` -> the adapters that are to be added to it; those without any are left out."""
+    layers = adapted_layers(transformers_model(model))
+    found = {f"{name}.weight": adapters_of(layer) for name, layer in layers.items() if hasattr(layer, "lora_A")}
+    return {name: adapters for name, adapters in found.items() if adapters}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model computes as its base does, as long as the block lasts: the policy that training began with.
+
+    Only what computes is switched: neither ``requires_grad`` nor a value changes.
+    """
+    layers = list(adapted_layers(model).values())
+    if not layers:
+        yield
+        return
+    from ..compat.peft_private import is_off, switch_off  # there is peft, where there are layers of it
+
+    before = [is_off(layer) for layer in layers]
+    for layer in layers:
+        switch_off(layer)
+    try:
+        yield
+    finally:
+        for layer, off in zip(layers, before, strict=True):
+            switch_off(layer, off)

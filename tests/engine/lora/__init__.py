@@ -1,0 +1,1 @@
+"""Engines with adapters, and checkpoints of partly frozen models."""

@@ -1,0 +1,253 @@
+"""Checkpoints of partly frozen models: what is in them, at which world sizes they load, and on which base."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.engine import SaveLoadMeta
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.metadata import read_layout
+from holdfast.engine.dcp.save import save_dcp
+from holdfast.engine.dcp.state import DCPState
+from holdfast.utils.errors import CheckpointMismatchError
+from tests.engine.lora.engines import lora_engine, same, train, trained_state, write_base
+from tests.engine.models import build_reference, tiny_qwen3
+from tests.helpers import run_ranks
+
+
+def _save(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    engine = lora_engine(Path(root) / "base")
+    train(engine, 3)
+    state = trained_state(engine)
+    engine.save(SaveLoadMeta(f"{root}/of_{world_size}", "dcp", True), blocking=False)
+    engine.save(SaveLoadMeta(f"{root}/model_of_{world_size}", "dcp", False))
+    engine.wait_for_save()
+    engine.destroy()
+    return state
+
+
+def _load(rank: int, world_size: int, root: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    engine, found = lora_engine(Path(root) / "base"), {}
+    for saved in sizes:
+        engine.load(SaveLoadMeta(f"{root}/of_{saved}", "dcp", True))
+        found[f"of_{saved}"] = trained_state(engine)
+        train(engine, 1)
+        engine.load(SaveLoadMeta(f"{root}/model_of_{saved}", "dcp", False))
+        found[f"model_of_{saved}"] = trained_state(engine)
+    engine.destroy()
+    return found
+
+
+def _refuse(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, keys in {
+        "other": {"path": f"{root}/other"},
+        "seeded": {"init_from_scratch": True},
+        "targets": {"target_modules": ["q_proj"]},
+        "full": {"use_lora": False},
+    }.items():
+        engine = lora_engine(Path(root) / "base", **keys)
+        before = trained_state(engine)
+        try:
+            engine.load(SaveLoadMeta(f"{root}/of_2", "dcp", True))
+            found[name] = "loaded"
+        except CheckpointMismatchError as error:
+            found[name] = str(error)
+        found[f"{name}_unchanged"] = same(before, trained_state(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module", params=[(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def sizes(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """World sizes that save and load."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    write_base(root / "base")
+    write_base(root / "other", seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(root: Path, sizes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
+    return {world_size: run_ranks(_save, world_size, str(root))[0] for world_size in sizes}
+
+
+def test_adapters_and_moments_load_bit_by_bit_at_every_world_size(
+    saved: dict[int, dict[str, torch.Tensor]], root: Path
+) -> None:
+    for size in saved:
+        found = run_ranks(_load, size, str(root), tuple(saved))[0]
+        for world_size, state in saved.items():
+            assert same(found[f"of_{world_size}"], state)
+            of_model = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+            assert same({n: t for n, t in found[f"model_of_{world_size}"].items() if n in of_model}, of_model)
+
+
+def test_only_what_is_trained_is_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
+    names = read_layout(root / "of_2").names()
+    params = {name for name in names if name.startswith("dcp.model.")}
+    assert len(params) == 28 and all(".lora_" in name for name in params), "no frozen weight, tied or not"
+    assert {"dcp.base", "dcp.base_sample.rank_00000", "dcp.base_sample.rank_00001"} <= names
+
+
+def test_another_base_is_refused_before_anything_changes(saved: Any, root: Path) -> None:
+    for found in run_ranks(_refuse, 2, str(root)):
+        assert (
+            f"of_2 holds what was trained on another base model: its frozen parameters of {root}/base" in found["other"]
+        )
+        assert f"those here frozen parameters of {root}/other" in found["other"]
+        assert "another base model" in found["seeded"]
+        assert "dcp.model.model.layers.0.mlp.down_proj.lora_A.default.weight', which this model" in found["targets"]
+        assert "other parameters frozen, which it leaves out" in found["full"]
+        assert all(found[f"{name}_unchanged"] for name in ("other", "seeded", "targets", "full"))
+
+
+def _size(rank: int, world_size: int, root: str) -> int:
+    engine = lora_engine(Path(root) / "wide", lora_rank=64)
+    train(engine, 1)
+    engine.save(SaveLoadMeta(f"{root}/wide_dcp", "dcp", True))
+    return sum(tensor.nbytes for tensor in trained_state(engine).values())
+
+
+def test_a_checkpoint_is_little_larger_than_adapters_and_moments(root: Path) -> None:
+    write_base(root / "wide", hidden_size=384)
+    trained_bytes = run_ranks(_size, 2, str(root))[0]
+    stored_bytes = sum(file.stat().st_size for file in (root / "wide_dcp").iterdir())
+    print(f"{stored_bytes} bytes for {trained_bytes} of adapters and moments: {stored_bytes / trained_bytes:.3f}")
+    assert trained_bytes <= stored_bytes <= 1.2 * trained_bytes
+
+
+# Models that somebody else has frozen, without processes
+
+
+def partly_frozen(seed: int = 0) -> nn.Module:
+    """A tied model of which only the last block is trained; a buffer counts."""
+    model = build_reference(tiny_qwen3(), seed)
+    model.register_buffer("count", torch.full((2,), float(seed)))
+    model.requires_grad_(False)
+    model.get_submodule("model.layers.1").requires_grad_(True)
+    return model
+
+
+def peft_model(seed: int = 0) -> nn.Module:
+    """A ``PeftModel`` whose adapters are not zero."""
+    model = get_peft_model(build_reference(tiny_qwen3(), seed), LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    torch.manual_seed(7)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data.normal_()
+    return model
+
+
+def trained(model: nn.Module) -> DCPState:
+    """After a step that moves everything that is trained."""
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    return DCPState(model, optimizer)
+
+
+def copies(state: DCPState) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.live_tensors().items()}
+
+
+@pytest.mark.parametrize("build", [partly_frozen, peft_model])
+def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
+    build: Callable[[int], nn.Module], tmp_path: Path
+) -> None:
+    state = trained(build(0))
+    assert state.trainable_only
+    save_dcp(tmp_path / "saved", state)
+    stored = {
+        n.removeprefix("dcp.model.") for n in read_layout(tmp_path / "saved").names() if n.startswith("dcp.model.")
+    }
+    expected = {name for name, param in state.model.named_parameters() if param.requires_grad}
+    expected |= {name for name, _ in state.model.named_buffers() if name == "count"}
+    assert stored == expected and not any("lm_head" in name or "embed" in name for name in stored)
+
+    again = trained(build(0))
+    for param in again.model.parameters():
+        if param.requires_grad:
+            param.data.zero_()
+    load_dcp(tmp_path / "saved", again)
+    assert same(copies(again), copies(state))
+
+    other = trained(build(1))
+    before = copies(other)
+    with pytest.raises(CheckpointMismatchError, match="another base model"):
+        load_dcp(tmp_path / "saved", other)
+    assert same(copies(other), before)
+
+
+def test_torchs_own_load_refuses_another_base_too(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "saved", trained(partly_frozen()))
+    dcp.load({"dcp": trained(partly_frozen())}, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(CheckpointMismatchError, match="another base model"):
+        trained(partly_frozen(1)).load_state_dict(trained(partly_frozen()).state_dict())
+
+
+def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_can_be_chosen(tmp_path: Path) -> None:
+    whole = trained(partly_frozen(0))
+    whole = DCPState(whole.model, whole.optimizer, trainable_only=False)
+    save_dcp(tmp_path / "whole", whole)
+    assert "dcp.base" not in read_layout(tmp_path / "whole").names()
+    other = trained(partly_frozen(1))
+    load_dcp(tmp_path / "whole", other)
+    for (name, one), two in zip(whole.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    save_dcp(tmp_path / "part", trained(partly_frozen(0)))
+    load_dcp(tmp_path / "part", DCPState(partly_frozen(0), trainable_only=False))  # the folder says what is in it
+
+
+def test_a_model_of_which_nothing_or_everything_is_frozen_is_stored_whole(tmp_path: Path) -> None:
+    for trains in (False, True):
+        model = build_reference(tiny_qwen3()).requires_grad_(trains)
+        state = DCPState(model)
+        assert not state.trainable_only and len(state.live_tensors()) == 24 and "base" not in state.state_dict()
+    frozen = peft_model().requires_grad_(False)  # as PeftModel.from_pretrained gives it
+    save_dcp(tmp_path / "adapters", trained(peft_model()))
+    load_dcp(tmp_path / "adapters", DCPState(frozen))
+    expected = dict(trained(peft_model()).model.named_parameters())
+    assert all(torch.equal(param, expected[name]) for name, param in frozen.named_parameters())
+
+
+def test_the_base_in_another_dtype_is_another_base(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "saved", trained(peft_model()))
+    model = peft_model()
+    for name, param in model.named_parameters():
+        if "lora_" not in name:
+            param.data = param.data.bfloat16()
+    with pytest.raises(CheckpointMismatchError, match=r"24 float32.*24 bfloat16.*keeps them in another dtype"):
+        load_dcp(tmp_path / "saved", DCPState(model))
+
+
+def _foreign_sharded(rank: int, world_size: int, root: str) -> bool:
+    model = peft_model()
+    for block in model.get_submodule("base_model.model.model.layers").children():
+        fully_shard(block)
+    fully_shard(model)
+    load_dcp(f"{root}/alone", DCPState(model))
+    save_dcp(f"{root}/sharded_{world_size}", DCPState(model))
+    return True
+
+
+def test_a_peft_model_moves_between_one_process_and_fsdp2(tmp_path: Path) -> None:
+    alone = trained(peft_model())
+    save_dcp(tmp_path / "alone", alone.model_only())
+    run_ranks(_foreign_sharded, 2, str(tmp_path))
+    again = DCPState(peft_model())
+    load_dcp(tmp_path / "sharded_2", again)
+    assert same(copies(again), copies(alone.model_only()))
