@@ -20,6 +20,7 @@ from holdfast.recover import GenerationStore
 from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.files import remove_folder
+from holdfast.utils.json_lines import read_lines
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
@@ -133,6 +134,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = GenerationStore(root / "e" / "t" / "recover")
     newest, oldest = store.generations()
     shutil.copytree(newest.path, store.open_staging(7), dirs_exist_ok=True)
+    store.pin(newest.step)
     store.quarantine(oldest, "file data.pt is missing (1 in all)")
     doomed = shutil.copytree(newest.path, store.root / "global_step_5")
     with pytest.MonkeyPatch.context() as patch:
@@ -202,10 +204,20 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
         assert [key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)] == []
 
 
+def test_the_fields_of_the_journal_are_those_in_the_table(trial: Path) -> None:
+    entries = list(read_lines(trial / "journal.jsonl", "event"))
+    assert [entry["event"] for entry in entries] == ["start", "step", "save", "step", "save", "end"]
+    for entry in entries:
+        (row,) = re.findall(rf"^\| `{entry['event']}` \| (.*) \|$", section("journal.jsonl"), re.MULTILINE)
+        assert [key for key in entry if key not in ("event", "time") and f"`{key}`" not in row] == []
+
+
 def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) -> None:
     keys = dcp.FileSystemReader(generation / "default").read_metadata().state_dict_metadata
     title = "`<engine>/`: a torch.distributed.checkpoint folder"
-    assert_same(rows(title), keys, not_made_here=["dcp.optim_plain", "dcp.optim_local", "dcp.module_state.rank_<rank>"])
+    others = ["dcp.optim_plain", "dcp.optim_local", "dcp.module_state.rank_<rank>"]
+    others += ["dcp.base", "dcp.base_sample.rank_<rank>"]  # tests/engine/lora/test_checkpoints.py has them
+    assert_same(rows(title), keys, not_made_here=others)
     process = torch.load(generation / "state" / "rank_00001.pt", weights_only=True)
     assert_same(rows("state"), fields(process, {}), not_made_here=["rng.cuda"])
     data = torch.load(generation / "data.pt", weights_only=True)

@@ -14,11 +14,11 @@ import pytest
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
-PACKAGE_DIRS = ("engine", "recover", "utils")
+PACKAGE_DIRS = ("engine", "integrations", "recover", "utils")
 
 
 def source_files(root: Path) -> set[str]:
-    """Python files of the three packages, as a wheel names them."""
+    """Python files of the packages, as a wheel names them."""
     return {
         f"holdfast/{path.relative_to(root).as_posix()}" for name in PACKAGE_DIRS for path in (root / name).rglob("*.py")
     }

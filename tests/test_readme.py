@@ -177,7 +177,7 @@ def test_the_table_of_the_configuration_has_every_key_and_no_other() -> None:
 def _messages() -> list[str]:
     """Every text in the sources, with a NUL for what is filled in."""
     found = []
-    for package in ("engine", "recover", "utils"):
+    for package in ("engine", "integrations", "recover", "utils"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
@@ -204,9 +204,9 @@ def test_messages_on_the_pages_about_errors_are_in_the_sources() -> None:
     assert missing == [], "reworded? the page quotes messages as they are printed, with ... for what is filled in"
 
 
-def test_the_tree_names_every_file_of_engine_and_recover_and_no_other() -> None:
+def test_the_tree_names_every_file_of_engine_recover_and_integrations_and_no_other() -> None:
     tree = (DOCS / "architecture.md").read_text().partition("## The tree")[2]
-    for package in ("engine", "recover"):
+    for package in ("engine", "recover", "integrations"):
         section = re.search(rf"^    {package}/ .*?(?=^    \w)", tree, re.DOTALL | re.MULTILINE)
         assert section is not None
         folder, named = "", set()
