@@ -292,10 +292,11 @@ class FSDPEngine(LoraMethods, ArealMethods):
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
+        frozen: dict[str, Any] = {"trainable_only": self.config.use_lora, "base": self._base}
         if not with_optim:
-            return DCPState(self.model, base=self._base)
+            return DCPState(self.model, **frozen)
         training = self._require_optimizer(), self.lr_scheduler, self.counters
-        return DCPState(self.model, *training, base=self._base, changes_only_in_step=True)
+        return DCPState(self.model, *training, **frozen, changes_only_in_step=True)
 
     def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
         """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.

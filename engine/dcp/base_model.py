@@ -67,6 +67,7 @@ def check_base(
     path: str | os.PathLike[str],
     saved: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
+    own: torch.Tensor,
     folder: BaseFolder,
     group: dist.ProcessGroup | None,
 ) -> None:
@@ -76,6 +77,7 @@ def check_base(
         path: of the checkpoint, for messages.
         saved: dotted name -> tensor of the checkpoint: `BASE`, and the `BASE_SAMPLE` of every rank that saved.
         frozen: the live ones that it left out.
+        own: `sample_base` of these.
         folder: where these came from.
         group: their ranks.
 
@@ -85,7 +87,7 @@ def check_base(
     if BASE not in saved:
         return
     shares = [tensor for name, tensor in saved.items() if name.startswith(f"{BASE_SAMPLE}.")]
-    _compare(path, saved[BASE], shares, frozen, folder, gather_objects(sample_base(frozen), group))
+    _compare(path, saved[BASE], shares, frozen, folder, gather_objects(own, group))
 
 
 def check_own_base(

@@ -48,7 +48,7 @@ def find_destinations(path: PathLike, layout: FolderLayout, state: DCPState) -> 
     proposed = state.propose_state(found)
     live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
     aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
-    ties = {alias: name for alias, name in aliases.items() if alias in layout.names()}
+    ties = {alias: name for alias, name in aliases.items() if alias in layout.names() and name in live}
     _check_same_names(path, live.keys(), layout.names(), aliases.keys(), state)
     for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
         _check_same_tensor(path, name, tensor, layout)

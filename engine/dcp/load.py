@@ -23,7 +23,7 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..tensors import normal_tensors
 from ..weight_changes import changing_weights
 from .archive_reader import read_now
-from .base_model import check_base
+from .base_model import check_base, sample_base
 from .compatibility import Destinations, find_destinations
 from .direct_reader import Destination, TensorReader, visible_here
 from .layout import FolderLayout
@@ -95,7 +95,8 @@ def read_dcp(
         values = _check_values(path, state, small)
         reader.check_unchanged()
         frozen = state.frozen_parameters()
-    check_base(path, small, frozen, state.base, group)
+        own = sample_base(frozen)
+    check_base(path, small, frozen, own, state.base, group)
     copies = [(destinations.live[name].tensor, where.tensor) for name, where in others.items()]
     return DCPLoad(state, destinations.proposed, reader, copies, small, values)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ...utils.errors import CheckpointMismatchError
+from .base_model import BASE, BASE_SAMPLE
 from .layout import FolderLayout
 from .state import ROOT
 
@@ -90,7 +91,8 @@ def under_root(layout: FolderLayout, root: Root) -> FolderLayout:
 
 def _roots_below(prefix: str, names: list[str]) -> list[Root]:
     heads = {name.removeprefix(prefix).partition(".")[0] for name in names}
-    rest, name, optim = heads - _BESIDE, prefix.removesuffix("."), _optim_below(prefix, names)
+    ours = {BASE, BASE_SAMPLE} if {BASE, BASE_SAMPLE} <= heads else set()  # "base" alone may be a part of a model
+    rest, name, optim = heads - _BESIDE - ours, prefix.removesuffix("."), _optim_below(prefix, names)
     if rest == {"model"}:
         return [Root(name, f"{prefix}model.", optim)]
     below = {head: [each for each in names if each.startswith(f"{prefix}{head}.")] for head in rest}

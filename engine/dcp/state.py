@@ -1,10 +1,11 @@
 """`DCPState`: model, optimizer and everything else a training step depends on, as tensors under stable names.
 
 The names are those AReaL writes (``{"dcp": DCPState}`` with ``model`` and ``optim`` inside), so its folders load here
-and torch's own reader reads ours. Three things differ from torch's ``get_state_dict``:
+and torch's own reader reads ours. Four things differ from torch's ``get_state_dict``:
 
 - it takes no optimizer step to make the optimizer's state (see `training.optimizer.materialize_state`);
 - a tensor that is tied to another is stored once, under the first of its names;
+- of a model that is mostly frozen, as under LoRA, what is frozen may be left out (see `base_model`);
 - what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
   has to be unpickled (see `safe_json`).
 """
@@ -63,8 +64,12 @@ def _replicated(model: nn.Module) -> nn.Module:
     return inner.module if isinstance(inner, DistributedDataParallel) else model
 
 
-def _is_partly_frozen(model: nn.Module) -> bool:
-    return len({param.requires_grad for param in model.parameters()}) == 2
+def _is_mostly_frozen(model: nn.Module) -> bool:
+    """Whether what is frozen outweighs what is trained: a base, and no target network or router's bias."""
+    elements = {True: 0, False: 0}
+    for param in model.parameters():
+        elements[param.requires_grad] += param.numel()
+    return 0 < elements[True] < elements[False]
 
 
 class DCPState(TorchStateful):
@@ -77,8 +82,9 @@ class DCPState(TorchStateful):
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
         trainable_only: leave out frozen parameters (``requires_grad`` false) and store a digest of them: they come from
-            where the model was made from, and a load is refused where they are others (see `base_model`). None: do
-            so if some are frozen, and some are not. A load takes what the folder has, whatever is said here.
+            where the model was made from, and a load is refused where they are others (see `base_model`). One that
+            has been trained, so that ``optimizer`` has state of it, is stored nevertheless. None: do so if more than
+            half of the model is frozen, and not all of it. A load takes what the folder has, whatever is said here.
         base: where the frozen parameters come from, for messages; None: what a transformers model says.
         changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
             optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
@@ -102,14 +108,17 @@ class DCPState(TorchStateful):
         changes_only_in_step: bool = False,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = _replicated(model), optimizer, scheduler, counters
-        self.trainable_only = _is_partly_frozen(self.model) if trainable_only is None else trainable_only
+        self.trainable_only = _is_mostly_frozen(self.model) if trainable_only is None else trainable_only
         self.base = base or BaseFolder.of(self.model)
         self.changes_only_in_step = changes_only_in_step
-        self._stored: Collection[str] = ()  # frozen parameters that a folder holds nevertheless
+        self._trained_by = optimizer
+        self._stored: Collection[str] | None = None  # what the folder holds that is loaded
 
     def model_only(self) -> "DCPState":
         """The same of the model alone."""
-        return DCPState(self.model, trainable_only=self.trainable_only, base=self.base)
+        state = DCPState(self.model, trainable_only=self.trainable_only, base=self.base)
+        state._trained_by = self._trained_by
+        return state
 
     def as_stored(self, names: Collection[str]) -> "DCPState":
         """The same with the parameters that a folder holds; ``names`` are the dotted names in it."""
@@ -332,8 +341,11 @@ class DCPState(TorchStateful):
         return {name: param for name, param in self._parameters().items() if self._is_left_out(name, param)}
 
     def _is_left_out(self, name: str, tensor: torch.Tensor) -> bool:
-        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        return frozen and self.trainable_only and f"model.{name}" not in self._stored
+        if not self.trainable_only or not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+            return False
+        if self._stored is not None:
+            return f"model.{name}" not in self._stored
+        return self._trained_by is None or not self._trained_by.state.get(tensor)
 
 
 @dataclass(frozen=True)

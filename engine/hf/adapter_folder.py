@@ -1,7 +1,7 @@
 """Adapters as a folder of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-``PeftModel.from_pretrained`` and vLLM load it beside the base model. Adapters are small: rank 0 has all of them on the
-CPU to write them, and each rank reads all of them to keep its own rows.
+``PeftModel.from_pretrained`` and vLLM load it beside the base model. Adapters are small: each rank gathers all of them,
+which rank 0 writes, and reads all of them to keep its own rows.
 """
 
 import copy

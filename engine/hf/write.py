@@ -27,7 +27,7 @@ from ...utils.errors import CheckpointMismatchError
 from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
-from ..lora.layers import plain_view
+from ..lora.layers import plain_adapters, plain_view
 from ..training.unsharded import unsharded_class
 from .dtypes import file_dtypes, unknown_keys
 from .file_io import WeightWriter
@@ -74,6 +74,27 @@ class ExportPlan:
 
 
 @torch.no_grad()
+def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`stored_tensors` of a model with or without adapters, under the names of its architecture.
+
+    Raises:
+        CheckpointMismatchError: a file of the architecture has no place for something that is trained.
+    """
+    adapted, model = plain_adapters(model), plain_view(model)
+    stored, left_out = stored_tensors(model)
+    if tied := sorted(adapted.keys() & left_out.keys()):
+        raise CheckpointMismatchError(
+            f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no place for the sum; "
+            "train adapters of other layers"
+        )
+    if unknown := unknown_keys(model, [key for key, _ in model.named_parameters() if key in stored]):
+        raise CheckpointMismatchError(
+            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} such), so nothing would "
+            "load it again; take out what was added to the model, or merge it into the weights"
+        )
+    return stored
+
+
 def plan_export(
     model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, share_bytes: int | None = None
 ) -> ExportPlan:
@@ -90,13 +111,8 @@ def plan_export(
     Raises:
         CheckpointMismatchError: the weights cannot be expressed in the architecture's file format.
     """
+    stored = exportable_tensors(model)
     model = plain_view(model)
-    stored, _ = stored_tensors(model)
-    if unknown := unknown_keys(model, [key for key, _ in model.named_parameters() if key in stored]):
-        raise CheckpointMismatchError(
-            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} such), so nothing would "
-            "load it again; take out what was added to the model, or merge it into the weights"
-        )
     tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
     limit = options.max_shard_size_bytes
     if limit is None and share_bytes is not None:

@@ -1,7 +1,8 @@
 """A model as it was when its weights were staged: what an export in the background is made from.
 
 It is the model's `unsharded_view` with the staged buffers for parameters and buffers, so that the export asks it what
-it asks any model, and nothing that training does meanwhile shows in it. What the export gathers must not meet the
+it asks any model, and nothing that training does meanwhile shows in it. Only what is left out of checkpoints, a frozen
+base, is read where it is (see `dcp.base_model`): it must not change. What the export gathers must not meet the
 collectives of the training in the group of their mesh: it goes over a group of its own (``gather_group``).
 """
 

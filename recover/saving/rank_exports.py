@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ...engine.api import HFExportOptions, export_dtype
 from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
-from ...engine.hf.write import write_hf
+from ...engine.hf.write import exportable_tensors, write_hf
 from ...engine.staging.staged_model import check_mesh, staged_model
-from ...utils.errors import ConfigError
+from ...utils.errors import CheckpointMismatchError, ConfigError
 from ..coordinator import RankTarget, rank_target
 
 
@@ -93,5 +93,11 @@ def check_export(holder: Any, request: ExportRequest, in_background: bool) -> No
     """
     target = rank_target(holder)
     name = request.name(target)
+    model = target.state(name).model
+    assert isinstance(model, PreTrainedModel), "`ExportRequest.name` has looked"
+    try:
+        exportable_tensors(model)
+    except CheckpointMismatchError as error:
+        raise ConfigError(f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps") from error
     if in_background:
-        check_mesh(DCPState(target.state(name).model).live_tensors(), target.group_of(name))
+        check_mesh(DCPState(model).live_tensors(), target.group_of(name))

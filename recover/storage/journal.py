@@ -33,6 +33,8 @@ class Journal:
     def __init__(self, trial_root: Path) -> None:
         self.path = trial_root / JOURNAL_NAME
         self._fd: int | None = None
+        self._torn = False
+        self._failing = False
         self._started_by: int | None = None
 
     def open(self) -> None:
@@ -42,19 +44,21 @@ class Journal:
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            if end and os.pread(self._fd, 1, end - 1) != b"\n":  # torn by a power cut
-                os.write(self._fd, b"\n")
+            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # by a power cut
         except OSError as error:
-            self._give_up(error)
+            self._warn(error)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Append an event."""
+        """Append an event. One that cannot be written is lost; the next may find room again."""
         if self._fd is None:
             return
         try:
-            os.write(self._fd, to_line({"event": event, "time": round(time.time(), 3), **facts}))
+            line = b"\n" * self._torn + to_line({"event": event, "time": round(time.time(), 3), **facts})
+            self._torn = os.write(self._fd, line) < len(line)
         except OSError as error:
-            self._give_up(error)
+            self._warn(error)
+        else:
+            self._failing = False
 
     def start(self, **facts: Any) -> None:
         """Append the start of an attempt, whose end `close` appends, or else the end of the process."""
@@ -68,7 +72,7 @@ class Journal:
 
     def _end(self, how: str, error: BaseException | None) -> None:
         if self._started_by is not None:
-            self.note("end", how=how, error=None if error is None else f"{type(error).__name__}: {error}"[:1000])
+            self.note("end", how=how, error=None if error is None else _described(error))
         if self._fd is not None:
             os.close(self._fd)
         self._fd = self._started_by = None
@@ -79,11 +83,18 @@ class Journal:
         if os.getpid() == self._started_by:
             self._end("exited", getattr(sys, "last_value", None))
 
-    def _give_up(self, error: OSError) -> None:
-        logger.warning("cannot write %s, which ends here: %s", self.path, error)
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
+    def _warn(self, error: OSError) -> None:
+        """Once for as long as it lasts."""
+        if not self._failing:
+            logger.warning("cannot write %s: %s", self.path, error)
+        self._failing = True
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except Exception:  # of a user's class, whose text is its own code
+        return type(error).__name__
 
 
 def read_journal(

@@ -14,6 +14,7 @@ from holdfast.engine.hf.adapter_folder import save_adapters
 from holdfast.engine.hf.export import save_hf
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, tiny_model
+from tests.engine.models import build_reference, tiny_qwen3
 
 ATTENTION = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 
@@ -65,6 +66,15 @@ def test_adapters_that_are_more_than_a_product_are_refused(tmp_path: Path) -> No
         with pytest.raises(CheckpointMismatchError, match=f"{reason}.*merge_and_unload"):
             save_hf(model, tmp_path / "never")  # type: ignore[arg-type]
         assert not (tmp_path / "never").exists()
+
+
+def test_an_adapter_on_a_tied_head_is_refused_instead_of_left_out(tmp_path: Path) -> None:
+    model = get_peft_model(build_reference(tiny_qwen3()), LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"lm_head\.weight has an adapter and is tied to model\.embed_tokens"
+    ):
+        save_hf(model, tmp_path / "x")  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_parameter_that_the_architecture_does_not_have_is_an_error(tmp_path: Path) -> None:

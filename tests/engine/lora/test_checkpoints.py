@@ -192,6 +192,24 @@ def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
     assert same(copies(other), before)
 
 
+def test_what_may_have_changed_is_stored_although_it_is_frozen(tmp_path: Path) -> None:
+    balanced = build_reference(tiny_qwen3())
+    balanced.model.norm.weight.requires_grad_(False)  # as the bias that balances a router
+    assert len(trained(balanced).live_tensors()) == 24 + 23 * 3, "less is frozen than trained"
+    state = trained(partly_frozen())
+    state.model.get_submodule("model.layers.1.mlp").requires_grad_(False)  # after it was trained
+    for part in (state, state.model_only()):
+        save_dcp(tmp_path / f"saved_{part is state}", part)
+        names = read_layout(tmp_path / f"saved_{part is state}").names()
+        assert {f"dcp.model.model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= names
+        assert "dcp.model.model.embed_tokens.weight" not in names
+    again = trained(partly_frozen())
+    for param in again.model.get_submodule("model.layers.1").parameters():
+        param.data.zero_()
+    load_dcp(tmp_path / "saved_True", again)
+    assert same(copies(again), copies(trained(partly_frozen())))
+
+
 def test_torchs_own_load_refuses_another_base_too(tmp_path: Path) -> None:
     save_dcp(tmp_path / "saved", trained(partly_frozen()))
     dcp.load({"dcp": trained(partly_frozen())}, checkpoint_id=tmp_path / "saved")

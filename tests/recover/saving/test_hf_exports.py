@@ -218,6 +218,16 @@ def test_only_one_engine_that_is_named_and_of_transformers_can_be_exported(tmp_p
             make(tmp_path, **{key: value})
 
 
+def test_a_model_that_no_file_has_a_place_for_is_refused_before_training(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
+    with (
+        pytest.raises(ConfigError, match=r"has no parameter extra.*unset recover.hf_freq_steps"),
+        make(tmp_path) as handler,
+    ):
+        handler.load(trainer.state)
+
+
 @pytest.mark.parametrize("in_background", [True, False])
 def test_exports_may_fail_as_often_as_snapshots_and_beside_them(
     tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture

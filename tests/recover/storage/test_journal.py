@@ -1,0 +1,44 @@
+"""The journal of a run: a disk that is full for a while costs lines, and neither the run nor the lines after it."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.recover.storage.journal import Journal, read_journal
+
+
+def test_lines_are_written_again_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal, write = Journal(tmp_path), os.write
+    journal.open()
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    journal.note("step", step=0)
+    for patched, steps in ((full, (1, 2)), (lambda fd, data: write(fd, data[:5]), (3,)), (write, (4, 5))):
+        monkeypatch.setattr(os, "write", patched)
+        for step in steps:
+            journal.note("step", step=step)
+    journal.close()
+    assert [event["step"] for event in read_journal(tmp_path, ["step"])] == [0, 4, 5]
+    assert len(caplog.records) == 1, "one warning, however long the disk is full"
+
+
+def test_the_end_names_an_error_whose_text_cannot_be_made(tmp_path: Path) -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    journal = Journal(tmp_path)
+    journal.open()
+    journal.start(step=None)
+    with pytest.raises(Unspeakable):
+        try:
+            raise Unspeakable
+        finally:
+            journal.close()
+    assert [event["error"] for event in read_journal(tmp_path, ["end"])] == ["Unspeakable"]
