@@ -102,8 +102,10 @@ class RecoverableLoader:
         return StepInfo(self._epoch - 1, per_epoch - 1, self._steps - 1, per_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches left of this epoch; of the next, when none is."""
+        """The batches left of a restored epoch; else of the next one: an epoch that a loop has left early is over."""
         restored, self._restored = self._restored, None
+        if restored is None and self._given:
+            self._finish()
         if restored is not None and self._is_over:
             self._exhaust(restored)
             restored = None

@@ -7,7 +7,6 @@
 Under ``global_step_<N>/actor`` (and ``critic``) are then ``dcp``, which any number of ranks loads, and ``huggingface``.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
 from .compat.verl_private import BaseManager, tracker_of, use_manager
+from .verl_retention import DCP, retire
 
 logger = get_logger(__name__)
 
@@ -33,8 +33,7 @@ PROTOCOL = (
 )
 """What the order of verl's trainer does not let a checkpoint manager promise."""
 
-_STEP = re.compile(r"global_step_(\d+)")
-_DCP, _HF = "dcp", "huggingface"
+_HF = "huggingface"
 
 
 class HoldfastCheckpointManager(BaseManager):
@@ -89,17 +88,13 @@ class HoldfastCheckpointManager(BaseManager):
         path, hf = Path(local_path), Path(local_path) / _HF
         self.previous_global_step = global_step
         rank_zero_decides(partial(path.mkdir, parents=True, exist_ok=True), self._group)
-        save_dcp(
-            path / _DCP, self._state(self.should_save_optimizer, self.should_save_extra), self._group, replace=True
-        )
+        save_dcp(path / DCP, self._state(self.should_save_optimizer, self.should_save_extra), self._group, replace=True)
         rank_zero_decides(lambda: remove_folder(hf) if hf.exists() else None, self._group)
         if self.should_save_hf_model:
             save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
-        elif self.rank == 0:  # as verl does, for its merger
-            self.model.config.save_pretrained(hf)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(hf)
-        rank_zero_decides(partial(_retire, path, max_ckpt_to_keep), self._group)
+        else:  # as verl does, for its merger
+            rank_zero_decides(partial(self._save_config, hf), self._group)
+        rank_zero_decides(lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path.parent.parent)), self._group)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -113,33 +108,22 @@ class HoldfastCheckpointManager(BaseManager):
         if local_path is None:
             return
         path = Path(local_path)
-        if not rank_zero_decides((path / _DCP).is_dir, self._group):
+        if not rank_zero_decides((path / DCP).is_dir, self._group):
             theirs = (
                 " but files of verl's own manager: resume once without external_lib" if any(path.glob("*.pt")) else ""
             )
-            raise CheckpointNotFoundError(f"{path} has no {_DCP!r} of Holdfast{theirs}")
-        load_dcp(path / _DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group)
+            raise CheckpointNotFoundError(f"{path} has no {DCP!r} of Holdfast{theirs}")
+        load_dcp(path / DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group)
+
+    def _save_config(self, hf: Path) -> None:
+        self.model.config.save_pretrained(hf)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(hf)
 
     def _state(self, with_optim: bool, with_extra: bool) -> DCPState:
         if not with_optim:
             return DCPState(self.model)
         return DCPState(self.model, self.optimizer, self.lr_scheduler if with_extra else None)
-
-
-def _retire(saved: Path, n_keep: int | None) -> None:
-    """Remove older steps of the role (``actor``, ``critic``) of the folder ``saved`` that Holdfast has written."""
-    match = _STEP.fullmatch(saved.parent.name)
-    if not n_keep or n_keep < 1 or match is None:
-        return
-    root, role, now = saved.parent.parent, saved.name, int(match[1])
-    found = (_STEP.fullmatch(folder.name) for folder in root.iterdir())
-    steps = sorted(int(each[1]) for each in found if each and (root / each[0] / role / _DCP).is_dir())
-    older = [step for step in steps if step < now]
-    named = _named_by_tracker(root)
-    for step in older[: max(0, len(older) - n_keep + 1)]:
-        if step != named:
-            logger.info("removing %s of step %d: %d stay", role, step, n_keep)
-            remove_folder(root / f"global_step_{step}" / role)
 
 
 def _named_by_tracker(root: Path) -> int | None:

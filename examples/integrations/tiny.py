@@ -39,7 +39,7 @@ def token_rows(count: int) -> list[torch.Tensor]:
 
 
 def digest(model: torch.nn.Module, optimizer: Any) -> str:
-    """SHA-256 of all weights and moments, whole; all ranks call it."""
+    """SHA-256 of all weights that are trained, and their moments, whole; all ranks call it."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's, unwrapped
     sha = hashlib.sha256()
     for param in _params(optimizer):
@@ -47,7 +47,8 @@ def digest(model: torch.nn.Module, optimizer: Any) -> str:
             whole: Any = tensor.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
             sha.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
-    assert sum(param.numel() for param in model.parameters()) == sum(param.numel() for param in _params(optimizer))
+    trained = (param for param in model.parameters() if param.requires_grad)
+    assert sum(param.numel() for param in trained) == sum(param.numel() for param in _params(optimizer))
     return sha.hexdigest()
 
 

@@ -50,7 +50,7 @@ class Architecture:
                 "comes with a model is not run)"
             )
         try:
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # unset, it asks on the terminal
             with torch.device("meta"):
                 return cls(build_from_config(known, config, torch.float32), folder)
         except UNUSABLE as error:

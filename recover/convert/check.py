@@ -48,6 +48,15 @@ def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[
                 yield f"optim.state.{name}.{key}", value
 
 
+def require_all_written(what: str, source: Checkpoint, written: dict[str, str], with_optimizer: bool) -> None:
+    """Raise `CheckpointCorruptError` unless every tensor of ``source`` was written: the comparison sees no others."""
+    wanted = (name for name, tensor in tensors_of(source, with_optimizer) if tensor.numel)
+    if missing := [name for name in wanted if name not in written]:
+        raise CheckpointCorruptError(
+            f"{what}: {missing[0]} of the source was not written ({len(missing)} such). Nothing was made"
+        )
+
+
 def compare(what: str, source: Checkpoint, written: dict[str, str], target: Checkpoint, digests: Digests) -> None:
     """Raise `CheckpointCorruptError` unless ``target`` holds what was read of ``source``.
 

@@ -29,7 +29,7 @@ from ...utils.errors import ConfigError
 from ...utils.files import require_free_space
 from ...utils.manifest import FileEntry, write_manifest
 from ...utils.remote import FETCH_FIRST, require_local
-from .check import Digests, compare, compare_plain, tensors_of
+from .check import Digests, compare, compare_plain, require_all_written, tensors_of
 from .checkpoint import Checkpoint, ReadOptions
 from .run_target import RunTarget, last_step, what_starts_anew, write_generation
 from .sources import read_source
@@ -138,7 +138,7 @@ def convert(
             sum(tensor.nbytes for tensor in _wanted(checkpoints, to)),
             to != "hf" and any(each.optimizer for each in checkpoints.values()),
             notes=[note for each in checkpoints.values() for note in each.notes],
-            ignored=[name for each in checkpoints.values() for name in each.ignored],
+            ignored=[name for each in checkpoints.values() for name in (*each.ignored, *_without_optimizer(each, to))],
         )
         require_free_space(final.parent, done.bytes, "make room, or convert to another disk")
         with _bar(progress, f"{first.format} to {to}", 2 * done.bytes) as bar:
@@ -174,6 +174,14 @@ def _cast(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
 def _wanted(checkpoints: Mapping[str, Checkpoint], to: str) -> Iterator[Any]:
     for checkpoint in checkpoints.values():
         yield from (tensor for _, tensor in tensors_of(checkpoint, with_optimizer=to != "hf"))
+
+
+def _without_optimizer(checkpoint: Checkpoint, to: str) -> list[str]:
+    """What Holdfast's folders have only together with an optimizer, where the source has it without one."""
+    if to not in ("dcp", "generation") or checkpoint.groups is not None:
+        return []
+    generators = bool(checkpoint.rng) and to == "dcp"  # a generation keeps them beside its engines
+    return ["schedule"] * (checkpoint.scheduler is not None) + ["generators"] * generators
 
 
 def _to_folder(
@@ -233,6 +241,7 @@ def _compare(
     plain: bool,
 ) -> None:
     """Read a folder back that was written, and compare it with what was read; ``plain``: hyperparameters, too."""
+    require_all_written(what, checkpoint, written.values(), with_optimizer=plain)
     config = None if checkpoint.architecture is None else checkpoint.architecture.folder
     with ExitStack() as files:
         again = replace(options, root=None, config=config, parameters=None, files=files)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...engine.dcp.archive_reader import read_archives, read_object
+from ...engine.dcp.base_model import BASE, BASE_SAMPLE
 from ...engine.dcp.direct_reader import Destination, TensorReader
 from ...engine.dcp.layout import FolderLayout
 from ...engine.dcp.metadata import read_layout
@@ -20,7 +21,6 @@ from ...engine.dcp.state import ROOT
 from ...engine.lazy_tensor import LazyTensor
 from ...engine.tensors import Box
 from ...utils.errors import CheckpointMismatchError, ConfigError
-from ...utils.manifest import MANIFEST_NAME, verify_folder
 from ...utils.safe_json import unpack_json
 from .architecture import Architecture, find_architecture
 from .checkpoint import Checkpoint, ReadOptions
@@ -38,16 +38,19 @@ def recognises(folder: Path) -> bool:
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
     """Model, optimizer and schedule below one root; see `checkpoint.Reader`."""
-    if (folder / MANIFEST_NAME).is_file():
-        verify_folder(folder)
     return {"default": read_folder(folder, options)}
 
 
 def read_folder(folder: Path, options: ReadOptions) -> Checkpoint:
-    """`read` without looking at a manifest."""
+    """`read`, of one engine.
+
+    Raises:
+        ConfigError: it holds trained parameters without their base.
+    """
     architecture = find_architecture(options.config, folder)
     layout = read_layout(folder)
     root = _root(folder, layout, options.root, architecture)
+    _require_base(folder, layout, root)
     found = _model_of(folder, layout, root, architecture)
     found.format = f"DCP, root {root.name!r}"
     prefix = f"{root.name}." if root.name else ""
@@ -83,7 +86,7 @@ def read_optimizer(
     layout = layout or read_layout(folder)
     state: dict[Any, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
-    for name in layout.names():
+    for name in (*layout.tensors, *layout.objects):  # as stored: `names` is a set, whose order differs by process
         kind, _, rest = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix) or kind not in ("state", "param_groups"):
             continue
@@ -140,6 +143,16 @@ def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Ar
         raise CheckpointMismatchError(f"{folder}: {error}") from error
 
 
+def _require_base(folder: Path, layout: FolderLayout, root: Root) -> None:
+    prefix = f"{root.name}." if root.name else ""
+    names = layout.names()
+    if f"{prefix}{BASE}" in names and any(name.startswith(f"{prefix}{BASE_SAMPLE}.") for name in names):
+        raise ConfigError(
+            f"{folder} holds what was trained of a partly frozen model (LoRA adapters, say) without its base: load it "
+            'in the run, and use engine.save with weight_format="hf" (merged) or "peft", or take the run\'s own export'
+        )
+
+
 def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Architecture | None) -> Checkpoint:
     canonical = f"{ROOT}.model."
     names = {name: root.canonical(name) for name in layout.tensors}
@@ -188,7 +201,7 @@ def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
 
 def _schedule(folder: Path, layout: FolderLayout, prefix: str) -> dict[str, Any] | None:
     for schedule in _SCHEDULES:
-        below = [name for name in layout.names() if name.startswith(f"{prefix}{schedule}.")]
+        below = [name for name in (*layout.tensors, *layout.objects) if name.startswith(f"{prefix}{schedule}.")]
         keys = {name.removeprefix(f"{prefix}{schedule}."): name for name in below}
         if "last_epoch" in keys and not any("." in key for key in keys):
             return {key: _value(folder, layout, name) for key, name in keys.items()}
@@ -215,5 +228,7 @@ def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
             tensor = _lazy(folder, layout, name)
             ranks.setdefault(rank, {})[generator] = torch.cat([values for _, values in tensor.blocks()])
     found.rng = list(ranks.values())
+    if f"{ROOT}.counters" in layout.tensors:
+        found.ignored.append("counters besides the optimizer's steps")
     if any(name.startswith(f"{ROOT}.module_state.") for name in layout.tensors):
         found.ignored.append("state of modules besides parameters and buffers")

@@ -1,8 +1,8 @@
-"""Generations of Holdfast, verified before anything is read of them."""
+"""Generations of Holdfast: every engine, with step and generators; what else they hold is named as ignored."""
 
 from pathlib import Path
 
-from ...utils.manifest import MANIFEST_NAME, verify_folder
+from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME, RecoverInfo
 from .checkpoint import Checkpoint, ReadOptions
 from .dcp import read_folder
@@ -15,17 +15,20 @@ def recognises(folder: Path) -> bool:
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
     """Every engine of the generation; see `checkpoint.Reader`."""
-    verify_folder(folder)
     info = RecoverInfo.read(folder)
     found = {
         path.name: read_folder(path, options)
         for path in sorted(folder.iterdir())
         if path.is_dir() and (path / ".metadata").is_file()
     }
+    beside = [name for name in ("data.pt",) if (folder / name).is_file()]
+    beside += (
+        ["state/ (objects given to the handler, the driver's generators)"] if any(folder.glob("state/*.pt")) else []
+    )
     for checkpoint in found.values():
         checkpoint.format = "Holdfast generation"
         checkpoint.step = info.last_step_info.global_step
         checkpoint.epoch_steps = info.last_step_info.steps_per_epoch
         checkpoint.ranks = info.world_size
-        checkpoint.ignored += [name for name in ("data.pt",) if (folder / name).is_file()]
+        checkpoint.ignored += beside
     return found

@@ -120,6 +120,8 @@ def write_generation(
             raise ConfigError(
                 f"{name} has optimizer state without hyperparameters (rate, betas); load it with load_dcp"
             )
+        if checkpoint.groups is not None and not all("lr" in group for group in checkpoint.groups[:1] or [{}]):
+            raise ConfigError(f"{name} has parameter groups without a rate (lr); load it with load_dcp")
         sampler = BlockSampler()
         (staging / name).mkdir()
         files = write_dcp(checkpoint, staging / name, _sampled(checkpoint, sampler, seen[name]))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ...utils.manifest import MANIFEST_NAME, verify_folder
 from . import accelerate, dcp, generation, trainer, verl
 from .checkpoint import Checkpoint, Format, ReadOptions
 
@@ -21,10 +22,11 @@ FORMATS = (
 
 
 def read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Engine name -> what ``folder`` holds.
+    """Engine name -> what ``folder`` holds, which is verified first if it has a manifest.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
+        CheckpointCorruptError: it is not what its manifest says.
         ConfigError: it is of no known format; the message says what was found and what is looked for.
         Otherwise see `checkpoint.Reader.read`.
     """
@@ -32,6 +34,8 @@ def read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
         raise CheckpointNotFoundError(f"there is no folder {folder}")
     for each in FORMATS:
         if each.reader.recognises(folder):
+            if (folder / MANIFEST_NAME).is_file():
+                verify_folder(folder)
             return each.reader.read(folder, options)
     found = sorted(path.name for path in folder.iterdir())[:12]
     known = "; ".join(f"{each.marks} ({each.name})" for each in FORMATS)

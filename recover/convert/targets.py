@@ -29,7 +29,17 @@ _TORCH_DEFAULTS = {
 
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
-    """A folder as `save_dcp` writes it: what `load_dcp` and a `RecoverHandler` read, at any world size."""
+    """A folder as `save_dcp` writes it: what `load_dcp` and a `RecoverHandler` read, at any world size.
+
+    Raises:
+        ConfigError: the hyperparameters are not known, without which nothing of an optimizer is stored.
+    """
+    if checkpoint.optimizer and checkpoint.groups is None:
+        raise ConfigError(
+            "the source has optimizer state without hyperparameters (param_groups: rate, betas), which a DCP folder of "
+            "Holdfast holds together: load the source with load_dcp, which keeps the rates that the script sets, or "
+            "convert the weights alone with --to hf"
+        )
     return write_entries(folder, _dcp_entries(checkpoint), _below(ROOT, seen))
 
 

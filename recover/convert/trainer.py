@@ -85,5 +85,7 @@ def _place(path: Path) -> tuple[int | None, int | None]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     per_epoch = round(steps / epochs) if epochs > 0 else 0
-    exact = per_epoch > 0 and abs(steps / per_epoch - epochs) < 1e-3
+    # Trainer stores batches / length unrounded. Where accumulation does not divide the length, an epoch has one shorter
+    # step more, which cannot be told from here: then nothing is said.
+    exact = per_epoch > 0 and abs(steps / per_epoch - epochs) < 1e-9 * epochs
     return (steps - 1 if steps > 0 else None), (per_epoch if exact else None)

@@ -7,6 +7,7 @@ state after 8 steps.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def _files(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
 
 def _step(folder: Path) -> int | None:
     """The last step, counted from 0, by the name that verl gives to the folder of a step."""
-    matches = (re.fullmatch(r"global_step_(\d+)", part) for part in (folder.name, folder.absolute().parent.name))
+    here = Path(os.path.abspath(folder))  # not resolved: a link may lead to a folder of another name
+    matches = (re.fullmatch(r"global_step_(\d+)", part) for part in (here.name, here.parent.name))
     return next((int(match[1]) - 1 for match in matches if match), None)
 
 
@@ -106,6 +108,7 @@ def _add_optimizer(
             "parameters they are of; convert --to hf, or train with strategy fsdp2 (verl: actor.strategy=fsdp2)"
         )
     states = _files(folder, "optim", world_size)
+    _require_alike(folder, states)
     merged = {
         "param_groups": states[0]["param_groups"],
         "state": {
@@ -126,6 +129,21 @@ def _add_optimizer(
         rules = [Rule("the names that were given", options.parameters)]
     what = f"{folder}/optim_world_size_{world_size}_rank_*.pt"
     found.optimizer, found.groups = name_states(what, merged, shapes, rules)
+
+
+def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
+    """Every rank's file is an optimizer's, with the same entries."""
+    for rank, state in enumerate(states):
+        if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
+            raise CheckpointCorruptError(
+                f"{folder}: the optim file of rank {rank} has {sorted(map(str, state))[:4]}, "
+                "expected 'state' and 'param_groups'"
+            )
+        for number, entries in states[0]["state"].items():
+            if set(state["state"].get(number, ())) != set(entries):
+                raise CheckpointCorruptError(
+                    f"{folder}: the optim files of ranks 0 and {rank} differ in what they hold of parameter {number}"
+                )
 
 
 def _fsdp_version(folder: Path) -> int | None:

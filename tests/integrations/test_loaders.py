@@ -118,6 +118,44 @@ def test_a_loader_left_twice_in_one_epoch_and_at_once_comes_back() -> None:
         assert loader.state_dict() is state
 
 
+def train_capped(loader: Any, until: int | None = None) -> list[tuple[int, int, Any, float]]:
+    """Two steps of each epoch; the third batch is fetched and left, as with ``if step == max_steps: break``."""
+    found = []
+    for epoch in range(loader.epoch, EPOCHS):
+        for batch in loader:
+            if loader.step.epoch_step == 2:
+                break
+            found.append((epoch, loader.step.epoch, batch.tolist(), torch.rand(1).item()))
+            if len(found) == until:
+                return found
+    return found
+
+
+SHORT = ("DistributedSampler", "stream")  # two batches only, and no length
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name not in SHORT])
+def test_an_epoch_left_by_break_is_over_and_a_resume_after_it_gives_the_others(name: str) -> None:
+    torch.manual_seed(1)
+    expected = train_capped(recoverable(LOADERS[name]()))
+    assert [found[:2] for found in expected] == [(epoch, epoch) for epoch in range(EPOCHS) for _ in range(2)]
+    for cut in range(1, len(expected) + 1):
+        torch.manual_seed(1)
+        left = recoverable(LOADERS[name]())
+        assert train_capped(left, cut) == expected[:cut]
+        state, rng = left.state_dict(), capture_rng()
+        torch.manual_seed(99)
+        again = recoverable(LOADERS[name]())
+        again.load_state_dict(state)
+        restore_rng(rng)
+        assert train_capped(again) == expected[cut:], cut
+
+
+def test_samplers_are_told_the_next_epoch_after_a_break() -> None:
+    loader = recoverable(LOADERS["stream"]())
+    assert [next(iter(loader))[0].item() for _ in range(3)] == [0.0, 100.0, 200.0]
+
+
 def test_accelerates_own_state_and_skip_read_another_order(tmp_path: Path) -> None:
     """The control: its default sampler draws the order of the epoch again, from where the generators were left."""
     torch.manual_seed(1)

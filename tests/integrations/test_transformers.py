@@ -47,6 +47,7 @@ GRPO = [
     pytest.param(["step:8"], {"freq_steps": 3}, id="steps are trained again"),
     pytest.param(["epoch:1"], {"per_device_train_batch_size": 4}, id="at the end of an epoch"),
     pytest.param(["step:8"], EVALUATING, id="with evaluation"),
+    pytest.param(["step:7", "generated:1"], {"lora": True, "beta": 0.1}, id="adapters, in a buffer"),
     pytest.param(["generated:2"], {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, id="ref_model"),
 ]
 
@@ -72,6 +73,7 @@ STOPS = {**BEST, "patience": 2, "learning_rate": 1.0, "lr_scheduler_type": "cons
 
 OTHERS = [
     pytest.param("sft", ["step:3", "step:8"], {}, id="sft, twice"),
+    pytest.param("sft", ["step:3", "step:8"], {"lora": True}, id="adapters, twice"),
     pytest.param("trainer", ["step:3"], {}, id="a collator that draws"),
     pytest.param("trainer", ["step:12", "begin:1"], {}, id="a collator that draws, second epoch, twice"),
     pytest.param("sft", ["step:3"], {"dataloader_num_workers": 1, "gradient_accumulation_steps": 3}, id="workers"),

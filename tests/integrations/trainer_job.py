@@ -15,6 +15,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     EarlyStoppingCallback,
@@ -105,7 +106,7 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
         "lr_scheduler_type": "cosine", "save_strategy": "steps" if plain else "no", "save_steps": 1,
     } | options  # fmt: skip
-    patience = common.pop("patience", None)
+    patience, lora = common.pop("patience", None), common.pop("lora", False)
     if "WORLD_SIZE" in os.environ:
         common["ddp_backend"] = "gloo"
     wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
@@ -113,6 +114,8 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
     if options.get("beta"):  # TRL reads the reference model from a folder
         given["model"].save_pretrained(folder / "model")
         given["model"] = str(folder / "model")
+    if lora:
+        given["peft_config"] = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
     if patience is not None:
         given["callbacks"].append(EarlyStoppingCallback(early_stopping_patience=patience))
     if kind == "grpo":
@@ -163,7 +166,7 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         kind: ``grpo``, ``sft`` or ``trainer``.
         kill: where to die; empty: nowhere.
         plain: the host's own way: its checkpoints after every step, and the newest of them at a start.
-        options: of the training arguments, ``freq_steps`` of the generations.
+        options: of the training arguments, ``freq_steps`` of the generations, ``lora`` to train adapters alone.
     """
     torch.set_num_threads(1)
     options = dict(options or {})

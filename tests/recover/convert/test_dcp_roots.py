@@ -1,6 +1,9 @@
 """DCP folders of torch's own ``dcp.save``, under any root: loaded directly, and converted."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.convert import convert
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.convert.hosts import Host, assert_same, tiny_config
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -133,6 +137,32 @@ def test_every_root_converts_with_moments_and_rates_without_being_named(save: An
     assert_same(other.tensors(), host.tensors())
     assert other.optimizer.param_groups[0]["lr"] == host.optimizer.param_groups[0]["lr"] != 7.0
     assert other.scheduler.last_epoch == (3 if save is save_titan else 0)
+
+
+GROUPS = """
+import json, sys
+from contextlib import ExitStack
+from pathlib import Path
+from holdfast.recover.convert.checkpoint import ReadOptions
+from holdfast.recover.convert.dcp import read_folder
+with ExitStack() as files:
+    found = read_folder(Path(sys.argv[1]), ReadOptions(None, None, None, files))
+print(json.dumps([group["params"] for group in found.groups]))
+"""
+
+
+def test_flattened_groups_are_in_the_order_of_the_optimizer_whatever_the_hash_seed(tmp_path: Path) -> None:
+    host = Host(groups=True).train(1)
+    save_titan(host, tmp_path / "c")
+    names = {param: name for name, param in host.model.named_parameters()}
+    expected = [[names[param] for param in group["params"]] for group in host.optimizer.param_groups]
+    for seed in ("1", "2", "3"):
+        command, environment = (
+            [sys.executable, "-c", GROUPS, str(tmp_path / "c")],
+            os.environ | {"PYTHONHASHSEED": seed},
+        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60), env=environment)
+        assert json.loads(done.stdout) == expected, done.stderr
 
 
 def config_folder(root: Path) -> Path:

@@ -33,6 +33,7 @@ from holdfast.utils.errors import (
     ConfigError,
     FolderInUseError,
 )
+from holdfast.utils.manifest import file_entries, write_manifest
 from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.recover.convert.hosts import Host, assert_same, tiny_config
@@ -103,6 +104,42 @@ def test_a_target_that_does_not_hold_what_was_read_is_not_made(tmp_path: Path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_a_target_without_a_tensor_of_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_dcp(tmp_path / "source", Host().train(1).state)
+    entries = targets._dcp_entries
+    monkeypatch.setattr(targets, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    with pytest.raises(CheckpointCorruptError, match=r"exp_avg of the source was not written \(24 such\)"):
+        convert(tmp_path / "source", tmp_path / "c", to="dcp")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_schedule_without_an_optimizer_is_named_as_ignored(tmp_path: Path) -> None:
+    state = {"model": Host().model.state_dict(), "lr_scheduler": {"last_epoch": 3}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "c"))
+    assert convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path)).ignored == ["schedule"]
+
+
+def test_a_model_folder_with_a_manifest_is_verified_before_it_is_read(tmp_path: Path) -> None:
+    Host().model.save_pretrained(folder := tmp_path / "v00000001")
+    write_manifest(folder, file_entries(folder, [path.name for path in folder.iterdir()]), {"weight_version": 1})
+    convert(folder, tmp_path / "c", to="dcp")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors has digest"):
+        convert(folder, tmp_path / "d", to="dcp")
+
+
+def test_what_was_trained_without_its_base_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    model = Host().model
+    for name, param in model.named_parameters():
+        param.requires_grad = "norm" in name
+    save_dcp(tmp_path / "c", DCPState(model, trainable_only=True))
+    for config in (None, config_folder(tmp_path)):
+        with pytest.raises(ConfigError, match=r"partly frozen model .* without its base: .* engine\.save"):
+            convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config)
+
+
 def test_a_source_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
     path = tmp_path / "source" / "__0_0.distcp"
@@ -138,6 +175,9 @@ def test_what_a_source_lacks_is_told_and_the_run_starts_there(tmp_path: Path, ca
     assert not done.optimizer and done.lacks == {}
     with pytest.raises(ConfigError, match="optimizer state without hyperparameters"):
         convert(source, target, to="generation", config=tmp_path / "config")
+    with pytest.raises(ConfigError, match=r"optimizer state without hyperparameters .* load the source with load_dcp"):
+        convert(source, tmp_path / "moments", to="dcp", config=tmp_path / "config")
+    assert not (tmp_path / "moments").exists()
     areal = tmp_path / "areal"
     save_dcp(tmp_path / "ours", DCPState(host.model, host.optimizer))
     convert(tmp_path / "ours", areal, to="areal", config=tmp_path / "config")
@@ -180,7 +220,8 @@ def test_a_generation_of_ours_goes_to_every_format(tmp_path: Path) -> None:
     source = tmp_path / "e" / "t" / "recover" / "global_step_6"
     model = config_folder(tmp_path)
     for to in ("hf", "dcp", "areal"):
-        assert convert(source, tmp_path / to, to=to, config=model).format == "Holdfast generation"
+        assert (done := convert(source, tmp_path / to, to=to, config=model)).format == "Holdfast generation"
+        assert any(name.startswith("state/") for name in done.ignored)
     done = convert(source, tmp_path / "e" / "u", to="generation", config=model)
     assert done.step == 6 and list(done.lacks) == ["data"]
     loaded = Host(3)

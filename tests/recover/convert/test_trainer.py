@@ -17,6 +17,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.convert import convert
 from holdfast.recover.convert.architecture import Architecture
+from holdfast.recover.convert.trainer import _place
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.recover.convert.hosts import assert_same, tiny_config
 
@@ -195,6 +196,13 @@ def test_an_optimizer_in_another_order_is_refused_with_what_to_give(saved: Any, 
     torch.save(state | {"param_groups": [groups[0] | {"params": [n]} for n in numbers]}, source / "optimizer.pt")
     with pytest.raises(ConfigError, match=r"in groups of \[1, 1.*Trainer's groups .* would be \[15, 9\]"):
         convert(source, tmp_path / "d", to="dcp")
+
+
+@pytest.mark.parametrize(("epoch", "known"), [(0.4, 250), (0.3, None), (1 + 3 / 7, 70)])
+def test_steps_of_an_epoch_are_known_only_where_they_are_exact(epoch: float, known: int | None, tmp_path: Path) -> None:
+    """0.3 after 100 steps is of 1000 batches by 3: 334 steps, the last one of a single batch."""
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 100, "epoch": epoch}))
+    assert _place(tmp_path / "trainer_state.json") == (99, known)
 
 
 def test_what_is_no_checkpoint_is_refused_by_what_is_there(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.convert import convert
+from holdfast.recover.convert.verl import _require_alike, _step
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
 from tests.recover.convert.hosts import Host, assert_same, load_as_verl, save_as_verl
@@ -134,6 +135,23 @@ def test_an_incomplete_folder_and_mixed_ones_are_refused_by_what_is_missing(
     with pytest.raises(CheckpointCorruptError, match=r"the model files of ranks \[1\] of 2 are missing"):
         convert(tmp_path, tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
+
+
+def test_optimizer_files_that_are_incomplete_or_differ_are_refused_by_rank(tmp_path: Path) -> None:
+    whole = {"state": {0: {"step": torch.ones(1)}}, "param_groups": []}
+    for other, message in (
+        ({"state": {}, "param_groups": []}, "ranks 0 and 1 differ"),
+        ({"state": {}}, "of rank 1 has"),
+    ):
+        with pytest.raises(CheckpointCorruptError, match=message):
+            _require_alike(tmp_path, [whole, other])
+
+
+def test_the_step_is_found_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "global_step_8" / "actor").mkdir(parents=True)
+    for folder in (tmp_path / "global_step_8", tmp_path / "global_step_8" / "actor"):
+        monkeypatch.chdir(folder)
+        assert _step(Path()) == 7
 
 
 def _save_fsdp1(rank: int, world_size: int, root: str) -> None:
