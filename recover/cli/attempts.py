@@ -87,14 +87,24 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
     attempts: list[Attempt] = []
     for event in events:
         if event["event"] == "start":
-            attempts.append(_begin(len(attempts), event, attempts[-1] if attempts else None))
+            attempts.append(_begin(len(attempts), event))
         elif attempts:
             _go_on(attempts, event)
+    _count_redone(attempts)
     return attempts
 
 
-def _begin(number: int, event: dict[str, Any], before: Attempt | None) -> Attempt:
-    attempt = Attempt(
+def _count_redone(attempts: list[Attempt]) -> None:
+    """Count by what all attempts before have reached: the last of them may have ended before its first step."""
+    reached = -1
+    for attempt in attempts:
+        if attempt.first is not None and attempt.last is not None:
+            attempt.redone = max(0, min(attempt.last, reached) - attempt.first + 1)
+            reached = max(reached, attempt.last)
+
+
+def _begin(number: int, event: dict[str, Any]) -> Attempt:
+    return Attempt(
         number,
         began=event["time"],
         host=event.get("host", ""),
@@ -104,9 +114,6 @@ def _begin(number: int, event: dict[str, Any], before: Attempt | None) -> Attemp
         load_s=event.get("load_s", 0.0),
         process_started=event.get("process_started", event["time"]),
     )
-    if before is not None and before.last is not None:
-        attempt.redone = max(0, before.last - (-1 if attempt.resumed is None else attempt.resumed))
-    return attempt
 
 
 def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ class Difference:
 
     Attributes:
         name: of it.
-        kind: ``values``, ``shape``, ``dtype`` (equal values in another one), ``only in A`` or ``only in B``.
+        kind: ``values``, ``bits`` (values equal in float64: 0 and -0, NaNs, large integers), ``shape``, ``dtype``
+            (equal values in another one), ``only in A`` or ``only in B``.
         elements: how many differ.
         of: how many there are.
         largest: the largest absolute difference; NaN where one of two is not a number and the other is.
@@ -120,13 +121,17 @@ def _compare_tensor(name: str, a: "Tensors", b: "Tensors") -> Difference | None:
     (shape, dtype), (other_shape, other_dtype) = a.found[name], b.found[name]
     if shape != other_shape:
         return Difference(name, "shape", note=f"{list(shape)} and {list(other_shape)}")
-    elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
+    elements, in_bits, largest, squares, norm = 0, 0, 0.0, 0.0, 0.0
+    wide = torch.complex128 if dtype.is_complex or other_dtype.is_complex else torch.float64
     for first, count in row_blocks(shape, dtype):
         one, other = a.rows(name, first, count), b.rows(name, first, count)
-        if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
-            norm += float(one.double().square().sum()) if one.dtype != torch.bool and not one.is_complex() else 0.0
-            continue
-        one, other = one.to(torch.complex128 if one.is_complex() else torch.float64), other.to(torch.float64)
+        if dtype == other_dtype:
+            moved = int((_bits(one) != _bits(other)).any(1).sum())
+            if not moved:
+                norm += float(one.to(wide).abs().square().sum())
+                continue
+            in_bits += moved
+        one, other = one.to(wide), other.to(wide)
         differs = (one != other) & ~(one.isnan() & other.isnan())
         distance = (one - other).abs()[differs]
         elements += int(differs.sum())
@@ -137,21 +142,23 @@ def _compare_tensor(name: str, a: "Tensors", b: "Tensors") -> Difference | None:
         norm += float(one.abs().square().sum())
     dtypes = "" if dtype == other_dtype else f"{dtype} and {other_dtype}".replace("torch.", "")
     if not elements and not dtypes:
-        return None
+        return Difference(name, "bits", in_bits, math.prod(shape)) if in_bits else None
     relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
     kind = "values" if elements else "dtype"
     return Difference(name, kind, elements, math.prod(shape), largest, relative, dtypes)
 
 
 def _bits(tensor: Any) -> Any:
-    """The bytes of a tensor: NaN is equal to NaN, and 0 is not to -0."""
+    """The bytes of a tensor, a row for each element: NaN is equal to NaN, and 0 is not to -0."""
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 def _row(one: Difference) -> list[str]:
     what = f"{one.kind}: {one.note}" if one.note else one.kind
+    if one.kind == "bits":
+        return [one.name, what, f"{one.elements} of {one.of}", "", ""]
     if one.kind != "values":
         return [one.name, what, "", "", ""]
     return [one.name, what, f"{one.elements} of {one.of}", number_text(one.largest), f"{one.relative:.3g}"]

@@ -38,8 +38,7 @@ def rm_command(generations: tuple[str, ...], force: bool, yes: bool, as_json: bo
         click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
     for store, step in found:
         with _locked(store.root.parent) as free:
-            if not free or not force:
-                _check(store, [step], force and free)
+            _check(store, [step], force and free)  # again: it may have been pinned while the question was open
             remove_folder(store.path_of(step))
     removed = [str(store.path_of(step)) for store, step in found]
     if as_json:
@@ -54,7 +53,8 @@ def rm_command(generations: tuple[str, ...], force: bool, yes: bool, as_json: bo
 def pin_command(generations: tuple[str, ...], as_json: bool) -> None:
     """Keep generations whatever the rules of retention say, each named by its folder or as RUN@STEP.
 
-    Their copies at the mirror stay too. A run that goes on honours it from its next commit on.
+    A run that goes on honours it from its next commit on. Copies at the mirror stay too, as long as the run copies
+    from this folder: pins are in it alone, so a run that came back from its mirror on a new machine has none.
     """
     _mark(generations, GenerationStore.pin, "pinned", as_json)
 

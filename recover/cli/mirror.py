@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...utils.errors import CheckpointNotFoundError, ConfigError, MirrorError
+from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.folder_lock import FolderLock
 from ..storage.generations import Generation, GenerationStore
 from ..storage.journal import read_journal
@@ -62,6 +62,7 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
 def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: bool, as_json: bool) -> None:
     """Copy generations of RUN to its mirror, or to another URL; nothing is deleted there.
 
+    A URL is of one run: where it has a copy of the same step that is of another generation, nothing is copied.
     To its own mirror a job copies by itself: that is refused while one uses the run.
     """
     place = Run(run)
@@ -73,8 +74,10 @@ def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: b
     if not wanted:
         raise CheckpointNotFoundError(f"{store.root} has no generation yet")
     with ExitStack() as stack:
-        if there.url == _recorded(place):
+        if there.url == recorded_mirror(place):
             stack.enter_context(_Held(place.trial_root))
+        for step in wanted:  # all of them before the first is copied
+            _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
     _tell(done, "copied", there.url, as_json)
 
@@ -97,7 +100,7 @@ def mirror_pull(source: str, target: str, step: int | None, as_json: bool) -> No
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
     with _Held(store.root.parent):
         generation = there.fetch(step, store)
-    _tell([_report(generation, time.monotonic() - started)], "fetched", str(store.root), as_json)
+    _tell([_report(generation, _bytes(generation), time.monotonic() - started)], "fetched", str(store.root), as_json)
 
 
 def mirror_of(place: Run, url: str | None) -> "Mirror":
@@ -107,7 +110,7 @@ def mirror_of(place: Run, url: str | None) -> "Mirror":
         ConfigError: the run has none.
     """
     if url is None:
-        url = place.where if place.store is None else _recorded(place)
+        url = place.where if place.store is None else recorded_mirror(place)
     if url is None:
         raise ConfigError(f"{place.where}: no mirror was set when the run was last started; name one with --url")
     return open_mirror(url)
@@ -117,10 +120,11 @@ def open_mirror(url: str) -> "Mirror":
     """The copies at a URL, none of which is ever deleted by this one."""
     from ..storage.mirror import Mirror
 
-    return Mirror(url, None, setting="the URL", attempts=3, first_wait_s=0.5)
+    return Mirror(url, None, setting="the URL", attempts=3, first_wait_s=0.5, delete_old=False)
 
 
-def _recorded(place: Run) -> str | None:
+def recorded_mirror(place: Run) -> str | None:
+    """The URL of the mirror that a run on this machine was last started with."""
     starts = list(read_journal(place.trial_root, ["start"]))
     return starts[-1].get("mirror") if starts else None
 
@@ -138,19 +142,57 @@ class _Held:
         self._lock.release()
 
 
+def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
+    """
+    Raises:
+        ConfigError: the copy of this step is of another generation.
+        CheckpointNotFoundError: the run has removed the generation meanwhile.
+    """
+    try:
+        other = there.has_other(generation)
+    except FileNotFoundError:
+        if generation.path.is_dir():
+            raise
+        raise _gone(generation, there) from None
+    if other:
+        raise ConfigError(
+            f"{there.url} has a copy of step {generation.step} that is of another generation than {generation.path}: "
+            "of another run, or from before this one went back. Nothing was copied; choose another --url, as "
+            "s3://bucket/backup/experiment/trial, or delete that copy yourself"
+        )
+
+
 def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
     started = time.monotonic()
-    there.submit(generation)
-    there.wait(_LONGEST_S)
-    if there.last_error is not None:
-        raise MirrorError(f"no copy of {generation.path} at {there.url}: {there.last_error}")
-    return _report(generation, time.monotonic() - started)
+    try:
+        n_bytes = _bytes(generation)
+        there.submit(generation)
+        there.wait(_LONGEST_S)
+        if there.last_error is not None:
+            raise MirrorError(f"no copy of {generation.path} at {there.url}: {there.last_error}")
+    except CheckpointCorruptError:
+        if generation.path.is_dir():
+            raise
+        raise _gone(generation, there) from None
+    if not generation.path.is_dir() and generation.step not in there.steps():
+        raise _gone(generation, there)
+    return _report(generation, n_bytes, time.monotonic() - started)
 
 
-def _report(generation: Generation, seconds: float) -> dict[str, Any]:
+def _gone(generation: Generation, there: "Mirror") -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for as "
+        "long as it takes"
+    )
+
+
+def _bytes(generation: Generation) -> int:
     from ...utils.manifest import read_manifest
 
-    n_bytes = sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+    return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+
+
+def _report(generation: Generation, n_bytes: int, seconds: float) -> dict[str, Any]:
     return {"step": generation.step, "bytes": n_bytes, "seconds": round(seconds, 3)}
 
 

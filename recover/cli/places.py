@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ...utils.manifest import MANIFEST_NAME
+from ..info import INFO_NAME
 from ..storage.generations import GenerationStore
 from .folders import Folder, LocalFolder, RemoteFolder
 
@@ -109,7 +111,7 @@ def find_generation(text: str) -> Folder:
     Raises:
         CheckpointNotFoundError: there is no such thing.
     """
-    if (named := _AT.fullmatch(text)) and (is_url(text) or not Path(text).exists()):
+    if named := _at_step(text):
         run = Run(named[1])
         return run.newest() if named[2] == "newest" else run.folder(int(named[2]))
     if not is_generation(text):
@@ -122,28 +124,43 @@ def find_generation(text: str) -> Folder:
     return folder
 
 
+def names_generation(text: str) -> bool:
+    """Whether an argument names one generation, or another folder of a checkpoint, rather than a run."""
+    return _at_step(text) is not None or is_generation(text)
+
+
+def _at_step(text: str) -> re.Match[str] | None:
+    """The parts of RUN@STEP; None where that is the name of a folder."""
+    return _AT.fullmatch(text) if is_url(text) or not local_path(text).exists() else None
+
+
 def is_generation(text: str) -> bool:
     """Whether a path or URL is one folder of a checkpoint, rather than a run."""
     if is_url(text):
         return _STEP.fullmatch(text.rstrip("/").rpartition("/")[2]) is not None
     path = local_path(text)
-    return _STEP.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
+    return _STEP.fullmatch(path.name) is not None or (path / MANIFEST_NAME).is_file()
 
 
 def find_step(text: str) -> tuple[GenerationStore, int]:
     """The store and the step of a generation on this machine, which must be named, to change something about it.
 
     Raises:
-        ConfigError: GEN names a run, or is at a URL.
+        ConfigError: GEN names a run, is at a URL, or is a folder that Holdfast did not write as a generation.
         CheckpointNotFoundError: there is no such thing.
     """
     if is_url(text):
         raise ConfigError(f"{text} is at a URL; this command changes runs on this machine only")
-    if not _AT.fullmatch(text) and not is_generation(text):
+    if not names_generation(text):
         raise ConfigError(f"{text} is no generation: name one, as {text}@120 or the folder global_step_120")
     folder = find_generation(text)
     if folder.path is None or (match := _STEP.fullmatch(folder.name)) is None:
         raise ConfigError(f"{folder.where} is no generation of a run on this machine")
+    # Exports and the checkpoints of other trainers have the same names; half of a damaged generation has one of these.
+    if not any((folder.path / name).exists() for name in (MANIFEST_NAME, INFO_NAME)):
+        raise ConfigError(
+            f"{folder.where} has neither {MANIFEST_NAME} nor {INFO_NAME}: it is no generation of Holdfast"
+        )
     return GenerationStore(folder.path.parent), int(match[1])
 
 

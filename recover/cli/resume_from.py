@@ -5,8 +5,15 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointCorruptError
+from .mirror import recorded_mirror
 from .output import NARROWEST, json_option, print_json
 from .places import Run, find_generation, generation_argument, is_url
+
+_THEN = (
+    "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for you, and their "
+    "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
+    "has written since, not from this generation again."
+)
 
 
 @click.command("resume-from", short_help="How to go back to a generation.")
@@ -24,32 +31,34 @@ def resume_from_command(generation: str, as_json: bool) -> None:
         raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
     step = folder.info().last_step_info.global_step
     newer: list[int] = []
-    if folder.path is not None:
-        newer = [other for other in Run(str(folder.path.parent)).steps() if other > step]
-    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
+    mirror = first = None
     if is_url(folder.where):
         root = folder.where.rpartition("/")[0]
-        found["setting"], found["first"] = None, f"holdfast mirror pull {root} RUN --step {step}"
+        setting = f"recover.resume_path=RUN/recover/{folder.name}"
+        first = f"holdfast mirror pull {root} RUN --step {step}"
     else:
         assert folder.path is not None
-        found["setting"], found["first"] = f"recover.resume_path={folder.path.absolute()}", None
+        run = Run(str(folder.path.parent))
+        newer = [other for other in run.steps() if other > step]
+        mirror = recorded_mirror(run)
+        setting = f"recover.resume_path={folder.path.absolute()}"
+    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
+    found |= {"mirror": mirror, "setting": setting, "first": first}
     if as_json:
         print_json(found)
         return
     click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
-    if found["first"] is not None:
-        click.echo(f"It is at a URL. Fetch it first, with the run's folder for RUN:\n\n  {found['first']}\n")
-        click.echo("Where that folder has nothing newer, the same command as ever resumes from it.")
-    elif not newer:
+    if first is None and not newer and mirror is None:
         click.echo("It is the newest: the same command as ever resumes from it, there is nothing to set.")
+        return
+    if first is not None:
+        click.echo(f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n")
+        click.echo("and start the same command with\n")
     else:
-        click.echo(
-            f"Newer ones are there: {', '.join(map(str, newer))}. End the job, and start the same command with\n"
-        )
-        click.echo(f"  {found['setting']}\n")
-        then = (
-            "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for you, and their "
-            "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
-            "has written since, not from this generation again."
-        )
-        click.echo(click.wrap_text(then, NARROWEST))
+        if newer:
+            click.echo(f"Newer ones are there: {', '.join(map(str, newer))}.")
+        if mirror is not None:
+            click.echo(f"The mirror {mirror} may have newer ones, which a start would fetch.")
+        click.echo("End the job, and start the same command with\n")
+    click.echo(f"  {setting}\n")
+    click.echo(click.wrap_text(_THEN, NARROWEST))

@@ -24,7 +24,8 @@ _METADATA = "/.metadata"
 def show_command(generation: str, tensors: bool, as_json: bool) -> None:
     """Show what GEN holds: the step, engines, tensors, parameter groups and rates, generators, the place in the data.
 
-    Only what is small is read, at a URL too; it is compared with its digests.
+    Only what is small is read, at a URL too. Files that are read as a whole are compared with their digests; parameter
+    groups, scheduler and counters are ranges of the tensor files, of which `holdfast verify` compares every byte.
     """
     found = describe(find_generation(generation), tensors)
     if as_json:

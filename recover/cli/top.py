@@ -101,9 +101,9 @@ def _newest(store: Any) -> dict[str, Any] | None:
         try:
             info = store.inspect(generation.path)
             written = (generation.path / "manifest.json").stat().st_mtime
-        except (CheckpointError, FileNotFoundError):
+            n_bytes = sum(path.stat().st_size for path in generation.path.rglob("*") if path.is_file())
+        except (CheckpointError, FileNotFoundError):  # damaged, or removed by the run meanwhile
             continue
-        n_bytes = sum(path.stat().st_size for path in generation.path.rglob("*") if path.is_file())
         age_s = round(time.time() - written, 1)
         return {"step": generation.step, "age_s": age_s, "bytes": n_bytes, "save_s": round(info.save_s, 3)}
     return None

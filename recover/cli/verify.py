@@ -18,7 +18,7 @@ from ..info import INFO_NAME
 from .folders import Folder, LocalFolder, RemoteFolder
 from .main import DAMAGED
 from .output import json_option, print_json, print_table, size_text
-from .places import Run, find_generation, is_generation, is_url, local_path
+from .places import Run, find_generation, is_url, local_path, names_generation
 
 CONFIG = "config.json"
 
@@ -49,7 +49,7 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
 
 
 def _folders(where: str) -> Iterator[Folder]:
-    if "@" in where or is_generation(where):
+    if names_generation(where):
         yield find_generation(where)
         return
     if (export := _export(where)) is not None:
@@ -83,7 +83,7 @@ def _verify(folder: Folder, threads: int | None) -> dict[str, Any] | None:
             _verify_export(folder, report)
     except (MirrorError, ConfigError):
         raise
-    except (CheckpointError, FileNotFoundError) as error:
+    except (CheckpointError, OSError) as error:  # a disk that cannot read one file may well read the others
         if folder.path is not None and not folder.path.is_dir():
             return None
         report["problems"].append(str(error).replace(f"{folder.where}: ", ""))

@@ -45,6 +45,8 @@ class Mirror:
         chunk_bytes: what a fetch reads at once; it holds eight of them.
         attempts: how often each remote operation is tried.
         first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
+        delete_old: whether a copy that is complete has those that ``keep`` does not want, and what killed and damaged
+            ones left, removed; only the run whose mirror it is should.
 
     Attributes:
         last_error: why the last copy failed; None when it did not.
@@ -62,9 +64,10 @@ class Mirror:
         chunk_bytes: int = 8 << 20,
         attempts: int = 5,
         first_wait_s: float = 1.0,
+        delete_old: bool = True,
     ) -> None:
         self.last_error: Exception | None = None
-        self._keep = keep
+        self._keep, self._deletes_old = keep, delete_old
         self._remote = RemoteFolder(
             url,
             setting=setting,
@@ -100,6 +103,15 @@ class Mirror:
         """
         matches = (_NAMES.fullmatch(name) for name in self._remote.names())
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
+
+    def has_other(self, generation: Generation) -> bool:
+        """Whether there is a complete copy of this step that is of another generation, which `submit` would replace.
+
+        Raises:
+            MirrorError: the mirror does not answer.
+        """
+        found = self._remote.read(_manifest(generation.step))
+        return found is not None and found != (generation.path / MANIFEST_NAME).read_bytes()
 
     def submit(self, generation: Generation) -> None:
         """Copy a committed generation in the background; it replaces one that still waits for its turn."""
@@ -206,6 +218,8 @@ class Mirror:
         self.last_error = None
         seconds = time.monotonic() - started
         logger.info("copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds)
+        if not self._deletes_old:
+            return
         try:
             self._delete_old(generation.step, GenerationStore(generation.path.parent).pins())
         except (MirrorError, OSError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.recover.cli.attempts import list_attempts
 from holdfast.recover.storage.journal import Journal
 from holdfast.utils.errors import Preempted
 from holdfast.utils.metrics import StatsLogger
@@ -79,6 +80,17 @@ def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again
     ]  # fmt: skip
     assert [attempt["redone"] for attempt in found["attempts"]] == [0, 1, 0, 1, 0] and found["redone"] == 2
     assert all(attempt["gone_s"] > attempt["load_s"] > 0 for attempt in found["attempts"][1:])
+
+
+def test_an_attempt_without_a_step_hides_none_that_were_trained_again() -> None:
+    def start(resumed: int | None) -> dict[str, Any]:
+        return {"event": "start", "time": 0.0, "step": resumed}
+
+    def steps(first: int, last: int) -> list[dict[str, Any]]:
+        return [{"event": "step", "time": 1.0, "step": step} for step in range(first, last + 1)]
+
+    events = [start(None), *steps(0, 9), start(6), start(6), *steps(7, 8), start(6), *steps(7, 11)]
+    assert [one.redone for one in list_attempts(events)] == [0, 0, 2, 3]
 
 
 def test_the_picture_shows_what_was_trained_again(troubled: Path) -> None:

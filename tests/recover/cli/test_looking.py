@@ -1,5 +1,6 @@
 """Commands that look at generations: ls, show, verify, diff; here, at a URL, damaged, and while they are written."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.recover.storage.generations import GenerationStore
+from holdfast.utils.files import file_digest
 from tests.recover.cli.commands import answer, flip_byte, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -111,6 +113,26 @@ def test_verify_finds_a_weight_file_that_was_cut_in_an_export(run: Path) -> None
     assert "model.safetensors" in report["problems"][0]
 
 
+def test_verify_takes_a_run_in_a_folder_with_an_at_sign(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "lr@3" / "t@5"))
+    assert len(answer("verify", run)["folders"]) == 4
+    assert len(answer("verify", f"{run}@7")["folders"]) == 1
+
+
+def test_verify_of_a_file_that_cannot_be_read_goes_on_with_the_other_generations(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(path: Path) -> str:
+        if path.parent.name == "global_step_5":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return file_digest(path)
+
+    monkeypatch.setattr("holdfast.recover.cli.folders.file_digest", digest)  # no disk here can be made to fail
+    reports = answer("verify", run, code=1)["folders"]
+    assert [len(report["problems"]) for report in reports] == [0, 1, 0, 0]
+    assert "Input/output error" in reports[1]["problems"][0]
+
+
 def test_verify_of_a_folder_that_was_renamed_says_so(run: Path) -> None:
     (run / "recover" / "global_step_7").rename(run / "recover" / "global_step_8")
     assert "holds step 7" in str(answer("verify", f"{run}@8", code=1))
@@ -141,6 +163,30 @@ def test_diff_tells_one_changed_element_by_how_much(run: Path) -> None:
     assert found.keys() == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
     assert (found["model.norm.weight"]["elements"], found["model.norm.weight"]["largest"]) == (1, 0.5)
     assert found["model.layers.0.input_layernorm.weight"]["largest"] is None  # not a number
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "kind"),
+    [
+        ("float32", 0.0, -0.0, "bits"),
+        ("int64", 2**60, 2**60 + 1, "bits"),
+        ("complex64", 1 + 1j, 1 + 2j, "values"),
+    ],
+)
+def test_diff_tells_what_differs_where_float64_cannot_show_it(
+    dtype: str, one: complex, other: complex, kind: str, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    for name, value in (("a", one), ("b", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        tensor = torch.tensor([1, value, 1], dtype=getattr(torch, dtype))
+        save_file({"weight": tensor}, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (found,) = answer("diff", tmp_path / "a", tmp_path / "b", "--exit-code", code=1)["differences"]
+    assert (found["kind"], found["elements"], found["of"]) == (kind, 1, 3)
+    assert holdfast("diff", tmp_path / "a", tmp_path / "a")[1] == "all 1 tensors are equal to the bit\n"
 
 
 def test_ls_show_verify_and_diff_read_copies_at_a_url(finished: Path, at_s3: str) -> None:

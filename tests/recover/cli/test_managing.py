@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from holdfast.recover.cli.mirror import _push, open_mirror
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.recover.storage.retention import RetentionRules
+from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.folder_lock import FolderLock
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.limits import stretched
-from tests.recover.cli.commands import answer, flip_byte, holdfast
+from tests.recover.cli.commands import answer, flip_byte, holdfast, start
 from tests.recover.runs import Tiny, make_handler, names, run_until, step_info
 
 pytestmark = pytest.mark.timeout(120)
@@ -47,12 +49,39 @@ def test_rm_refuses_pinned_generations_and_without_force_the_newest_sound_one(
     assert _steps(store) == [3, 1]
 
 
+def test_rm_spares_what_was_pinned_while_it_asked_even_with_force(run: Path, store: GenerationStore) -> None:
+    process = start("rm", "--force", f"{run}@3", stdin=subprocess.PIPE)
+    assert process.stderr is not None and process.stderr.read(6) == "Delete"
+    store.pin(3)
+    assert process.communicate("y\n", timeout=stretched(60))[0] == "" and process.returncode == 2
+    assert _steps(store) == [7, 5, 3, 1]
+
+
 def test_rm_names_generations_only_and_nothing_is_deleted_before_all_are_checked(
     run: Path, store: GenerationStore
 ) -> None:
     for bad in (run, f"{run}@6", run / "hf", f"{run}@7"):
         assert holdfast("rm", "-y", f"{run}@3", bad)[0] == 2
     assert _steps(store) == [7, 5, 3, 1]
+
+
+def test_rm_and_pin_refuse_folders_that_only_have_the_name_of_a_generation(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "verl_ckpts" / "global_step_40"
+    (other / "actor").mkdir(parents=True)
+    (tmp_path / "verl_ckpts" / "latest_checkpointed_iteration.txt").write_text("40")
+    export = run / "hf" / "global_step_7"
+    for command in (("rm", "-y", "--force"), ("pin",)):
+        for text in (f"{other.parent}@40", other, export):
+            code, _, err = holdfast(*command, text)
+            assert code == 2 and "neither manifest.json nor recover_info.json" in err
+    assert (other / "actor").is_dir() and (export / "config.json").is_file()
+    assert not list(tmp_path.rglob(".pinned-*"))
+
+
+def test_rm_deletes_a_damaged_generation_that_has_lost_its_manifest(run: Path, store: GenerationStore) -> None:
+    (store.path_of(3) / "manifest.json").unlink()
+    assert holdfast("rm", "-y", f"{run}@3")[0] == 0
+    assert _steps(store) == [7, 5, 1]
 
 
 def test_rm_spares_the_newest_of_a_run_in_use_even_with_force(run: Path, store: GenerationStore) -> None:
@@ -120,6 +149,35 @@ def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> N
     handler.close()
     assert holdfast("mirror", "pull", url, tmp_path / "b" / "e" / "t")[0] == 2  # it is there already
     assert holdfast("mirror", "pull", url, tmp_path / "c", "--step", "7")[0] == 2
+
+
+def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Path, tmp_path: Path) -> None:
+    run_until(tmp_path / "other", 4, max_ckpt_to_keep=None)
+    other, copies = tmp_path / "other" / "e" / "t", tmp_path / "copies"
+    url = f"file://{copies}"
+    assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0
+    (copies / "global_step_0").mkdir()
+    (copies / "global_step_0" / "data.pt").write_bytes(b"of a copy that somebody makes now")
+    before = _tree(copies)
+    code, _, err = holdfast("mirror", "push", other, "--all", "--url", url)
+    assert code == 2 and "step 3" in err and "another generation" in err and _tree(copies) == before
+    assert holdfast("mirror", "push", other, "--step", "2", "--url", url)[0] == 0
+    assert _tree(copies).items() >= before.items()
+    assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0  # its own copy again
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_mirror_push_says_that_the_run_removed_a_generation_meanwhile(
+    run: Path, store: GenerationStore, tmp_path: Path
+) -> None:
+    generation = store.generations()[-1]
+    shutil.rmtree(generation.path)
+    there = open_mirror(f"file://{tmp_path}/copies")
+    with pytest.raises(CheckpointNotFoundError, match="removed it meanwhile"):
+        _push(there, generation)
 
 
 def test_mirror_push_leaves_the_own_mirror_of_a_run_in_use_to_its_job(run: Path) -> None:
@@ -228,3 +286,21 @@ def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(tmp
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
     flip_byte(tmp_path / "e" / "t" / "recover" / "global_step_0" / "default" / "__0_0.distcp")
     assert holdfast("resume-from", f"{tmp_path}/e/t@0")[0] == 1
+
+
+def test_resume_from_the_newest_of_a_run_with_a_mirror_says_what_to_set_too(run: Path) -> None:
+    shutil.rmtree(run / "recover" / "global_step_7")  # the mirror still has it, and a start would fetch it
+    assert answer("resume-from", f"{run}@5")["mirror"].endswith("/mirror/e/t")
+    code, out, _ = holdfast("resume-from", f"{run}@5")
+    assert code == 0 and f"recover.resume_path={run}/recover/global_step_5" in out and "nothing to set" not in out
+
+
+def test_resume_from_the_newest_of_a_run_without_a_mirror_has_nothing_to_set(tmp_path: Path) -> None:
+    run_until(tmp_path, 1)
+    assert "nothing to set" in holdfast("resume-from", f"{tmp_path}/e/t@0")[1]
+
+
+def test_resume_from_a_copy_says_what_to_fetch_and_what_to_set(at_s3: str) -> None:
+    code, out, _ = holdfast("resume-from", f"{at_s3}@5")
+    assert code == 0 and f"holdfast mirror pull {at_s3} RUN --step 5" in out
+    assert "recover.resume_path=RUN/recover/global_step_5" in out
