@@ -48,6 +48,14 @@ class BaseFolder:
         return cls(path if isinstance(path, str) and path else None)
 
 
+def is_mostly_frozen(model: nn.Module) -> bool:
+    """Whether what is frozen outweighs what is trained: a base, and no target network or router's bias."""
+    elements = {True: 0, False: 0}
+    for param in model.parameters():
+        elements[param.requires_grad] += param.numel()
+    return 0 < elements[True] < elements[False]
+
+
 def describe_base(frozen: Mapping[str, torch.Tensor], folder: BaseFolder) -> torch.Tensor:
     """What a checkpoint says of frozen parameters, as JSON in uint8; the same on every rank."""
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())

@@ -31,7 +31,7 @@ from ..api import Stateful
 from ..compat.torch_private import without_compile
 from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
-from .base_model import BASE, BASE_SAMPLE, BaseFolder, check_own_base, describe_base, sample_base
+from .base_model import BASE, BASE_SAMPLE, BaseFolder, check_own_base, describe_base, is_mostly_frozen, sample_base
 from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
 from .module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
 from .optimizer_state import (
@@ -62,14 +62,6 @@ def _replicated(model: nn.Module) -> nn.Module:
     """What is replicated on every rank, or ``model`` itself; also behind torch.compile."""
     inner = without_compile(model)
     return inner.module if isinstance(inner, DistributedDataParallel) else model
-
-
-def _is_mostly_frozen(model: nn.Module) -> bool:
-    """Whether what is frozen outweighs what is trained: a base, and no target network or router's bias."""
-    elements = {True: 0, False: 0}
-    for param in model.parameters():
-        elements[param.requires_grad] += param.numel()
-    return 0 < elements[True] < elements[False]
 
 
 class DCPState(TorchStateful):
@@ -108,7 +100,7 @@ class DCPState(TorchStateful):
         changes_only_in_step: bool = False,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = _replicated(model), optimizer, scheduler, counters
-        self.trainable_only = _is_mostly_frozen(self.model) if trainable_only is None else trainable_only
+        self.trainable_only = is_mostly_frozen(self.model) if trainable_only is None else trainable_only
         self.base = base or BaseFolder.of(self.model)
         self.changes_only_in_step = changes_only_in_step
         self._trained_by = optimizer
