@@ -36,9 +36,11 @@ LossWeightFn = Callable[[Batch], torch.Tensor]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a Hugging Face export may be stored as."""
 
+ADAPTER_FORMS = ("merged", "peft")
+"""What an export of a model with adapters is: all weights, the adapters added to them, or a folder of PEFT."""
 
-UPDATE_TYPES = ("disk", "broadcast")
-"""How weights get from a published folder to the inference servers."""
+UPDATE_TYPES = ("disk", "broadcast", "adapter")
+"""What is published, and how it gets from its folder to the inference servers."""
 
 
 def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -153,12 +155,14 @@ class WeightUpdateMeta:
     Attributes:
         type: ``"disk"``: the servers read the Hugging Face weights from the folder. ``"broadcast"``: rank 0 sends them
             what it has written there, over a process group of its own with each; they are `BroadcastServer`s, and
-            need not see the folder.
+            need not see the folder. ``"adapter"``: only the LoRA adapters are written, as a folder of PEFT; the
+            servers, `AdapterServer`s that were started with the base model, put them beside it.
         path: folder that holds the ``v<N>`` folders.
         version: the version to publish; None takes the engine's own.
         keep: how many of the newest versions stay.
         timeout_s: how long the servers may take to load a version; it may be longer than the engine's own timeout.
-        dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from.
+        dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from, and
+            leaves adapters in float32.
         min_servers: how many servers have to confirm a version; None: what their `ServerFleet` says, else all of them.
     """
 
@@ -219,6 +223,19 @@ class BroadcastServer(InferenceServer, Protocol):
 
     def update_weights_from_distributed(self, path: str, version: int) -> int:
         """Send it the weights of the Hugging Face folder ``path``; return the version served from now on."""
+        ...
+
+
+@runtime_checkable
+class AdapterServer(InferenceServer, Protocol):
+    """An inference server that puts adapters beside the base model that it was started with."""
+
+    def update_adapters_from_disk(self, path: str, version: int) -> int:
+        """Load the folder of PEFT ``path`` and return the version that new requests are answered by."""
+        ...
+
+    def folders_in_use(self) -> set[str]:
+        """Folders whose adapters the server may read again: they must not be deleted yet."""
         ...
 
 

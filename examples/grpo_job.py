@@ -159,9 +159,9 @@ class TrainWorker:
         self.engine.initialize(None, config.lr_spec)
         self.actor = PPOActor(config.actor, self.engine)
 
-    def connect(self, servers: list[InferenceServer], path: str) -> None:
+    def connect(self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2) -> None:
         """Name the workers that sample, and the folder that versions of the weights reach them through."""
-        self.engine.connect_engine(servers, WeightUpdateMeta("disk", path))
+        self.engine.connect_engine(servers, WeightUpdateMeta(kind, path, keep=keep))
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One GRPO step on this rank's share of the batch; the new weights are a new version.

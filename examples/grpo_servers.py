@@ -34,7 +34,7 @@ from grpo_job import (
     show_progress,
     split_rows,
 )
-from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
+from server_processes import VLLM_COMMAND, ServerProcesses, adapter_flags, wait_for_servers
 
 from holdfast.engine import StepInfo
 from holdfast.engine.rollouts import RLVRWorkflow, RolloutConfig, RolloutExecutor
@@ -44,10 +44,11 @@ from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import require_range
+from holdfast.utils.config import require_choice, require_range
 from holdfast.utils.errors import ConfigError, RolloutError
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.metrics import read_stats
+from holdfast.utils.timing import PhaseTimes
 
 
 @dataclass
@@ -67,6 +68,9 @@ class GRPOServersConfig(GRPOConfig):
     """How long they may take to answer."""
     min_servers: int = 1
     """How many have to serve a version before the step goes on."""
+    publish: str = "disk"
+    """``disk``: the weights, with adapters merged into them. ``adapter``, with ``actor.use_lora``: the adapters alone,
+    which the servers put beside the base model that they were started with."""
     publish_timeout_s: float = 300.0
     """How long they may take to load it."""
     weights_folder: str | None = None
@@ -81,6 +85,29 @@ class GRPOServersConfig(GRPOConfig):
         if not 1 <= self.min_servers <= count:
             raise ConfigError(f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the servers")
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
+        require_choice("publish", self.publish, ("disk", "adapter"))
+        if self.publish == "adapter" and not self.actor.use_lora:
+            raise ConfigError(
+                "config key 'publish' is 'adapter', but 'actor.use_lora' is false: there are no adapters to publish"
+            )
+        if self.publish == "adapter" and (not self.actor.path or self.actor.init_from_scratch):
+            raise ConfigError(
+                "config key 'publish' is 'adapter', which takes a base that the servers have, too; name a model folder "
+                "with weights as 'actor.path', the export of an earlier run, say"
+            )
+
+    @property
+    def versions_in_flight(self) -> int:
+        """How many versions of the weights may answer requests at the same time."""
+        return self.rollout.max_head_offpolicyness + 1
+
+    @property
+    def start_command(self) -> str:
+        """``server_command``, with the flags for adapters if they are published alone."""
+        if self.publish != "adapter":
+            return self.server_command
+        flags = adapter_flags(self.actor.lora_rank, self.actor.target_modules, self.versions_in_flight)
+        return f"{self.server_command} {flags}"
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
@@ -131,7 +158,7 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
         processes = None
         if not config.servers:
             logs = config.recover.trial_root / "logs"
-            command = (config.server_command, config.python, Path(config.actor.path))
+            command = (config.start_command, config.python, Path(config.actor.path))
             processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs))
             print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
         clients = processes.servers if processes else [VLLMServer(url) for url in config.servers]
@@ -153,7 +180,9 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         hang_timeout_s=config.hang_timeout_s,
         stall_timeout_s=config.stall_timeout_s,
     )
-    trainer.call_all("connect", [], config.weights_folder or str(config.recover.trial_root / "weights"))
+    weights = config.weights_folder or str(config.recover.trial_root / "weights")
+    # A server may read adapters again while they are in use.
+    trainer.call_all("connect", [], weights, config.publish, max(2, config.versions_in_flight))
     samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
     with (
@@ -189,17 +218,21 @@ def train_step(
     config: GRPOServersConfig, fleet: ServerFleet, rollouts: RolloutExecutor, trainer: WorkerGroup, step: int
 ) -> dict[str, float]:
     """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
-    fleet.withdraw(step)  # a run that came back from a crash writes this version anew
-    published = trainer.call_all("publish")[0]
-    fleet.update(published.path, published.version, config.publish_timeout_s)
-    rollouts.set_version(step)
-    accepted = rollouts.next_trajectories(step)
-    batch = concat_trajectories([trajectory for _, trajectory in accepted])
-    shares = split_rows(batch, trainer.world_size, config.n_samples)
-    stats = trainer.call_all("train_step", per_rank=shares)[0]
+    times = PhaseTimes("publishing", "sampling", "training")
+    with times.phase("publishing"):
+        fleet.withdraw(step)  # a run that came back from a crash writes this version anew
+        published = trainer.call_all("publish")[0]
+        fleet.update(published.path, published.version, config.publish_timeout_s)
+    with times.phase("sampling"):  # what of it training has waited for
+        rollouts.set_version(step)
+        accepted = rollouts.next_trajectories(step)
+    with times.phase("training"):
+        batch = concat_trajectories([trajectory for _, trajectory in accepted])
+        shares = split_rows(batch, trainer.world_size, config.n_samples)
+        stats = trainer.call_all("train_step", per_rank=shares)[0]
     numbers = [ticket.number for ticket, _ in accepted]
     tickets = {"tickets/first": numbers[0], "tickets/last": numbers[-1], "tickets/trained": len(numbers)}
-    return {**stats, **tickets, **rollouts.stats(), **published.stats(), **fleet.stats()}
+    return {**stats, **tickets, **rollouts.stats(), **published.stats(), **fleet.stats(), **times.take()}
 
 
 def account(config: GRPOServersConfig) -> str:

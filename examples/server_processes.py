@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.engine.servers import VLLMServer
@@ -27,6 +28,7 @@ VLLM_COMMAND = (
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it the CPU build takes most of the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -34,8 +36,25 @@ VLLM_ENVIRONMENT = {
 }
 """Environment of each, unless this process has other values."""
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``--max-lora-rank`` may be."""
+_LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of the models of the examples."""
 _AGAIN_AFTER_S = 1.0
 _LOG_LINES = 20
+
+
+def adapter_flags(rank: int, modules: Sequence[str], versions: int) -> str:
+    """Flags with which vLLM takes adapters.
+
+    Args:
+        rank: of the adapters.
+        modules: their ``target_modules``; empty, or with ``all-linear``: all linear layers.
+        versions: how many versions may answer requests at the same time.
+    """
+    named = _LINEAR_LAYERS if not modules or "all-linear" in modules else modules
+    room = min((size for size in _LORA_RANKS if size >= rank), default=rank)
+    return f"--enable-lora --max-lora-rank {room} --max-loras {versions} --lora-target-modules {' '.join(named)}"
 
 
 class ServerProcesses:

@@ -72,6 +72,21 @@ class ServerError(HoldfastError, RuntimeError):
     """An inference server could not be reached, refused, or did not answer as expected; another one may."""
 
 
+class BusyServerError(ServerError):
+    """A server takes no more requests for now.
+
+    Attributes:
+        retry_after_s: when it may be asked again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PublishError(ServerError):
     """A server did not confirm the weight version it was told to serve."""
 
@@ -90,7 +105,12 @@ class PoisonedServerError(PublishError):
 
 
 class WrongContentError(PublishError):
-    """A server says that it serves a version, but its answers are those of other weights. It was paused again."""
+    """A server says that it serves a version, but its answers are those of other weights. It was paused again, or the
+    adapters were unloaded again."""
+
+
+class PromptError(HoldfastError, ValueError):
+    """A prompt that an inference server cannot complete, or would die of; it was not sent."""
 
 
 class RolloutError(HoldfastError, RuntimeError):

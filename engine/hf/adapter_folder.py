@@ -2,11 +2,15 @@
 
 ``PeftModel.from_pretrained`` and vLLM load it beside the base model. Adapters are small: each rank gathers all of them,
 which rank 0 writes, and reads all of them to keep its own rows.
+
+Names are PEFT's own, so any method of PEFT that adapts layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``), of
+engines and of other people's ``PeftModel``; only plain LoRA is loaded here.
 """
 
 import copy
 import os
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import as_write_error, staged_folder
@@ -23,17 +28,18 @@ from ...utils.files import fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
 from ..lora.layers import adapted_layers, plain_adapters
+from ..tensors import clean_name
 from ..training.model import keep_own_shard
 from ..weight_changes import changing_weights
 from .shard_ranges import whole_tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_ROOT = "base_model.model."
+ROOT = "base_model.model."
 """What PEFT calls the model inside of a PeftModel."""
 
 
 def save_adapters(
-    model: PreTrainedModel,
+    model: nn.Module,
     path: str | os.PathLike[str],
     options: HFExportOptions,
     *,
@@ -43,7 +49,7 @@ def save_adapters(
     """Write the adapters of a model as a new folder of PEFT; every rank of ``group`` calls this.
 
     Args:
-        model: with LoRA layers, sharded or not, or a ``PeftModel``.
+        model: with layers of peft, sharded or not, or a ``PeftModel``.
         path: the folder to create.
         options: ``dtype``, ``tokenizer`` and ``processor`` are used; without a dtype the adapters stay as they are.
         group: control group.
@@ -52,27 +58,74 @@ def save_adapters(
     Raises:
         ConfigError: ``path`` is a URL.
         CheckpointExistsError: ``path`` exists.
-        CheckpointMismatchError: the model has no adapters, or parameters that are trained and are none.
+        CheckpointMismatchError: see `adapter_tensors`.
         CheckpointWriteError: rank 0 could not write.
         PeerError: another rank failed.
     """
     folder = require_local(path, "saving adapters", "give a local folder, and upload it then")
     with staged_folder(folder, group) as staging:
-        with all_ranks_succeed(f"preparing {folder}", group):
-            adapters = _named_adapters(model)
-            _refuse_others(model, adapters)
-        whole = {name: whole_tensor(tensor, gather_group) for name, tensor in adapters.items()}
-        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
-            if get_rank(group) == 0:
-                _write(staging, model, whole, options)
+        write_adapters(model, staging, options, group=group, gather_group=gather_group)
 
 
-def _write(
-    folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor], options: HFExportOptions
-) -> None:
-    values = {name: tensor.to(options.dtype or tensor.dtype).contiguous() for name, tensor in adapters.items()}
-    save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
+def write_adapters(
+    model: nn.Module,
+    folder: Path,
+    options: HFExportOptions,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+) -> list[str]:
+    """What `save_adapters` does between making a staging folder and committing it.
+
+    Returns:
+        The files this rank answers for: on rank 0 all of them, fsynced.
+
+    Raises:
+        See `save_adapters`.
+    """
+    with all_ranks_succeed(f"preparing {folder}", group):
+        tensors = adapter_tensors(model)
+    whole = {name: whole_tensor(tensor, gather_group) for name, tensor in tensors.items()}
+    with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+        if get_rank(group) != 0:
+            return []
+        write_adapter_weights(folder, {name: _cast(one, options.dtype) for name, one in whole.items()})
+        _write_sidecars(folder, model, options)
+        return list(walk_files(folder))
+
+
+def require_adapters(model: PreTrainedModel) -> None:
+    """See that adapters are all that is trained, as publishing them alone takes.
+
+    Raises:
+        ConfigError: the model has none, or more is trained.
+        CheckpointMismatchError: they are no plain LoRA, or several are active.
+    """
+    what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
+    if not plain_adapters(model):
+        raise ConfigError(f"{what} {type(model).__name__} has none (config key 'use_lora'); publish by type 'disk'")
+    if others := _trained_beside(model, _named_adapters(model)):
+        raise ConfigError(f"{what} {others[0]} ({len(others)} such) is trained beside them; publish by type 'disk'")
+
+
+def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write and fsync the weights of a folder of PEFT.
+
+    Args:
+        folder: exists.
+        tensors: name in the folder -> whole tensor.
+    """
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     os.chmod(folder / WEIGHTS, 0o644)
+    fsync_file(folder / WEIGHTS)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What counts, in ``modules_to_save``, stays as it is."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_sidecars(folder: Path, model: nn.Module, options: HFExportOptions) -> None:
     config = copy.deepcopy(_peft_config(model))
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -80,37 +133,73 @@ def _write(
         if part is not None:
             part.save_pretrained(folder)
     for name in walk_files(folder):
-        fsync_file(folder / name)
+        if name != WEIGHTS:
+            fsync_file(folder / name)
 
 
-def _peft_config(model: PreTrainedModel) -> Any:
-    config: Any = model.peft_config  # type: ignore[attr-defined]
-    return next(iter(config.values()))
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name in a folder of PEFT -> live (sharded) tensor, of all that PEFT stores of a model.
 
-
-def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name in a folder of PEFT -> live tensor."""
-    named = {}
-    for weight, adapters in plain_adapters(model).items():
-        if len(adapters) > 1:
-            raise CheckpointMismatchError(f"{weight} has {len(adapters)} active adapters; a folder of PEFT holds one")
-        layer = _ROOT + weight.removesuffix(".weight")
-        named |= {f"{layer}.lora_A.weight": adapters[0].a, f"{layer}.lora_B.weight": adapters[0].b}
-    if not named:
+    Raises:
+        CheckpointMismatchError: it has no adapters, several active ones, a prompt in their place, or parameters that
+            are trained and that PEFT does not store.
+    """
+    config = _peft_config(model)
+    if config.is_prompt_learning:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} has no LoRA adapters to save; use weight_format 'hf' for its weights"
+            f"{config.peft_type} is a prompt and no adapter of layers; use model.save_pretrained"
         )
-    return named
+    from peft import get_peft_model_state_dict  # the model has layers of it
 
-
-def _refuse_others(model: PreTrainedModel, adapters: Mapping[str, torch.Tensor]) -> None:
-    known = {id(tensor) for tensor in adapters.values()}
-    others = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in known]
-    if others:
+    live = {clean_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
+    found = get_peft_model_state_dict(model, **own)  # type: ignore[arg-type]
+    if others := _trained_beside(model, found):
         raise CheckpointMismatchError(
             f"{others[0]} ({len(others)} such) is trained beside the adapters and would be missing; use weight_format "
             "'hf', which has all weights merged"
         )
+    return {name if name.startswith(ROOT) else ROOT + name: tensor for name, tensor in found.items()}
+
+
+def _trained_beside(model: nn.Module, adapters: Mapping[str, torch.Tensor]) -> list[str]:
+    known = {id(tensor) for tensor in adapters.values()}
+    return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in known]
+
+
+def _peft_config(model: nn.Module) -> Any:
+    """Of the active adapter."""
+    configs: Any = getattr(model, "peft_config", None)
+    if not configs:
+        raise CheckpointMismatchError(
+            f"{type(model).__name__} has no adapters of PEFT to save; use weight_format 'hf' for its weights"
+        )
+    return configs[_adapter_name(model)]
+
+
+def _adapter_name(model: nn.Module) -> str:
+    configs: Any = getattr(model, "peft_config", {})
+    active = {name for layer in adapted_layers(model).values() for name in layer.active_adapters} or set(configs)
+    if len(active) != 1:
+        raise CheckpointMismatchError(
+            f"{type(model).__name__} has {len(active)} active adapters ({', '.join(sorted(active))}); a folder of PEFT "
+            "holds one"
+        )
+    return active.pop()
+
+
+def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Name in a folder of PEFT -> live tensor, of plain LoRA alone.
+
+    Raises:
+        CheckpointMismatchError: they are others, or none or several are active.
+    """
+    _adapter_name(model)
+    return {
+        f"{ROOT}{weight.removesuffix('.weight')}.{part}.weight": tensor
+        for weight, (adapter,) in plain_adapters(model).items()
+        for part, tensor in (("lora_A", adapter.a), ("lora_B", adapter.b))
+    }
 
 
 def load_adapters(

@@ -1,6 +1,7 @@
 """Versions of the weights on disk: written for the inference servers, listed, deleted.
 
-A version is a Hugging Face folder ``v00000121`` with a manifest, renamed into place when all ranks have written it.
+A version is a Hugging Face folder ``v00000121``, or one of PEFT with the adapters alone, with a manifest; it is renamed
+into place when all ranks have written it.
 Versions newer than the one written are of steps that a crash took back, and go first, as does what a killed publisher
 left half-written. One job writes to a folder at a time. Who is told of a version is none of this file's business: see
 `holdfast.engine.servers.publish`.
@@ -11,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from ...utils.logging import get_logger
 from ...utils.manifest import file_entries, write_entry, write_manifest
 from ...utils.timing import timed
 from ...utils.write_errors import as_write_error
-from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
+from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
+from .adapter_folder import WEIGHTS, write_adapters
 from .write import write_hf
 
 logger = get_logger(__name__)
@@ -72,22 +75,29 @@ def write_version(
 
     Args:
         model: sharded model.
-        meta: ``path`` and ``dtype`` are used.
+        meta: ``type``, ``path`` and ``dtype`` are used.
         version: number of the folder.
         group: control group.
-        base_model_path: folder whose tokenizer and other files go along.
-        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is.
+        base_model_path: folder whose tokenizer and other files go along with weights.
+        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is. Of adapters the
+            manifest names both: a server computes in the dtype of their base.
         extra_files: name -> contents of files that the manifest covers too; rank 0's are written.
 
     Raises:
         CheckpointWriteError: any rank could not write; nothing became visible.
     """
-    final, seconds = version_path(meta.path, version), {}
+    final, seconds, facts = version_path(meta.path, version), {}, {"weight_version": version}
+    if meta.type == "adapter":
+        base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)
+        facts |= {"base_dtype": base, "dtype": meta.dtype}
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
-        options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
         with timed(seconds, "write"):
-            names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
+            if meta.type == "adapter":
+                names = write_adapters(model, staging, HFExportOptions(export_dtype(meta.dtype, None)), group=group)
+            else:
+                options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
+                names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
         with timed(seconds, "digest"):
             with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
                 own = file_entries(staging, names)
@@ -95,8 +105,13 @@ def write_version(
                     own += [write_entry(staging, name, data) for name, data in extra_files.items()]
             entries = gather_objects(own, group)
             if get_rank(group) == 0:
-                write_manifest(staging, [entry for rank in entries for entry in rank], {"weight_version": version})
+                write_manifest(staging, [entry for rank in entries for entry in rank], facts)
     return WrittenVersion(final, seconds)
+
+
+def holds_adapters(manifest: Mapping[str, Any]) -> bool:
+    """Whether a published folder with this manifest has adapters alone."""
+    return WEIGHTS in manifest["files"]
 
 
 def _clear(final: Path, version: int) -> None:

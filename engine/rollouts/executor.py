@@ -314,8 +314,10 @@ class RolloutExecutor:
                 check_trajectory(trajectory)
                 if self._should_accept is not None and not self._should_accept(trajectory):
                     trajectory = None
-        except Exception as error:
-            self._fail(ticket, error)
+        except BaseException as error:
+            if self._closed:
+                raise
+            self._fail(ticket, error)  # also of a SystemExit, which would end the loop, and of a CancelledError
             return
         with self._changed:
             if trajectory is None:
@@ -326,7 +328,7 @@ class RolloutExecutor:
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
         logger.error("%s failed", ticket, exc_info=error)
         failure = RolloutError(f"{ticket} cannot be finished: {type(error).__name__}: {error}")
         failure.__cause__ = error

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from ...utils.errors import RolloutError, ServerError
+from ...utils.errors import BusyServerError, RolloutError, ServerError
 from ...utils.logging import get_logger
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse
 from .config import RolloutConfig
@@ -61,6 +61,18 @@ class RequestSender:
         return await retrying(self._send_once, request, episode)
 
     async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
+        """One attempt; a server that says that it is busy has not failed, and is waited for."""
+        given_up_s = time.monotonic() + self._config.server_wait_s
+        while True:
+            try:
+                return await self._send_to_one(request, episode)
+            except BusyServerError as error:
+                left_s, limit_s = given_up_s - time.monotonic(), self._config.server_wait_s
+                if left_s <= 0:
+                    raise RolloutError(f"no server took a request for {limit_s:g} s: {error}") from error
+                await asyncio.sleep(min(max(error.retry_after_s, _LOOK_AGAIN_S), left_s))  # then of another, maybe
+
+    async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         server = await self._choose(episode)
         episode.server = server
         self._in_flight[id(server)] += 1

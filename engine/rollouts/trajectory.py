@@ -77,8 +77,10 @@ def check_trajectory(trajectory: Trajectory) -> None:
     """See that a trajectory can be trained on.
 
     Raises:
-        BatchError: an entry is missing, is no tensor, or has another shape than `Trajectory` says.
+        BatchError: it is no dict, an entry is missing, is no tensor, or has another shape than `Trajectory` says.
     """
+    if not isinstance(trajectory, dict):
+        raise BatchError(f"the workflow returned a {type(trajectory).__name__}; expected a dict of tensors, or None")
     if missing := {*_PER_TOKEN, "rewards"} - trajectory.keys():
         raise BatchError(f"the trajectory has no {sorted(missing)}; it has {sorted(trajectory)}")
     validate_batch(trajectory)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .adapters import adapter_label
 from .api import GenerationHyperparameters, ModelRequest, ModelResponse, StopReason, labelled_version
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length"}
@@ -39,12 +40,30 @@ def response_of(
         if (version := labelled_version(span["version"])) is None:
             raise ValueError(
                 f"it was sampled by weights labelled {span['version']!r}, which nobody published: the server has been "
-                "restarted; publish to it first"
+                "restarted, or was told of adapters by another client; publish to it first"
             )
         versions += [version] * (span["end"] - span["start"])
     if len(versions) != len(tokens):
         raise ValueError(f"the weight versions {list(spans)} are of {len(versions)} tokens; there are {len(tokens)}")
     return ModelResponse(list(request.input_ids), list(tokens), list(logprobs), versions, _STOP_REASONS[reason])
+
+
+def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The spans of a completion by an adapter. The server's own are of the base beside it, whatever the adapter was.
+
+    Args:
+        adapter: that the request named.
+        answered_by: that the server says it was completed by.
+        spans: of the base, as for `response_of`.
+
+    Raises:
+        ValueError: another one completed it, or its base was replaced by published weights.
+    """
+    if answered_by != adapter:
+        raise ValueError(f"it was completed by {answered_by!r}; expected {adapter!r}")
+    if replaced := [span["version"] for span in spans if labelled_version(span["version"]) is not None]:
+        raise ValueError(f"the base under {adapter} was replaced by the published weights {replaced[0]}")
+    return [{**span, "version": adapter_label(adapter)} for span in spans]
 
 
 def samples_plainly(gconfig: GenerationHyperparameters) -> bool:

@@ -23,7 +23,8 @@ from ...utils.errors import ConfigError, PublishError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import BroadcastServer
+from ..api import AdapterServer, BroadcastServer
+from ..hf.versions import holds_adapters
 from .api import weights_label
 from .member import FleetMember, PublishedFolder, S
 from .states import ServerReport, ServerState, server_stats
@@ -75,7 +76,7 @@ class ServerFleet(Generic[S]):
         *,
         broadcast: bool = False,
     ) -> list[ServerReport]:
-        """Have every server load a published folder; return when enough have confirmed it.
+        """Have every server load a published folder, of weights or of adapters; return when enough have confirmed it.
 
         All are told at once, whatever they said before: a label may be right and the server paused. Those that missed
         the update before are waited for only while they are needed, the others until they have answered. Who has not
@@ -94,7 +95,7 @@ class ServerFleet(Generic[S]):
 
         Raises:
             ConfigError: ``min_servers`` is more than there are, the folder is of another version, or a server cannot
-                be sent weights.
+                be sent weights, or takes no adapters.
             CheckpointCorruptError: there is no published folder.
             WorkerLost: too few have confirmed it, one of them because its worker was lost.
             PublishError: too few have confirmed it; names the others, and why.
@@ -103,6 +104,8 @@ class ServerFleet(Generic[S]):
         if broadcast:
             self.require_receivers()
         folder = _published(path, version, broadcast)
+        if folder.adapters:
+            self.require_adapter_servers()
         with self._updating:
             deadline = time.monotonic() + timeout_s
             self._folder = folder
@@ -152,6 +155,19 @@ class ServerFleet(Generic[S]):
                     "publish with WeightUpdateMeta type 'disk'"
                 )
 
+    def require_adapter_servers(self) -> None:
+        """See that every server can be told of adapters.
+
+        Raises:
+            ConfigError: one is no `AdapterServer`.
+        """
+        for member in self._members:
+            if not isinstance(member.server, AdapterServer):
+                raise ConfigError(
+                    f"inference server {member.name}, a {type(member.server).__name__}, has no endpoint that loads "
+                    "adapters; publish merged weights with WeightUpdateMeta type 'disk'"
+                )
+
     def may_check_content(self) -> bool:
         """Whether anyone may compare answers with a published probe: a server of these, or, of none, whoever is told
         of the folder elsewhere."""
@@ -174,9 +190,9 @@ class ServerFleet(Generic[S]):
         """`server_stats` of that: how many servers are in which state, and seconds of the phases of an update."""
         return server_stats(self.states())
 
-    def loading(self) -> set[Path]:
-        """Folders that a server is loading at this moment."""
-        return {Path(member.loading) for member in self._members if member.loading is not None}
+    def folders_in_use(self) -> set[Path]:
+        """Folders that a server is loading at this moment, or has adapters of that requests still use."""
+        return {Path(folder) for member in self._members for folder in member.folders_in_use()}
 
     def close(self) -> None:
         """Stop the prober. An update that a server has been told of goes on there."""
@@ -230,10 +246,15 @@ class ServerFleet(Generic[S]):
 
 
 def _published(path: str | PathLike[str], version: int, broadcast: bool) -> PublishedFolder:
-    found = read_manifest(path).get("weight_version")
-    if found != version:
+    manifest = read_manifest(path)
+    if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
-    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast)
+    if (adapters := holds_adapters(manifest)) and broadcast:
+        raise ConfigError(
+            f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
+            "it out, or publish merged weights"
+        )
+    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast, adapters)
 
 
 def _wait(

@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import httpx2
@@ -30,18 +31,27 @@ from tenacity import (
 )
 
 from ...utils.config import require_range
-from ...utils.errors import ConfigError, PublishError, ServerError, SlowServerError, UnreachableServerError
+from ...utils.errors import (
+    BusyServerError,
+    ConfigError,
+    PublishError,
+    ServerError,
+    SlowServerError,
+    UnreachableServerError,
+)
 from ...utils.remote import without_secrets
 
 Json = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
-_BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError)
+_BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (uvicorn's default); a request on one that is being closed is lost."""
 _BODY_CHARS = 300
 """How much of a refusal's body an error quotes."""
+_BUSY_S = 1.0
+"""When a server that is busy, and does not say for how long, is asked again."""
 
 
 @dataclass(eq=False, repr=False)
@@ -51,27 +61,30 @@ class HTTPServer:
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
         api_key: sent as bearer token.
-        timeout_s: longest time that one update, or one question, may take.
+        timeout_s: longest time that one update, or `check_generation`, may take.
+        status_timeout_s: longest time that `status` may take; a prober waits so long for a server that hangs.
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
 
     Raises:
-        ConfigError: ``url`` is no HTTP URL, or holds a user beside an ``api_key``; a limit is not positive.
+        ConfigError: ``url`` is no HTTP URL of a host, has a query, or holds a user beside an ``api_key``; a limit is
+            not positive.
     """
 
     url: str
     _: KW_ONLY
     api_key: str | None = None
     timeout_s: float = 300.0
+    status_timeout_s: float = 10.0
     generation_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port")
+        if not _leads_to_a_server(self.url):
+            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port, or a path behind that")
         if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
             raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
-        require_range("timeout_s", self.timeout_s, low=1e-3)
-        require_range("generation_timeout_s", self.generation_timeout_s, low=1e-3)
+        for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
+            require_range(key, getattr(self, key), low=1e-3)
         self._seconds: Mapping[str, float] = {}
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
         self._updating = Lock()
@@ -112,19 +125,27 @@ class HTTPServer:
         finally:
             self._updating.release()
 
-    async def _ask(self, path: str, body: Json) -> Json:
-        """POST ``body`` on the connections of this event loop; the JSON that comes back.
+    async def _ask(self, path: str, body: Json | None = None, limit_s: float | None = None) -> Json:
+        """POST ``body``, or GET without one, on the connections of this event loop; the JSON that comes back.
 
         Raises:
-            ServerError: the server could not be reached, refused, or did not answer with JSON.
+            UnreachableServerError: no connection, or it broke.
+            SlowServerError: no answer within ``limit_s``, or ``generation_timeout_s``.
+            ServerError: the server refused, or did not answer with a JSON object.
         """
-        what = f"{self.name}: POST {path}"
+        method, limit_s = "GET" if body is None else "POST", limit_s or self.generation_timeout_s
+        what = f"{self.name}: {method} {path}"
         try:
-            answer = await AsyncRetrying(**_trying(self.generation_timeout_s, *_NOT_CONNECTED, *_BROKE_OFF))(
-                self._pool().post, path, json=body, headers=bearer(self.api_key)
-            )
+            async with asyncio.timeout(limit_s):
+                answer = await AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))(
+                    self._pool().request, method, path, json=body, headers=bearer(self.api_key)
+                )
+        except TimeoutError as failure:
+            raise SlowServerError(f"{what} was not answered, all together within {limit_s:g} s") from failure
         except httpx2.RequestError as failure:
-            raise _broken(failure, what, self.generation_timeout_s) from failure
+            raise _broken(failure, what, limit_s) from failure
+        if answer.status_code == 429 or (answer.status_code == 503 and "Retry-After" in answer.headers):
+            raise BusyServerError(f"{what} was answered with {answer.status_code}: it is busy", _wait_s(answer))
         return _parsed(answer, what, ServerError, "")
 
     def _reading(self, of: str) -> AbstractContextManager[None]:
@@ -135,7 +156,7 @@ class HTTPServer:
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
-            timeout = httpx2.Timeout(self.generation_timeout_s, connect=_CONNECT_TIMEOUT_S)
+            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)  # `_ask` has the others
             self._pools[loop] = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout)
         return self._pools[loop]
 
@@ -207,6 +228,20 @@ class Calls:
         answer = self._send(phase, method, path, json=body, params=params, headers=bearer(key))
         return _parsed(answer, f"{self._what}: {method} {path}", error or self._error, advice)
 
+    def tell(
+        self,
+        phase: str,
+        path: str,
+        body: Json,
+        *,
+        key: str | None = None,
+        error: type[ServerError] | None = None,
+        advice: str = "",
+    ) -> None:
+        """POST ``body`` where a success says all, in whatever words; arguments and errors as of `call`."""
+        answer = self._send(phase, "POST", path, json=body, headers=bearer(key))
+        _require_success(answer, f"{self._what}: POST {path}", error or self._error, advice)
+
     def events(self, phase: str, path: str, body: Json) -> list[Json]:
         """POST ``body``, and read a stream of server-sent events to its end; raises as `call`."""
         answer = self._send(phase, "POST", path, json=body)
@@ -216,15 +251,23 @@ class Calls:
 
     def _send(self, phase: str, method: str, path: str, **options: Any) -> httpx2.Response:
         started = time.monotonic()
-        left_s = max(self._end - started, 1e-3)
-        timeout = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
-        send = Retrying(**_trying(left_s, *_NOT_CONNECTED))
         try:
-            return send(self._client.request, method, path, timeout=timeout, **options)
+            return Retrying(**_trying(self._end - started, *_NOT_CONNECTED))(self._receive, method, path, **options)
         except httpx2.RequestError as failure:
             raise _broken(failure, f"{self._what}: {method} {path}", self._limit_s) from failure
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
+    def _receive(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """One answer, all of it before the deadline: a limit of httpx begins anew with every byte that comes."""
+        left_s = max(self._end - time.monotonic(), 1e-3)
+        timeout, body = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)), bytearray()
+        with self._client.stream(method, path, timeout=timeout, **options) as answer:
+            for piece in answer.iter_raw():
+                body += piece
+                if time.monotonic() > self._end:
+                    raise httpx2.ReadTimeout(f"only {len(body)} bytes came", request=answer.request)
+        return httpx2.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
 
     @contextmanager
     def reading(self, of: str) -> Iterator[None]:
@@ -235,6 +278,15 @@ class Calls:
     def refuse(self, problem: str, error: type[ServerError] | None = None) -> ServerError:
         """The error that the server answered, but not as it should; to be raised."""
         return (error or self._error)(f"{self._what}: {problem}")
+
+
+def _leads_to_a_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises when it is none
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 def _trying(limit_s: float, *again: type[Exception]) -> Json:
@@ -264,12 +316,26 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
     reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
     if isinstance(failure, httpx2.TimeoutException) and not isinstance(failure, _NOT_CONNECTED):
         return SlowServerError(f"{what} was not answered, all together within {limit_s:g} s ({reason})")
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return UnreachableServerError(
+            f"{what} found a server whose certificate is not trusted ({reason}); name the file with the certificate of "
+            "who signed it, its own if it signed itself, in the environment variable SSL_CERT_FILE"
+        )
     if isinstance(failure, _NOT_CONNECTED):
         return UnreachableServerError(f"{what} found no server there ({reason}); start it, or look at the network")
     return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
 
 
+def _wait_s(answer: httpx2.Response) -> float:
+    """The seconds in ``Retry-After``, which may be a date, too."""
+    told = answer.headers.get("Retry-After", "")
+    return float(told) if told.isdecimal() else _BUSY_S
+
+
 def _require_success(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> None:
+    if answer.has_redirect_location:
+        elsewhere = without_secrets(answer.headers["Location"])
+        raise error(f"{what} was answered with {answer.status_code}: it has moved to {elsewhere}; give the URL of that")
     if not answer.is_success:
         raise error(f"{what} was answered with {answer.status_code} ({_excerpt(answer)}){advice and '; ' + advice}")
 
@@ -282,6 +348,8 @@ def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice
         parsed = None
     if not isinstance(parsed, dict):
         raise error(f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object: is it such a server?")
+    if parsed.get("error"):  # what stands between may have made it a success
+        raise error(f"{what} was answered with {answer.status_code} and an error ({_excerpt(answer)})")
     return parsed
 
 

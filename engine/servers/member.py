@@ -16,7 +16,7 @@ from ...utils.errors import PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
-from ..api import BroadcastServer, InferenceServer
+from ..api import AdapterServer, BroadcastServer, InferenceServer
 from .api import ObservableServer, ServerStatus, weights_label
 from .states import ServerReport, ServerState
 
@@ -36,12 +36,14 @@ class PublishedFolder:
         version: its number.
         label: its `weights_label`.
         broadcast: whether the servers are sent its weights, and need not see it.
+        adapters: whether it holds adapters alone.
     """
 
     path: str
     version: int
     label: str
     broadcast: bool = False
+    adapters: bool = False
 
     def unchanged(self) -> bool:
         """Whether the same contents are still there; the digest of the manifest answers for all of them."""
@@ -79,10 +81,11 @@ class FleetMember(Generic[S]):
         """What is known of it now."""
         return self._report
 
-    @property
-    def loading(self) -> str | None:
-        """The folder that it is loading at this moment."""
-        return self._loading
+    def folders_in_use(self) -> set[str]:
+        """The folder that it is loading at this moment, and those that it may read adapters from again."""
+        used = self.server.folders_in_use() if isinstance(self.server, AdapterServer) else set[str]()
+        loading = self._loading  # looked at once: another thread sets it
+        return used if loading is None else used | {loading}
 
     @property
     def expected(self) -> bool:
@@ -234,6 +237,8 @@ class FleetMember(Generic[S]):
 
 
 def _update(server: InferenceServer, folder: PublishedFolder) -> int:
+    if folder.adapters:
+        return cast(AdapterServer, server).update_adapters_from_disk(folder.path, folder.version)
     if folder.broadcast:
         return cast(BroadcastServer, server).update_weights_from_distributed(folder.path, folder.version)
     return server.update_weights_from_disk(folder.path, folder.version)

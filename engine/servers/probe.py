@@ -23,6 +23,7 @@ from ...utils.config import require_choice
 from ...utils.errors import PublishError
 from ...utils.manifest import read_manifest
 from ..api import Batch
+from ..hf.versions import holds_adapters
 from ..rl.logprobs import token_logprobs
 
 PROBE_NAME = "weights_probe.json"
@@ -164,9 +165,13 @@ def _mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _stored_dtype(folder: str | os.PathLike[str]) -> str:
-    """The dtype in the folder's config; the finest one when it names none of those that matter."""
-    dtype = json.loads((Path(folder) / "config.json").read_bytes()).get("dtype")
-    return dtype if dtype in _LIMITS else next(iter(_LIMITS))
+    """The dtype in the folder's config; of adapters, the coarser one of theirs and their base's. The finest one when
+    none of those that matter is named."""
+    manifest = read_manifest(folder)
+    if not holds_adapters(manifest):
+        manifest = json.loads((Path(folder) / "config.json").read_bytes())
+    named = (manifest.get(key) for key in ("dtype", "base_dtype"))
+    return max((dtype for dtype in named if dtype in _LIMITS), key=list(_LIMITS).index, default=next(iter(_LIMITS)))
 
 
 def _weight_digests(folder: str | os.PathLike[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides,
 from ...utils.logging import get_logger
 from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
+from ..hf.adapter_folder import require_adapters
 from ..hf.versions import delete_old, write_version
 from .fleet import ServerFleet
 from .states import ServerReport, server_stats
@@ -70,7 +71,8 @@ def publish_weights(
 
     Raises:
         CheckpointWriteError: any rank could not write; no server was told.
-        ConfigError: see `ServerFleet.update`; where a server cannot be sent weights, nothing was written.
+        ConfigError: see `ServerFleet.update`; where a server cannot be sent weights, or takes no adapters, or the model
+            has none to publish alone, nothing was written.
         PublishError, WorkerLost: see there; on every rank.
     """
     seconds: dict[str, float] = {}
@@ -79,6 +81,9 @@ def publish_weights(
             fleet = open_fleet(servers, group, probe_interval_s=None)
             if broadcast := meta.type == "broadcast":
                 fleet.require_receivers()
+            if meta.type == "adapter":
+                require_adapters(model)
+                fleet.require_adapter_servers()
         fleet.withdraw(version)
         written = write_version(
             model, meta, version, group, base_model_path=base_model_path, base_dtype=base_dtype, extra_files=extra_files
@@ -86,7 +91,7 @@ def publish_weights(
         told = (written.path, version, meta.timeout_s, meta.min_servers)
         with timed(seconds, "tell"):
             reports = rank_zero_decides_slowly(lambda: fleet.update(*told, broadcast=broadcast), group)
-        rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.loading()), group)
+        rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.folders_in_use()), group)
     logger.info("published weight version %d to %s in %.3f s", version, written.path, seconds["total"])
     return PublishedWeights(written.path, version, {**written.seconds, **seconds}, tuple(reports))
 

@@ -6,6 +6,9 @@ Requests in flight are retracted: they go on afterwards, with their KV cache com
 A load is refused with 400 also when the weights were loaded and the cache could not be flushed, and what the server
 rolls back to after a failed load it reads from the path that has just failed. So after any refusal the server stays
 paused until a load succeeds.
+
+Adapters are loaded beside the base under a name for each version, while requests go on (`adapted`). The server unloads
+one only when its last request has ended, so it is told to only then.
 """
 
 import os
@@ -13,27 +16,32 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from ...utils.errors import PoisonedServerError, ServerError
+from ...utils.errors import PoisonedServerError, PublishError
+from .adapted import AdaptedServer, listed_adapters
+from .adapters import AdapterFacts, refuse_adapters
 from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
-from .checked import CheckedServer
-from .completions import response_of
+from .checked import unexpected
+from .completions import adapter_spans, response_of
 from .http import Calls, Json
 
 _POISONED = (
     "its weights may be in pieces or its cache that of older ones, and it stays paused. Check that it sees the folder, "
     "and tell it again; a good load repairs it"
 )
+_REFUSED = "it goes on with the adapters it has"
 _KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
 
 
 @dataclass(eq=False, repr=False)
-class SGLangServer(CheckedServer):
-    """A client of one SGLang server: an `ObservableServer` and a `GenerationServer`; picklable.
+class SGLangServer(AdaptedServer):
+    """A client of one SGLang server: an `ObservableServer`, `AdapterServer` and `GenerationServer`; picklable. A copy
+    does not know which adapters the server was told of: let the client that tells it also ask it.
 
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
         api_key: what the server was given as ``--api-key``.
-        timeout_s: longest time that one update, or one question, may take.
+        timeout_s: longest time that one update, or `check_generation`, may take.
+        status_timeout_s: longest time that `status` may take.
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
             dtype that folders are stored in; None: the same.
@@ -58,6 +66,7 @@ class SGLangServer(CheckedServer):
             WrongContentError: it answers by other weights; it was paused again.
             PublishError: it refused, or says something else than expected; it may be paused.
         """
+        refuse_adapters(path)
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             self._paused = True
@@ -76,19 +85,10 @@ class SGLangServer(CheckedServer):
             self._administer(calls, "resume", "/continue_generation", {})
             self._paused = False
             if (status := self._status(calls)).label != label:
-                raise calls.refuse(f"after it, the server says {status}; expected the label {label}")
+                raise self._withdrawn(calls, unexpected(status, label))
             self._check_content(calls, path, probe)
+            self._leave_adapters(calls)
         return version
-
-    def status(self) -> ServerStatus:
-        """What the server says that it serves. It does not say whether it is paused: that is what this client, in this
-        process, left it as.
-
-        Raises:
-            ServerError: it could not be reached, or did not answer as expected.
-        """
-        with self._calls("", self.timeout_s, ServerError) as calls:
-            return self._status(calls)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
@@ -97,19 +97,28 @@ class SGLangServer(CheckedServer):
         those at the temperature, before top-p and top-k.
 
         Raises:
+            PromptError: the prompt is empty, too long, or has token ids that the model has not; it was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has not been told weights.
         """
+        await self._require_fit(request)
         body = _generation(request.input_ids, _sampling_params(request))
         if request.rid:
             body["rid"] = request.rid
-        answer = await self._ask("/generate", body)
+        with self._adapters.request() as adapter:
+            if adapter is not None:
+                body["lora_path"] = adapter
+            answer = await self._ask("/generate", body)
         with self._reading("a completion"):
             meta = answer["meta_info"]
+            spans = meta["weight_versions"]
+            if adapter is not None:  # it does not say by which: a name that it does not have is refused
+                spans = adapter_spans(adapter, adapter, spans)
             tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
             logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-            return response_of(request, tokens, logprobs, meta["weight_versions"], meta["finish_reason"]["type"])
+            return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
 
     def _status(self, calls: Calls) -> ServerStatus:
+        """It does not say whether it is paused: that is what this client, in this process, left it as."""
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")
         if not isinstance(label, str):
             raise calls.refuse(f"the server says that its label is {label!r}")
@@ -122,8 +131,9 @@ class SGLangServer(CheckedServer):
         body = _generation(ids, {"max_new_tokens": 1, "temperature": temperature}) | options
         return calls.post("check", "/generate", body, key=self.api_key, advice=_KEYS)
 
-    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int]) -> list[float]:
-        answer = self._generate(calls, ids, 1.0, logprob_start_len=0)
+    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        named = {} if adapter is None else {"lora_path": adapter}
+        answer = self._generate(calls, ids, 1.0, logprob_start_len=0, **named)
         with calls.reading("its log-probabilities of the prompt"):
             entries = zip(ids[1:], answer["meta_info"]["input_token_logprobs"][1:], strict=True)
             return [_logprob_of(token, entry) for token, entry in entries]
@@ -133,7 +143,28 @@ class SGLangServer(CheckedServer):
         with calls.reading("its log-probabilities"):
             return {token: logprob for logprob, token, *_ in answer["meta_info"]["output_top_logprobs"][0]}
 
-    def _withdraw(self, calls: Calls) -> None:
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
+        """Nothing to ask: a load of what it cannot take is refused."""
+
+    def _loaded_adapters(self, calls: Calls) -> list[str]:
+        models = calls.get("look", "/v1/models", key=self.api_key, advice=_KEYS)
+        with calls.reading("its list of models"):
+            return listed_adapters(models)
+
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
+        self._tell_adapter(calls, "load", "/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def _unload_adapter(self, calls: Calls, name: str) -> None:
+        self._tell_adapter(calls, "unload", "/unload_lora_adapter", {"lora_name": name})
+
+    def _tell_adapter(self, calls: Calls, phase: str, path: str, body: Json) -> None:
+        answer = self._administer(calls, phase, path, body, error=PublishError, advice=_REFUSED)
+        if answer.get("success") is not True:
+            raise calls.refuse(f"POST {path} was answered with {answer}; {_REFUSED}")
+
+    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
+        if adapter is not None:
+            return self._unload_adapter(calls, adapter)
         self._paused = True
         self._administer(calls, "withdraw", "/pause_generation", {"mode": "abort"})
 

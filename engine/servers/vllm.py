@@ -8,6 +8,8 @@ A load that failed leaves layers without weights, and the next completion would 
 next good load repairs it, unless a part of the bad folder had been read already: the server may then fail once more, or
 serve a mixture, which the comparison of contents finds, and has to be restarted.
 
+Adapters are loaded beside the base under a name for each version, while requests go on (`adapted`, `vllm_adapters`).
+
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
 """
 
@@ -18,11 +20,13 @@ from typing import Any, ClassVar
 from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
 from ...utils.config import require_choice
-from ...utils.errors import ServerError
+from .adapted import AdaptedServer
+from .adapters import AdapterFacts, refuse_adapters
 from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
-from .checked import CheckedServer
-from .completions import response_of
+from .checked import unexpected
+from .completions import adapter_spans, response_of
 from .http import Calls, Json
+from .vllm_adapters import list_adapters, load_adapter, require_room, unload_adapter
 from .vllm_loading import TRANSFERS, load_folder, send_folder
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
@@ -32,13 +36,15 @@ _NO_LABEL = "default"
 
 
 @dataclass(eq=False, repr=False)
-class VLLMServer(CheckedServer):
-    """A client of one vLLM server: an `ObservableServer`, `BroadcastServer` and `GenerationServer`; picklable.
+class VLLMServer(AdaptedServer):
+    """A client of one vLLM server: an `ObservableServer`, `BroadcastServer`, `AdapterServer` and `GenerationServer`;
+    picklable. A copy does not know which adapters the server was told of: let the client that tells it also ask it.
 
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
         api_key: what the server was given as ``--api-key``.
-        timeout_s: longest time that one update, or one question, may take.
+        timeout_s: longest time that one update, or `check_generation`, may take.
+        status_timeout_s: longest time that `status` may take.
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
             dtype that folders are stored in; None: the same.
@@ -80,6 +86,7 @@ class VLLMServer(CheckedServer):
         return self._serve(path, version, label, lambda calls: send_folder(calls, path, self.timeout_s))
 
     def _serve(self, path: str, version: int, label: str, load: Callable[[Calls], None]) -> int:
+        refuse_adapters(path)
         probe = self._read_probe(path)
         with self._update(path, version) as calls:
             calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
@@ -88,18 +95,10 @@ class VLLMServer(CheckedServer):
             calls.post("label", "/update_weight_version", {"new_version": label})
             calls.post("resume", "/resume")
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
-                raise calls.refuse(f"after it, the server says {status}; expected the label {label}, not paused")
+                raise self._withdrawn(calls, unexpected(status, label))
             self._check_content(calls, path, probe)
+            self._leave_adapters(calls)
         return version
-
-    def status(self) -> ServerStatus:
-        """What the server says that it serves.
-
-        Raises:
-            ServerError: it could not be reached, or did not answer as expected.
-        """
-        with self._calls("", self.timeout_s, ServerError) as calls:
-            return self._status(calls)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
@@ -107,20 +106,27 @@ class VLLMServer(CheckedServer):
         Log-probabilities are those of the sampled distribution only if the server was started so: `check_generation`.
 
         Raises:
+            PromptError: the prompt is empty, too long, or has token ids that the model has not; it was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has not been told weights.
         """
+        await self._require_fit(request)
         body: Json = {"token_ids": list(request.input_ids), "sampling_params": _sampling_params(request)}
         if request.rid:
             body["request_id"] = request.rid
-        if self._salt is not None:  # blocks of the prefix cache that other weights computed are not found under it
-            body["cache_salt"] = self._salt
-        answer = await self._ask("/inference/v1/generate", body)
+        with self._adapters.request() as adapter:
+            if adapter is not None:  # cached blocks are found under its name and folder only
+                body["model"] = adapter
+            elif self._salt is not None:  # cached blocks that other weights computed are not found under it
+                body["cache_salt"] = self._salt
+            answer = await self._ask("/inference/v1/generate", body)
         with self._reading("a completion"):
             choice = answer["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             spans = choice["weight_versions"]
-            response = response_of(request, choice["token_ids"], logprobs, spans, choice["finish_reason"])
-            self._salt = spans[-1]["version"]
+            own = spans if adapter is None else adapter_spans(adapter, answer["model"], spans)
+            response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
+            if adapter is None:
+                self._salt = spans[-1]["version"]
             return response
 
     def _status(self, calls: Calls) -> ServerStatus:
@@ -142,12 +148,26 @@ class VLLMServer(CheckedServer):
                 "computed; the server stays paused: tell it again"
             ) from None
 
-    def _generate(self, calls: Calls, ids: Sequence[int], **sampling: Any) -> Json:
-        body = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
+        require_room(calls, facts)
+
+    def _loaded_adapters(self, calls: Calls) -> list[str]:
+        return list_adapters(calls, self.api_key)
+
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
+        load_adapter(calls, name, path, self.api_key)
+
+    def _unload_adapter(self, calls: Calls, name: str) -> None:
+        unload_adapter(calls, name, self.api_key)
+
+    def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
+        body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}
+        if adapter is not None:
+            body["model"] = adapter
         return calls.post("check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT)
 
-    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int]) -> list[float]:
-        answer = self._generate(calls, ids, prompt_logprobs=0)  # for which the prefix cache is not read
+    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        answer = self._generate(calls, ids, adapter, prompt_logprobs=0)  # for which the prefix cache is not read
         with calls.reading("its log-probabilities of the prompt"):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
@@ -158,7 +178,9 @@ class VLLMServer(CheckedServer):
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return {entry["token_id"]: entry["logprob"] for entry in entries}
 
-    def _withdraw(self, calls: Calls) -> None:
+    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
+        if adapter is not None:
+            return self._unload_adapter(calls, adapter)
         calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
         calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
 

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from examples.chaos import GRPO, GrpoRun
+from examples.copy_task import write_model_folder
+from examples.grpo_servers import GRPOServersConfig
+from holdfast.utils.config import load_config
+from holdfast.utils.errors import ConfigError
+from holdfast.utils.files import walk_files
+from holdfast.utils.manifest import file_entries, write_manifest
 from holdfast.utils.metrics import read_stats
 from tests.engine.servers.fakes import FakeServer
 from tests.limits import stretched
+from tests.recover.cli.commands import answer
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -65,7 +72,52 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRu
     assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
     assert [entry["step"] for entry in stats(run)] == list(range(STEPS))
     assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1  # sampled ahead, and no further
+    spent = answer("top", run.trial_root)["spent_s"]
+    assert all(spent[phase] > 0 for phase in ("publishing", "sampling", "training"))
     assert not any(token["mixed"] for server in servers for token in server.tokens())
+
+
+def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> None:
+    base = write_model_folder(tmp_path / "base", hidden=128, for_vllm=True)
+    write_manifest(base, file_entries(base, list(walk_files(base))), {"weight_version": 0})  # the fakes look at it
+    options = {"dtype": "float32", "lora": True, "folder": str(base)}
+    with FakeServer("vllm", tmp_path, **options) as one, FakeServer("vllm", tmp_path, **options) as other:
+        lora = ("actor.use_lora=true", "actor.lora_rank=8", f"actor.path={base}", "publish=adapter")
+        urls, script = f"servers=[{one.url},{other.url}]", GRPO.with_name("grpo_servers.py")
+        run = GrpoRun(tmp_path / "run", *SETTINGS, *lora, urls, script=script, experiment="grpo_servers")
+        try:
+            run.start()
+            train_until(run, 2)
+            one.kill()
+            train_until(run, run.last_step() + 2)
+            one.restart()
+            assert run.wait(PATIENCE_S) == 0, run.log_tail()
+        finally:
+            run.stop()
+        assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
+        assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1
+        tokens = [*one.tokens(), *other.tokens()]
+        assert tokens and not any(token["mixed"] for token in tokens)
+        assert {token["version"] for token in tokens} <= set(range(STEPS))
+        for server in (one, other):
+            calls = server.calls()
+            assert "POST /v1/load_lora_adapter" in calls and not any("/pause" in call for call in calls)
+            assert server.state()["label"] == "default" and len(server.state()["adapters"]) <= 2
+        names = {path.name for path in (run.trial_root / "weights").glob("v*/*")}
+        assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("publish=adapter",), "'actor.use_lora' is false"),
+        (("publish=adapter", "actor.use_lora=true"), "name a model folder with weights as 'actor.path'"),
+        (("publish=adapters",), "'publish' is 'adapters'"),
+    ],
+)
+def test_adapters_alone_take_adapters_and_a_base_with_weights(settings: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(GRPOServersConfig, GRPO.with_name("grpo_servers.yaml"), settings)
 
 
 def test_servers_that_do_not_answer_end_the_job_before_it_trains(run: GrpoRun, servers: list[FakeServer]) -> None:

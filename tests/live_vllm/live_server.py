@@ -21,6 +21,7 @@ _GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; given, and eager: there is no warm-up
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",

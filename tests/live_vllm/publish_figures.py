@@ -1,7 +1,7 @@
 """Seconds from the optimizer step to a server's first token, by phase and by way; ``make bench-vllm`` prints them.
 
-One rank publishes float32 weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs),
-loaded by vLLM itself, by the plugin, or sent. The first turn warms up; medians of the others are printed.
+One rank publishes weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs), in float32
+and bfloat16, loaded by vLLM itself, by the plugin, or sent. The first turn warms up; medians of the others are printed.
 """
 
 import argparse
@@ -47,10 +47,28 @@ def model_config(layers: int) -> Qwen3Config:
     )
 
 
+SERVERS = {
+    "loads": plugin("holdfast_disk"),
+    "loads, bfloat16": (*plugin("holdfast_disk"), "--dtype", "bfloat16"),
+    "receives": plugin("holdfast_broadcast"),
+}
+"""Options of each; all can load by themselves, too."""
+WAYS = {
+    "disk, reload_weights": ("disk", "loads", None, "float32"),
+    "disk, holdfast_disk": ("disk", "loads", "holdfast_disk", "float32"),
+    "disk, holdfast_disk, bfloat16": ("disk", "loads, bfloat16", "holdfast_disk", "bfloat16"),
+    "tmpfs, reload_weights": ("tmpfs", "loads", None, "float32"),
+    "tmpfs, holdfast_disk": ("tmpfs", "loads", "holdfast_disk", "float32"),
+    "tmpfs, holdfast_disk, bfloat16": ("tmpfs", "loads, bfloat16", "holdfast_disk", "bfloat16"),
+    "tmpfs, broadcast": ("tmpfs", "receives", None, "float32"),
+}
+"""Where the folder is, which server, how it loads a folder, and the dtype that is published."""
+
+
 @contextmanager
 def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
-    """A server for each backend of the plugin; both load by themselves, too."""
-    servers = {backend: LiveServer(model, scratch, *plugin(backend)) for backend in _BACKENDS}
+    """The `SERVERS`, ready."""
+    servers = {name: LiveServer(model, scratch, *options) for name, options in SERVERS.items()}
     try:
         for server in servers.values():
             server.start()
@@ -60,17 +78,6 @@ def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
     finally:
         for server in servers.values():
             server.kill()
-
-
-_BACKENDS = ("holdfast_disk", "holdfast_broadcast")
-WAYS = {
-    "disk, reload_weights": ("disk", "holdfast_disk", None),
-    "disk, holdfast_disk": ("disk", "holdfast_disk", "holdfast_disk"),
-    "tmpfs, reload_weights": ("tmpfs", "holdfast_disk", None),
-    "tmpfs, holdfast_disk": ("tmpfs", "holdfast_disk", "holdfast_disk"),
-    "tmpfs, broadcast": ("tmpfs", "holdfast_broadcast", None),
-}
-"""Where the folder is, which server, and how it loads a folder."""
 
 
 def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta) -> dict[str, float]:
@@ -108,16 +115,16 @@ def main() -> None:
             engine.create_process_group()
             engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
             for _ in range(1 + given.rounds):
-                for way, (where, backend, transfer) in WAYS.items():
-                    client = VLLMServer(servers[backend].url, transfer=transfer, timeout_s=900)
-                    kind = "broadcast" if backend == "holdfast_broadcast" else "disk"
-                    meta = WeightUpdateMeta(kind, str(folders[where]), keep=1, timeout_s=900, dtype="float32")
+                for way, (where, server, transfer, dtype) in WAYS.items():
+                    client = VLLMServer(servers[server].url, transfer=transfer, timeout_s=900)
+                    kind = "broadcast" if server == "receives" else "disk"
+                    meta = WeightUpdateMeta(kind, str(folders[where]), keep=1, timeout_s=900, dtype=dtype)
                     rows[way].append(measure(engine, client, meta))
             engine.destroy()
     finally:
         shutil.rmtree(scratch)
         shutil.rmtree(memory)
-    table = Table("", *PHASES, title=f"{parameters / 1e6:.0f}M parameters, float32, seconds, medians of {given.rounds}")
+    table = Table("", *PHASES, title=f"{parameters / 1e6:.0f}M parameters, seconds, medians of {given.rounds}")
     for way, measured in rows.items():
         table.add_row(way, *(f"{statistics.median(row[phase] for row in measured[1:]):.2f}" for phase in PHASES))
     Console(width=140).print(table)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from holdfast.engine.servers import VLLMServer
-from holdfast.engine.servers.api import GenerationHyperparameters, ModelResponse
-from holdfast.utils.errors import ServerError
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from holdfast.utils.errors import PromptError, ServerError
 from tests.live_vllm.live_server import LiveServer
 from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample, sample_later
 
@@ -67,3 +67,22 @@ def test_a_server_with_raw_log_probabilities_is_refused(trainer: Trainer, client
     client.check_generation(GenerationHyperparameters(temperature=1.0))
     with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
         client.check_generation(GenerationHyperparameters(temperature=0.5))
+
+
+BAD_PROMPTS = {
+    "has 97 at place 0 of its token ids; expected integers from 0 to 96": [97],
+    "has -1 at place 1 of its token ids": [1, -1],
+    "is empty": [],
+    "the server takes 2048 tokens in all": [1] * 2048,
+}
+
+
+def test_prompts_that_might_kill_the_server_are_not_sent(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+    client = clients["stock"]
+    trainer.publish([client])
+    one_token = GenerationHyperparameters(max_new_tokens=1)
+    for message, ids in BAD_PROMPTS.items():
+        with pytest.raises(PromptError, match=message):
+            asyncio.run(client.agenerate(ModelRequest(ids, one_token)))
+    longest = asyncio.run(client.agenerate(ModelRequest([96] * 2047, one_token)))
+    assert longest.output_versions == [trainer.version]

@@ -1,17 +1,20 @@
 """Exports of models that somebody else has put adapters into: merged, as PEFT merges them, or refused."""
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine.api import HFExportOptions
-from holdfast.engine.hf.adapter_folder import save_adapters
+from holdfast.engine.hf.adapter_folder import load_adapters, require_adapters, save_adapters
 from holdfast.engine.hf.export import save_hf
+from holdfast.engine.lora.description import describe_adapters
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, tiny_model
 from tests.engine.models import build_reference, tiny_qwen3
@@ -86,13 +89,47 @@ def test_a_parameter_that_the_architecture_does_not_have_is_an_error(tmp_path: P
 
 
 def test_a_peft_model_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
-    model = adapted("gpt2")
-    save_adapters(model, tmp_path / "ours", HFExportOptions())  # type: ignore[arg-type]
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    again = PeftModel.from_pretrained(tiny_model("gpt2"), tmp_path / "ours").eval()
-    assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
-    with pytest.raises(CheckpointMismatchError, match="has no LoRA adapters"):
+    for name, options in (("gpt2", {}), ("qwen3_untied", {"modules_to_save": ["lm_head"], "use_dora": True})):
+        model = adapted(name, **options)
+        save_adapters(model, tmp_path / name, HFExportOptions())
+        model.save_pretrained(str(tmp_path / f"{name} theirs"))
+        one, two = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in (name, f"{name} theirs"))
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+        ids = torch.tensor([[3, 1, 4, 1, 5]])
+        again = PeftModel.from_pretrained(tiny_model(name), str(tmp_path / name)).eval()
+        assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    with pytest.raises(CheckpointMismatchError, match="has no adapters of PEFT"):
         save_adapters(tiny_model("llama"), tmp_path / "never", HFExportOptions())
-    beside = adapted("qwen3_untied", modules_to_save=["lm_head"])
+    beside = adapted("qwen3_untied")
+    beside.get_base_model().lm_head.requires_grad_(True)  # type: ignore[union-attr, operator]
     with pytest.raises(CheckpointMismatchError, match=r"lm_head.*is trained beside the adapters"):
-        save_adapters(beside, tmp_path / "never", HFExportOptions())  # type: ignore[arg-type]
+        save_adapters(beside, tmp_path / "never", HFExportOptions())
+
+
+def test_of_several_active_adapters_none_is_saved_published_or_loaded_into(tmp_path: Path) -> None:
+    save_adapters(adapted("llama"), tmp_path / "one", HFExportOptions())
+    model = adapted("llama").get_base_model()
+    model.add_adapter(LoraConfig(r=4, target_modules=["k_proj"]), "other")  # type: ignore[operator]
+    model.set_adapter(["default", "other"])  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name and ".default." in name)
+    for use in (require_adapters, lambda model: load_adapters(model, tmp_path / "one")):
+        with pytest.raises(CheckpointMismatchError, match=r"has 2 active adapters \(default, other\)"):
+            use(model)  # type: ignore[arg-type]
+
+
+def test_a_model_with_adapters_in_a_part_of_it_that_it_does_not_know_of_is_saved_without_their_config() -> None:
+    model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(4, 4))})
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model["policy"])
+    assert describe_adapters(model["policy"]) is not None and describe_adapters(model) is None
+
+
+def test_what_counts_in_a_layer_that_is_trained_as_a_whole_keeps_its_dtype(tmp_path: Path) -> None:
+    model = get_peft_model(
+        nn.Sequential(OrderedDict(layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))),  # type: ignore[arg-type]
+        LoraConfig(r=2, target_modules=["layer"], modules_to_save=["norm"]),
+    )
+    save_adapters(model, tmp_path / "saved", HFExportOptions(torch.bfloat16))
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    (counts,) = (tensor.dtype for name, tensor in saved.items() if name.endswith("num_batches_tracked"))
+    assert counts == torch.int64 and torch.bfloat16 in {tensor.dtype for tensor in saved.values()}

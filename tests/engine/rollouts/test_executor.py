@@ -1,5 +1,6 @@
 """Which tickets a batch is made of, when they start, and what becomes of requests and tickets that fail."""
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -235,14 +236,36 @@ def test_a_workflow_that_raises_ends_the_wait_at_once() -> None:
         assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_workflow_whose_result_cannot_be_trained_on_is_refused() -> None:
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+def test_a_workflow_that_would_end_the_loop_ends_the_wait_like_any_other(error: BaseException) -> None:
+    class Leaving(Echo):
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            raise error
+
+    with make_executor([Server()], Leaving()) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=rf"ticket 0 of step 0 .*{type(error).__name__}"):
+            executor.next_batch(0)
+
+
+PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+RESULTS = {
+    "the trajectory has no .*'rewards'": {"input_ids": torch.zeros(1, 3, dtype=torch.int64)},
+    "the workflow returned a list; expected a dict of tensors, or None": [],
+    "the batch is empty": {name: torch.zeros(0, 3, dtype=torch.int64) for name in PER_TOKEN}
+    | {"rewards": torch.zeros(0)},
+}
+
+
+@pytest.mark.parametrize("message", RESULTS)
+def test_a_workflow_whose_result_cannot_be_trained_on_is_refused(message: str) -> None:
     class Bare(Echo):
         async def arun_episode(self, engine: Any, data: Any) -> Any:
-            return {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}
+            return RESULTS[message]
 
     with make_executor([Server()], Bare()) as executor:
         executor.set_version(0)
-        with pytest.raises(RolloutError, match=r"the trajectory has no .*'rewards'"):
+        with pytest.raises(RolloutError, match=message):
             executor.next_batch(0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.engine.servers.fake_adapters import FakeAdapters, LoadedAdapter
 from tests.engine.servers.fake_weights import MIXED, HashedWeights, ModelWeights, Weights, load_weights
 
 Json = dict[str, Any]
@@ -58,6 +59,7 @@ class Generation:
     stop: set[int]
     temperature: float
     salt: str | None
+    adapter: LoadedAdapter | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
@@ -101,6 +103,7 @@ class FakeEngine:
         if folder is not None:
             self.weights_id, self.weights = load_weights(folder, dtype, of_version)
         self.requests: set[Generation] = set()
+        self.adapters = FakeAdapters(folder, dtype, of_version)
         self._log = open(log, "a", buffering=1)  # noqa: SIM115 - as long as the process
         self._dtype, self._token_s, self._dies_of_pieces = dtype, token_s, dies_of_pieces
         self.prefixes: dict[tuple[str | None, tuple[int, ...]], str] = {}
@@ -167,6 +170,25 @@ class FakeEngine:
         self.prefixes.clear()
         return True
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load one more adapter; a liar's is the one before, or what there is without any.
+
+        Raises:
+            Exception: the folder is not there, or is damaged; nothing has changed.
+        """
+        lie, self.faults.lie = self.faults.lie > 0, max(0, self.faults.lie - 1)
+        self.adapters.load(name, path, lie)
+
+    def weights_of(self, adapter: LoadedAdapter | None) -> tuple[str, Weights]:
+        """Of the base, or with an adapter, which is read again if there was no room for it."""
+        if adapter is None:
+            return self.weights_id, self.weights
+        try:
+            return self.adapters.use(adapter)
+        except OSError:
+            self.note(died="the folder of an adapter in use is gone")
+            os._exit(14)
+
     async def generate(self, request: Generation) -> None:
         """Sample until it ends: ``reason`` is ``stop``, ``length`` or ``abort``."""
         self.requests.add(request)
@@ -174,11 +196,12 @@ class FakeEngine:
         try:
             while request.reason is None:
                 await asyncio.sleep(self._token_s)
-                while self.paused and request.reason is None:
+                while (self.paused or not self.adapters.begin(request.adapter, request)) and request.reason is None:
                     await asyncio.sleep(0.002)
                 if request.reason is None:
                     self._step(request)
         finally:
+            self.adapters.end(request)
             self.requests.discard(request)
             if not self.requests:
                 self._idle.set()
@@ -194,19 +217,20 @@ class FakeEngine:
         if self.in_pieces and self._dies_of_pieces:
             self.note(died="a completion by weights in pieces")
             os._exit(13)
+        weights_id, weights = self.weights_of(request.adapter)
         if request.cache is None:
-            prefix = (request.salt, tuple(request.prompt))
-            request.cache = self.weights_id if request.tokens else self.prefixes.setdefault(prefix, self.weights_id)
-        position, mixed = len(request.tokens), request.cache != self.weights_id
+            prefix = (request.adapter.key if request.adapter else request.salt, tuple(request.prompt))
+            request.cache = weights_id if request.tokens else self.prefixes.setdefault(prefix, weights_id)
+        position, mixed = len(request.tokens), request.cache != weights_id
         ids = [*request.prompt, *request.tokens]
-        token, logprob = self.weights.next_token(ids, request.seed, position, request.temperature)
+        token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
         if mixed:
             logprob -= MIXED
         request.tokens.append(token)
         request.logprobs.append(logprob)
         if not request.starts or request.starts[-1][0] != self.label:
             request.starts.append((self.label, position))
-        version = self.weights.version
+        version = weights.version
         self.note(rid=request.rid, position=position, token=token, logprob=logprob, version=version, mixed=mixed)
         if token in request.stop:
             request.reason = "stop"
@@ -225,7 +249,8 @@ class FakeEngine:
         """Write down each call, and do wrong what the fake was told to."""
         if request.path == "/fake" and request.method == "GET":
             state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
-            return web.json_response(state | {"in_flight": len(self.requests), "in_pieces": self.in_pieces})
+            state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces}
+            return web.json_response(state | {"adapters": list(self.adapters.loaded)})
         if request.path == "/fake":
             self.faults, self.calls_seen = Faults(**await request.json()), 0
             return web.json_response({})

@@ -2,6 +2,7 @@
 
 from aiohttp import web
 
+from tests.engine.servers.fake_adapters import sglang_adapter_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
 
 
@@ -11,6 +12,8 @@ def application(
     api_key: str | None = None,
     admin_key: str | None = None,
     original_logprob: bool = False,
+    max_model_len: int = 100_000,
+    lora: bool = False,
 ) -> web.Application:
     """The HTTP of a fake SGLang.
 
@@ -19,6 +22,8 @@ def application(
         api_key: ``--api-key``.
         admin_key: ``--admin-api-key``; the endpoints of updates take no other then.
         original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: temperature is left out of log-probabilities.
+        max_model_len: ``--context-length``.
+        lora: ``--enable-lora``.
     """
 
     def check(request: web.Request, key: str | None) -> None:
@@ -61,10 +66,18 @@ def application(
         check(request, api_key)
         return web.json_response({"model_path": "/model", "weight_version": engine.label})
 
+    async def models(request: web.Request) -> web.Response:
+        check(request, api_key)
+        return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
+
     async def generate(request: web.Request) -> web.Response:
         check(request, api_key)
         body = await request.json()
         params, ids = body["sampling_params"], body["input_ids"]
+        adapter = engine.adapters.loaded.get(body.get("lora_path"))
+        if adapter is None and body.get("lora_path") is not None:
+            message = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
+            return web.json_response({"error": {"message": message}}, status=400)
         await engine.ready()
         generation = Generation(
             rid=body.get("rid", ""),
@@ -74,12 +87,14 @@ def application(
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params.get("temperature", 1.0),
             salt=None,
+            adapter=adapter,
         )
-        top = engine.weights.top_logprobs(
+        weights = engine.weights_of(adapter)[1]
+        top = weights.top_logprobs(
             ids, 1.0 if original_logprob else generation.temperature, body.get("top_logprobs_num") or 1
         )
         asked = body.get("logprob_start_len", -1) == 0
-        prompt = engine.weights.prompt_logprobs(ids) if asked else []
+        prompt = weights.prompt_logprobs(ids) if asked else []
         await engine.generate(generation)
         meta = {
             "id": generation.rid,
@@ -101,7 +116,8 @@ def application(
     app = web.Application(middlewares=[engine.with_faults])
     posts = [pause_generation, continue_generation, update_weights_from_disk, generate]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
-    app.add_routes([web.get("/model_info", model_info)])
+    app.add_routes([web.get("/model_info", model_info), web.get("/v1/models", models)])
+    app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
     return app
 
 

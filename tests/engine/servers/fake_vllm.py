@@ -1,11 +1,15 @@
 """A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, as SERVERS' facts describe them."""
 
+import asyncio
+import os
 from typing import Any
 
 from aiohttp import web
 
+from tests.engine.servers.fake_adapters import MODULES, LoadedAdapter, vllm_adapter_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
 from tests.engine.servers.fake_plugin import weight_transfer_routes
+from tests.engine.servers.fake_weights import Weights
 
 
 def application(
@@ -16,6 +20,12 @@ def application(
     processed_logprobs: bool = True,
     api_key: str | None = None,
     plugin: bool = False,
+    max_model_len: int = 100_000,
+    lora: bool = False,
+    lora_updating: bool = True,
+    max_lora_rank: int = 8,
+    max_loras: int = 2,
+    lora_modules: list[str] | None = MODULES,
 ) -> web.Application:
     """The HTTP of a fake vLLM.
 
@@ -26,7 +36,14 @@ def application(
         processed_logprobs: ``--logprobs-mode processed_logprobs``; else they are raw.
         api_key: ``--api-key``.
         plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``.
+        max_model_len: ``--max-model-len``.
+        lora: ``--enable-lora``.
+        lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
+        max_lora_rank, max_loras: flags of that name.
+        lora_modules: ``--lora-target-modules``; None: all, the head too.
     """
+    limits = {"max_lora_rank": max_lora_rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
+    lora_config = {**limits, "target_modules": lora_modules} if lora else None
 
     async def pause(request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
@@ -60,6 +77,9 @@ def application(
     async def weight_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": engine.label})
 
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
+
     async def generate(request: web.Request) -> web.Response:
         if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -70,9 +90,12 @@ def application(
         salt = body.get("cache_salt")
         if salt is not None and (not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0")):
             return _error(400, "cache_salt")
+        model, adapter = body.get("model") or "/model", engine.adapters.loaded.get(body.get("model"))
+        if adapter is None and model != "/model":
+            return _error(404, f"The model `{model}` does not exist. Valid aliases: <path>")
         await engine.ready()
         if params.get("prompt_logprobs") is not None:
-            return web.json_response(_prompt_answer(body["token_ids"]))
+            return await prompt_answer(body["token_ids"], adapter)
         generation = Generation(
             rid=body.get("request_id", ""),
             prompt=body["token_ids"],
@@ -81,8 +104,9 @@ def application(
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params["temperature"],
             salt=salt,
+            adapter=adapter,
         )
-        top = engine.weights.top_logprobs(
+        top = engine.weights_of(adapter)[1].top_logprobs(
             generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1
         )
         await engine.generate(generation)
@@ -99,10 +123,23 @@ def application(
             "logprobs": {"content": entries},
             "weight_versions": generation.spans,
         }
-        return web.json_response({"request_id": generation.rid, "choices": [choice], "prompt_logprobs": None})
+        answer = {"request_id": generation.rid, "model": model, "choices": [choice], "prompt_logprobs": None}
+        return web.json_response(answer)
 
-    def _prompt_answer(ids: list[int]) -> Json:
-        logprobs = engine.weights.prompt_logprobs(ids)
+    async def prompt_answer(ids: list[int], adapter: LoadedAdapter | None) -> web.Response:
+        if lora and (lora_modules is None or "lm_head" in lora_modules) and engine.requests:
+            engine.note(died="log-probabilities of a prompt beside other requests, with a head that can be adapted")
+            os._exit(15)
+        place = object()
+        while not engine.adapters.begin(adapter, place):
+            await asyncio.sleep(0.002)
+        try:
+            return web.json_response(_prompt_answer(ids, engine.weights_of(adapter)[1]))
+        finally:
+            engine.adapters.end(place)
+
+    def _prompt_answer(ids: list[int], weights: Weights) -> Json:
+        logprobs = weights.prompt_logprobs(ids)
         entries: list[Any] = [None]
         for token, logprob in zip(ids[1:], logprobs, strict=True):
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
@@ -110,7 +147,9 @@ def application(
 
     app = web.Application(middlewares=[engine.with_faults])
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
+    app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
+        app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating))
         posts = [pause, resume, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, weight_info)])

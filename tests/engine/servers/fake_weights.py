@@ -99,6 +99,33 @@ class ModelWeights:
         return [float(row[token]) for row, token in zip(self._logprobs(ids), ids[1:], strict=False)]
 
 
+class AdaptedWeights(ModelWeights):
+    """A model of transformers with adapters of PEFT."""
+
+    def __init__(self, base: str, folder: str, dtype: str, version: int) -> None:
+        from peft import PeftModel
+
+        super().__init__(base, dtype, version)
+        self._model = PeftModel.from_pretrained(self._model, folder).eval()
+
+
+def load_adapters(folder: str, base: str | None, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
+    """`load_weights` of a published folder of adapters. As vLLM, it reads no manifest but for the version.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+        Exception: it is damaged.
+    """
+    with open(Path(folder) / "adapter_config.json"):
+        version = int(read_manifest(folder)["weight_version"])
+    if dtype:
+        assert base is not None
+        weights: Weights = AdaptedWeights(base, folder, dtype, version)
+    else:
+        weights = HashedWeights(version, of_version)
+    return file_digest(Path(folder) / MANIFEST_NAME), weights
+
+
 def load_weights(folder: str, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
     """What is in a published folder, and its digest; without a ``dtype`` as `HashedWeights`.
 

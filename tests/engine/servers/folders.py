@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from holdfast.engine.hf.versions import version_path
+from holdfast.engine import WeightUpdateMeta
+from holdfast.engine.hf.adapter_folder import CONFIG, WEIGHTS
+from holdfast.engine.hf.versions import version_path, write_version
 from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, write_entry, write_manifest
 from tests.engine.models import build_reference, tiny_qwen3
+from tests.engine.servers.fake_adapters import MODULES
+from tests.engine.servers.fake_weights import HashedWeights
 
 PROMPT = torch.randint(4, 60, (100,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -55,4 +60,46 @@ def publish_hashed(root: Path, version: int) -> str:
     folder.mkdir(parents=True)
     entry = write_entry(folder, "model.safetensors", f"version {version}".encode())
     write_manifest(folder, [entry], {"weight_version": version})
+    return str(folder)
+
+
+def adapted_model(seed: int = 0) -> PreTrainedModel:
+    """`tiny_model` with adapters of rank 8 that change nothing yet."""
+    from peft import LoraConfig
+
+    model = tiny_model(seed)
+    torch.manual_seed(seed)
+    model.add_adapter(LoraConfig(r=8, lora_alpha=16, target_modules=MODULES, task_type="CAUSAL_LM"))
+    return model
+
+
+def step_adapters(model: PreTrainedModel, lr: float) -> None:
+    """`step` of what is trained."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.where(torch.rand(param.shape, generator=generator) < 0.5, -lr, lr))
+
+
+def publish_adapters(root: Path, version: int, model: PreTrainedModel, dtype: str | None = None) -> str:
+    """Publish the adapters of a model of a float32 base as an engine does; the path of the folder."""
+    probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), "float32").encode()
+    meta = WeightUpdateMeta("adapter", str(root), dtype=dtype)
+    written = write_version(model, meta, version, base_dtype=torch.float32, extra_files={PROBE_NAME: probe})
+    return str(written.path)
+
+
+def publish_hashed_adapters(root: Path, version: int, rank: int = 8, probe: bool = False) -> str:
+    """`publish_hashed` of adapters."""
+    folder = version_path(root, version)
+    folder.mkdir(parents=True)
+    names = [f"base_model.model.model.layers.0.{module}.lora_A.weight" for module in MODULES]
+    weights = save({name: torch.full((rank, 2), float(version)) for name in names})
+    files = {WEIGHTS: weights, CONFIG: b"{}"}
+    if probe:
+        found = WeightsProbe(PROMPT, HashedWeights(version).prompt_logprobs(PROMPT), "float32")
+        files[PROBE_NAME] = found.encode()
+    entries = [write_entry(folder, name, data) for name, data in files.items()]
+    write_manifest(folder, entries, {"weight_version": version, "base_dtype": "float32"})
     return str(folder)

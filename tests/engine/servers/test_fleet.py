@@ -320,12 +320,12 @@ def test_a_folder_that_is_being_loaded_is_not_deleted(tmp_path: Path, make_fleet
     slow.go.clear()
     for version, limit_s in ((1, 0.2), (2, LIMIT_S), (3, LIMIT_S)):
         fleet.update(write_published(tmp_path, version), version, limit_s, min_servers=1)
-        delete_old(str(tmp_path), 1, fleet.loading())
+        delete_old(str(tmp_path), 1, fleet.folders_in_use())
     assert published_versions(tmp_path) == [1, 3]
     slow.go.set()
     assert fleet.wait_serving(2, LIMIT_S)
     assert slow.told == [1, 3]
-    delete_old(str(tmp_path), 1, fleet.loading())
+    delete_old(str(tmp_path), 1, fleet.folders_in_use())
     assert published_versions(tmp_path) == [3]
 
 

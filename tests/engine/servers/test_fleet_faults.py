@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing as mp
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
@@ -182,3 +183,19 @@ def test_a_server_that_lies_about_an_update_gets_no_requests_until_it_is_right(t
             assert fake.calls().count("POST /inference/v1/generate") >= 3, "each update was checked by its contents"
         withdrawn = "POST /pause?mode=abort&clear_cache=true"
         assert liar.calls().count(withdrawn) == 1 and withdrawn not in other.calls()
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(tmp_path: Path) -> None:
+    """It would take the whole limit of an update, and the thread of the prober with it."""
+    folder = write_published(tmp_path / "w", 1)
+    with FakeServer("vllm", tmp_path) as fake:
+        server = VLLMServer(fake.url, timeout_s=stretched(300), status_timeout_s=stretched(0.5))
+        with closing(ServerFleet([server], probe_interval_s=0.1)) as fleet:
+            fleet.update(folder, 1, LIMIT_S)
+            fake.stop()
+            wait_until(lambda: fleet.states()[0].state is GONE)
+            expected = rf"GET /weight_info was not answered, all together within {stretched(0.5):g} s"
+            assert re.search(expected, fleet.states()[0].error or "")
+            fake.restart()
+            wait_until(lambda: fleet.states()[0].state is SERVING)
+        check_served([fake], folder, 1)

@@ -1,0 +1,247 @@
+"""Between a client and its server: gateways, certificates, names that move, and answers that are not the server's."""
+
+import asyncio
+import re
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from holdfast.engine.servers import SGLangServer, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
+from holdfast.utils.errors import ConfigError, PublishError, RolloutError, ServerError, UnreachableServerError
+from tests.engine.rollouts.servers import make_executor
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.folders import publish_hashed
+from tests.engine.servers.gateway import Gateway
+from tests.engine.servers.scripted import wait_until
+from tests.limits import stretched
+
+pytestmark = pytest.mark.timeout(60)
+
+REQUEST = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=1), seed=1)
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
+    with FakeServer("vllm", tmp_path_factory.mktemp("record")) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return publish_hashed(tmp_path / "w", 1)
+
+
+def check_use(server: VLLMServer, folder: str) -> None:
+    """Update it, and ask it for two completions."""
+    assert server.update_weights_from_disk(folder, 1) == 1
+    assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
+
+    async def twice() -> None:
+        for _ in range(2):
+            assert (await server.agenerate(REQUEST)).output_versions == [1]
+            await asyncio.sleep(0.05)
+
+    asyncio.run(twice())
+
+
+@pytest.mark.parametrize("options", [{"prefix": "/a/b"}, {"host": "::1"}, {"compress": True}, {"close": True}], ids=str)
+def test_a_server_may_stand_behind_a_gateway(options: Any, fake: FakeServer, folder: str) -> None:
+    if options == {"host": "::1"} and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with Gateway(fake.url, **options) as gateway:
+        check_use(VLLMServer(f"{gateway.url}/"), folder)
+
+
+def test_a_certificate_that_is_not_trusted_is_told_from_a_server_that_is_gone(
+    fake: FakeServer, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    with Gateway(fake.url, tls=tls) as gateway:
+        server = VLLMServer(gateway.url)
+        for ask in (server.status, lambda: asyncio.run(server.agenerate(REQUEST))):
+            with pytest.raises(UnreachableServerError, match=r"certificate is not trusted .* variable SSL_CERT_FILE"):
+                ask()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        check_use(VLLMServer(gateway.url), folder)
+
+
+def test_a_name_that_leads_elsewhere_after_a_restart_is_followed(
+    fake: FakeServer, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, resolve = ["127.0.0.1"], socket.getaddrinfo
+
+    def moved(host: Any, *rest: Any, **options: Any) -> Any:
+        return resolve(addresses[0] if host in ("server.test", b"server.test") else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", moved)
+
+    async def before_and_after() -> None:
+        with Gateway(fake.url) as first:
+            server = VLLMServer(f"http://server.test:{first.port}")
+            await asyncio.to_thread(server.update_weights_from_disk, folder, 1)
+            await server.agenerate(REQUEST)
+        addresses[0] = "127.0.0.2"
+        with Gateway(fake.url, host="127.0.0.2", port=first.port) as second:
+            assert (await server.agenerate(REQUEST)).output_versions == [1]
+            assert second.asked
+            assert (await asyncio.to_thread(server.status)).label == weights_label(folder, 1)
+
+    asyncio.run(before_and_after())
+
+
+async def html(_: web.Request) -> web.Response:
+    return web.Response(text="<html>please log in</html>", content_type="text/html")
+
+
+async def bad_gateway(_: web.Request) -> web.Response:
+    return web.Response(status=502, text="<html>" + "bad gateway " * 1_000_000, content_type="text/html")
+
+
+async def masked(_: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "upstream failed"}})
+
+
+async def elsewhere(_: web.Request) -> web.Response:
+    raise web.HTTPPermanentRedirect("https://user:secret@elsewhere:8443/")
+
+
+async def no_gzip(_: web.Request) -> web.Response:
+    return web.Response(body=b"plain", headers={"Content-Encoding": "gzip"})
+
+
+async def a_list(_: web.Request) -> web.Response:
+    return web.json_response([1, 2, 3])
+
+
+ODD = {
+    html: r"with '<html>please log in</html>'; expected a JSON object: is it such a server\?",
+    bad_gateway: r"with 502 \(<html>bad gateway bad",
+    masked: r"with 200 and an error \(.*upstream failed",
+    elsewhere: r"with 308: it has moved to https://elsewhere:8443/; give the URL of that",
+    no_gzip: r"broke off \(DecodingError",
+    a_list: r"with '\[1, 2, 3\]'; expected a JSON object",
+}
+
+
+@pytest.mark.parametrize("answer", ODD, ids=lambda answer: answer.__name__)
+def test_what_no_server_answers_is_quoted_and_nothing_more_is_done(answer: Any, folder: str) -> None:
+    with Gateway(answer=answer) as gateway:
+        server = VLLMServer(gateway.url)
+        with pytest.raises(PublishError, match=ODD[answer]) as caught:
+            server.update_weights_from_disk(folder, 1)
+        assert gateway.asked == ["POST /pause"] and len(str(caught.value)) < 800
+        with pytest.raises(ServerError, match=ODD[answer]):
+            server.status()
+        with pytest.raises(ServerError, match=ODD[answer]):
+            asyncio.run(server.agenerate(REQUEST))
+
+
+def test_an_answer_that_trickles_in_is_no_answer_in_time(folder: str) -> None:
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b" ")
+            await asyncio.sleep(0.05)
+
+    with Gateway(answer=trickle) as gateway:
+        server = VLLMServer(gateway.url, timeout_s=0.5, status_timeout_s=0.5, generation_timeout_s=0.5)
+        began = time.monotonic()
+        for ask in (
+            server.status,
+            lambda: server.update_weights_from_disk(folder, 1),
+            lambda: asyncio.run(server.agenerate(REQUEST)),
+        ):
+            with pytest.raises(ServerError, match=r"was not answered, all together within 0\.5 s"):
+                ask()
+        assert time.monotonic() - began < stretched(5)
+
+
+def test_a_server_that_is_busy_has_not_failed_and_is_asked_again_when_it_says(fake: FakeServer, folder: str) -> None:
+    refused = []
+
+    async def busy(request: web.Request) -> web.Response | None:
+        if request.path != "/inference/v1/generate" or len(refused) == 5:  # more often than a request may fail
+            return None
+        refused.append(time.monotonic())
+        return web.Response(status=429, headers={"Retry-After": "0"}, text="slow down")
+
+    with Gateway(fake.url, answer=busy) as gateway:
+        server = VLLMServer(gateway.url)
+        server.update_weights_from_disk(publish_hashed(Path(folder).parent, 0), 0)
+        with make_executor([server], request_attempts=2, max_concurrent_rollouts=1) as executor:
+            executor.set_version(0)
+            assert len(executor.next_batch(0)["input_ids"]) == 4
+            assert len(refused) == 5 and executor.stats()["rollouts/retried"] == 0
+
+
+def test_a_server_that_stays_busy_is_given_up(fake: FakeServer) -> None:
+    async def busy(request: web.Request) -> web.Response | None:
+        return web.Response(status=503, headers={"Retry-After": "3600"}) if "generate" in request.path else None
+
+    with Gateway(fake.url, answer=busy) as gateway:
+        options: Any = {"request_attempts": 1, "server_wait_s": 0.2}
+        with make_executor([VLLMServer(gateway.url)], **options) as executor:
+            executor.set_version(0)
+            with pytest.raises(
+                RolloutError, match=r"no server took a request for 0\.2 s: .* answered with 503: it is busy"
+            ):
+                executor.next_batch(0)
+
+
+def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: FakeServer, tmp_path: Path) -> None:
+    """Nobody knows whose weights it has then."""
+    mine, theirs = (publish_hashed(tmp_path / name, version) for name, version in (("a", 1), ("b", 2)))
+    failures: list[PublishError] = []
+
+    def publish(folder: str, version: int) -> None:
+        try:
+            VLLMServer(fake.url).update_weights_from_disk(folder, version)
+        except PublishError as error:
+            failures.append(error)
+
+    fake.tell(slow={"/resume": stretched(0.5)})
+    before = fake.calls().count("POST /resume")
+    first = threading.Thread(target=publish, args=(mine, 1))
+    first.start()
+    wait_until(lambda: fake.calls().count("POST /resume") > before)
+    publish(theirs, 2)  # up to its label while the first one resumes
+    first.join(stretched(20))
+    fake.tell()
+    expected = r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose weights it has"
+    assert any(re.search(expected, str(failure)) for failure in failures)
+    assert fake.state()["paused"] and VLLMServer(fake.url).status() == ServerStatus(None, paused=True)
+
+
+def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(folder: str, tmp_path: Path) -> None:
+    async def theirs(request: web.Request) -> web.Response | None:
+        return web.json_response({"weight_version": "7-0123456789abcdef"}) if request.path == "/model_info" else None
+
+    with FakeServer("sglang", tmp_path) as fake, Gateway(fake.url, answer=theirs) as gateway:
+        server = SGLangServer(gateway.url)
+        with pytest.raises(PublishError, match="If another job publishes to it, nobody knows whose weights it has"):
+            server.update_weights_from_disk(folder, 1)
+        assert fake.state()["paused"] and server.status().paused
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "http://", "ftp://host", "http://:80", "http://[::1", "http://h:99999", "http://h:8000?key=1"],
+)
+def test_what_is_no_url_of_a_server_is_refused_before_it_is_used(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected http://host:port"):
+        VLLMServer(url)

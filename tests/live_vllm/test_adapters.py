@@ -1,0 +1,161 @@
+"""What a real vLLM server answers when it is told of adapters alone."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import ModelResponse, weights_label
+from holdfast.utils.errors import PublishError
+from holdfast.utils.files import walk_files
+from tests.limits import stretched
+from tests.live_vllm.live_server import LiveServer
+from tests.live_vllm.trainer import TOLERANCE, Trainer, sample, sample_later
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+RANK = 8
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
+    """A server that takes adapters; room for two versions."""
+    flags = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-target-modules", *LAYERS)
+    server = LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs", *flags)
+    try:
+        server.start()
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def fleet(live: LiveServer) -> Iterator[ServerFleet[VLLMServer]]:
+    """Of that server, which is looked after."""
+    fleet = ServerFleet([VLLMServer(live.url, timeout_s=stretched(60))], probe_interval_s=0.5)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def adapted(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
+    """One rank that trains adapters of what the server started with, and has published nothing yet."""
+    torch.set_num_threads(1)
+    lora: Any = {"use_lora": True, "lora_rank": RANK, "lora_alpha": 16}
+    engine = FSDPEngine(
+        TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=OptimizerConfig(lr=1e-2), **lora)
+    )
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))
+    yield Trainer(engine, WeightUpdateMeta("adapter", str(scratch / "adapters"), timeout_s=stretched(120)))
+    engine.destroy()
+
+
+def error_of(response: ModelResponse, expected: Sequence[float]) -> float:
+    """Largest difference of log-probabilities; ``expected`` are those of prompt and completion."""
+    start = len(response.input_tokens)
+    return max(abs(a - b) for a, b in zip(response.output_logprobs, expected[start:], strict=True))
+
+
+def trainers_logprobs(engine: FSDPEngine, response: ModelResponse) -> list[float]:
+    """By the trainer's own forward, adapters on."""
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    return engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].tolist()
+
+
+@torch.no_grad()
+def folder_logprobs(base: Path, adapters: Path, response: ModelResponse) -> list[float]:
+    """By transformers and PEFT, from the folders."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters).eval()
+    ids = response.input_tokens + response.output_tokens
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].tolist()]
+
+
+def size_of(folder: Path) -> int:
+    return sum((folder / name).stat().st_size for name in walk_files(folder))
+
+
+def assert_serves(client: VLLMServer, trainer: Trainer) -> float:
+    """New requests are answered by the version trained last; how far from the trainer."""
+    status, response = client.status(), sample(client)
+    assert (status.label, status.paused) == (weights_label(trainer.folder, trainer.version), False)
+    assert set(response.output_versions) == {trainer.version}
+    error = error_of(response, trainers_logprobs(trainer.engine, response))
+    assert error < TOLERANCE
+    return error
+
+
+def test_three_versions_are_served(adapted: Trainer, fleet: ServerFleet[VLLMServer], scratch: Path) -> None:
+    errors = []
+    for _ in range(3):
+        folder = adapted.publish_to(fleet)
+        (client,) = fleet.serving()
+        errors.append(assert_serves(client, adapted))
+        response = sample(client)
+        with adapted.engine.adapters_off():
+            assert error_of(response, trainers_logprobs(adapted.engine, response)) > 100 * TOLERANCE
+    assert sorted(os.listdir(adapted.meta.path)) == ["v00000002", "v00000003"]
+    adapted.engine.connect_engine([], WeightUpdateMeta("disk", str(scratch / "merged")))
+    merged = size_of(adapted.engine.update_weights().path)
+    assert size_of(folder) < merged
+    print(f"differences: {errors}; adapters {size_of(folder)} bytes, merged {merged} bytes; {dict(client.seconds)}")
+
+
+def test_a_request_in_flight_ends_on_the_version_it_began_with(
+    adapted: Trainer, fleet: ServerFleet[VLLMServer], model_folder: Path, live: LiveServer
+) -> None:
+    adapted.publish_to(fleet)
+    old, (client,) = adapted.version, fleet.serving()
+
+    async def publish_meanwhile() -> ModelResponse:
+        before = await asyncio.to_thread(live.generated_tokens)
+        running = asyncio.create_task(sample_later(client, tokens=800))
+        while await asyncio.to_thread(live.generated_tokens) < before + 20:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(adapted.publish_to, fleet)
+        assert not running.done(), "the update waited for the request"
+        await asyncio.to_thread(assert_serves, client, adapted)
+        assert client.folders_in_use() == {str(adapted.folder_of(old)), str(adapted.folder)}
+        return await running
+
+    response = asyncio.run(publish_meanwhile())
+    assert response.output_versions == [old] * 800
+    assert error_of(response, folder_logprobs(model_folder, adapted.folder_of(old), response)) < TOLERANCE
+    newer = folder_logprobs(model_folder, adapted.folder, response)
+    assert error_of(response, newer) > 100 * TOLERANCE
+
+
+def test_a_load_that_failed_leaves_the_old_adapters_serving(
+    adapted: Trainer, fleet: ServerFleet[VLLMServer], tmp_path: Path
+) -> None:
+    adapted.publish_to(fleet)
+    (client,) = fleet.serving()
+    unseen = shutil.copytree(adapted.folder, tmp_path / "unseen")
+    (unseen / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    manifest = unseen / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"weight_version"', b'"weight_Version"'))  # another digest
+    with pytest.raises(PublishError, match=r"/v1/load_lora_adapter was answered with 500 .*it goes on with the"):
+        client.update_adapters_from_disk(str(unseen), adapted.version + 1)
+    assert_serves(client, adapted)
+
+
+def test_a_restarted_server_is_brought_up_to_date(
+    adapted: Trainer, fleet: ServerFleet[VLLMServer], live: LiveServer
+) -> None:
+    adapted.publish_to(fleet)
+    (client,) = fleet.serving()
+    live.restart()
+    assert fleet.wait_serving(1, stretched(60)), fleet.states()
+    assert_serves(client, adapted)
