@@ -10,7 +10,7 @@ The fingerprint is of bits: a base in another dtype is another base.
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,21 @@ def is_mostly_frozen(model: nn.Module) -> bool:
     return 0 < elements[True] < elements[False]
 
 
-def describe_base(frozen: Mapping[str, torch.Tensor], folder: BaseFolder) -> torch.Tensor:
-    """What a checkpoint says of frozen parameters, as JSON in uint8; the same on every rank."""
+def describe_base(
+    frozen: Mapping[str, torch.Tensor], folder: BaseFolder, adapters: Mapping[str, Any] | None = None
+) -> torch.Tensor:
+    """What a checkpoint says of frozen parameters, as JSON in uint8; the same on every rank.
+
+    Args:
+        frozen: the parameters.
+        folder: where they came from.
+        adapters: what is trained on them, for who has the folder alone (see `lora.description`).
+    """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
     counts = {"tensors": len(frozen), "bytes": n_bytes, "dtypes": dict(sorted(dtypes.items()))}
     counts["ranks"] = get_world_size()
-    return pack_json({**counts, "path": folder.path, "index": folder.index}, BASE)
+    return pack_json({**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE)
 
 
 def sample_base(frozen: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -116,9 +124,9 @@ def _compare(
 ) -> None:
     there: Any = unpack_json(base, BASE)
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
-    if not isinstance(there, dict) or not here.keys() <= there.keys():
+    if not isinstance(there, dict) or not here.keys() - {"adapters"} <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
-    fingerprints = _sum(shares), _sum(own)
+    fingerprints = base_fingerprint(shares), base_fingerprint(own)
     if fingerprints[0] == fingerprints[1]:
         return
     raise CheckpointMismatchError(
@@ -127,7 +135,8 @@ def _compare(
     )
 
 
-def _sum(shares: Sequence[torch.Tensor]) -> str:
+def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
+    """The fingerprint of frozen parameters, of every rank's `sample_base`: 16 hex digits."""
     numbers = (int.from_bytes(bytes(share.tolist()), "little") for share in shares)
     ranks = [{"model": number, "optim": 0, "moved": False} for number in numbers]
     return str(combine_samples(ranks)["model"])

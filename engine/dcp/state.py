@@ -29,6 +29,7 @@ from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
 from ..compat.torch_private import without_compile
+from ..lora.description import describe_adapters
 from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, check_own_base, describe_base, is_mostly_frozen, sample_base
@@ -134,7 +135,7 @@ class DCPState(TorchStateful):
         if own := module_state(self.model):
             state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
         if frozen := self.frozen_parameters():
-            state[BASE] = describe_base(frozen, self.base)
+            state[BASE] = describe_base(frozen, self.base, describe_adapters(self.model))
             state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(frozen)}
         if self.optimizer is None:
             return state

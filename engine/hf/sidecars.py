@@ -85,10 +85,9 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     try:
-        read = GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
         with tempfile.TemporaryDirectory(prefix="holdfast-generation-") as scratch:
-            read.save_pretrained(scratch)
-        model.generation_config = read
+            model.generation_config.save_pretrained(scratch)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # values may be of any type
         logger.warning("%s goes into exports as it is; transformers would not write it again: %s", path, error)
         setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), data))

@@ -27,7 +27,7 @@ from ...utils.errors import CheckpointMismatchError
 from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
-from ..lora.layers import plain_adapters, plain_view
+from ..lora.layers import plain_adapters, plain_view, transformers_model
 from ..training.unsharded import unsharded_class
 from .dtypes import file_dtypes, unknown_keys
 from .file_io import WeightWriter
@@ -80,6 +80,12 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointMismatchError: a file of the architecture has no place for something that is trained.
     """
+    inside = {id(param) for param in transformers_model(model).parameters()}
+    if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
+        raise CheckpointMismatchError(
+            f"{beside[0]} ({len(beside)} such) is beside the layers of the model, as the prompts of PEFT are, so that "
+            "no weight can take it in; save it with PEFT's save_pretrained"
+        )
     adapted, model = plain_adapters(model), plain_view(model)
     stored, left_out = stored_tensors(model)
     if tied := sorted(adapted.keys() & left_out.keys()):

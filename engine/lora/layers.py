@@ -47,10 +47,10 @@ class Adapter:
         return delta * self.scaling
 
 
-def transformers_model(model: nn.Module) -> nn.Module:
+def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model in a ``PeftModel``; any other module itself."""
     peft, outer = sys.modules.get("peft"), cast(Any, model)
-    return outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    return outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else outer
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def plain_view(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CheckpointMismatchError: it has layers of peft that are not plain LoRA.
     """
-    model = transformers_model(model)  # type: ignore[assignment]
+    model = transformers_model(model)
     layers = adapted_layers(model)
     if not layers:
         return model

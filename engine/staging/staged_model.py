@@ -12,16 +12,17 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ...utils.errors import ConfigError
 from ..compat.torch_private import buffers_of, parameters_of, replace_members
 from ..hf.dtypes import own_dtypes
+from ..lora.layers import transformers_model
 from ..tensors import clean_name
 from ..training.unsharded import unsharded_view
 
-M = TypeVar("M", bound=PreTrainedModel)
+M = TypeVar("M", bound=nn.Module)
 
 
 def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -45,10 +46,10 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     """``model`` with ``weights`` in the place of its own, for `write_hf` to be given while ``model`` trains.
 
     Args:
-        model: nothing may have been computed with it since it was staged.
+        model: of transformers, or a ``PeftModel``; nothing may have been computed with it since it was staged.
         weights: what `Staging.stage` returned as ``model``; they are read when the export is written.
     """
-    own_dtypes(model)  # learned now: it is nothing to do beside training
+    own_dtypes(transformers_model(model))  # learned now: it is nothing to do beside training
     live = [*model.named_parameters(), *model.named_buffers()]
     staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
     view = unsharded_view(model)
@@ -58,6 +59,7 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
             for members in (parameters_of(module), buffers_of(module))
         )
         replace_members(module, parameters=parameters, buffers=buffers)
-    configs = {name: copy.deepcopy(view.__dict__.get(name)) for name in ("config", "generation_config")}
-    view.__dict__.update({name: config for name, config in configs.items() if config is not None})
+    inner = transformers_model(view)
+    configs = {name: copy.deepcopy(inner.__dict__.get(name)) for name in ("config", "generation_config")}
+    inner.__dict__.update({name: config for name, config in configs.items() if config is not None})
     return view

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .dtypes import dtype_option
 from .output import json_option, print_json
 
 if TYPE_CHECKING:
     from ..convert import Conversion
 
 _FORMATS = ("hf", "generation", "dcp", "areal")
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("convert", short_help="Convert a checkpoint of another trainer, or into one.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--to", type=click.Choice(_FORMATS), required=True, help="What to make of it; see below.")
-@click.option("--dtype", type=click.Choice(_DTYPES), help="Of floating-point weights.  [default: as they are]")
+@dtype_option("as they are")
 @click.option("--root", metavar="NAME", help='Where DCP data has the model: app, "" ...  [default: the only one]')
 @click.option("--config", type=click.Path(path_type=Path), help="Folder with the model's config.json, if SRC has none.")
 @click.option("--engine", metavar="NAME", help="Which of several in SRC; what to call it in a generation.")

@@ -2,26 +2,37 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ...utils.errors import CheckpointNotFoundError
+from .dtypes import dtype_option
 from .output import json_option, print_json, seconds_text, size_text
 from .places import find_generation, generation_argument
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("export", short_help="A Hugging Face folder from a generation.")
 @generation_argument
 @click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="The folder to make.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of floating-point weights; default: that of config.json.")
-@click.option("--config", "base", type=click.Path(exists=True, file_okay=False, path_type=Path),
+@dtype_option("that of config.json, of adapters their own")
+@click.option("--config", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Folder with config.json, tokenizer ...; default: an export of the same run.")  # fmt: skip
 @click.option("--engine", help="Which engine; needed where the generation holds several.")
+@click.option("--adapters", type=click.Choice(("merged", "peft")), help="Of a generation with adapters: all weights, "
+              "with the adapters added, or a folder of PEFT.  [default: merged]")  # fmt: skip
+@click.option("--base", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the model that "
+              "adapters were trained on; default: the one that the generation names.")  # fmt: skip
 @json_option
 def export_command(
-    generation: str, target: Path, dtype: str | None, base: Path | None, engine: str | None, as_json: bool
+    generation: str,
+    target: Path,
+    dtype: str | None,
+    config: Path | None,
+    engine: str | None,
+    adapters: str | None,
+    base: Path | None,
+    as_json: bool,
 ) -> None:
     """Write the weights in GEN as a folder that from_pretrained loads, equal to what the run itself would export.
 
@@ -31,18 +42,35 @@ def export_command(
     How a model is made of the weights, no generation knows: config.json says it, which any export of the run has, or
     the folder that the run began with. Tokenizer and other files beside it are copied. Python code in it is never run;
     transformers must know the architecture.
+
+    A generation with LoRA adapters has no base. With --adapters merged that is read from the folder that the run began
+    with, compared with the digest in GEN, and has the adapters added; --adapters peft needs no base.
     """
     from ..convert import convert
+    from ..convert.adapters import write_peft
+    from ..convert.dcp import stored_adapters
+    from ..convert.generation import engine_folder
     from .copies import local_copy
 
     folder = find_generation(generation)
-    base = base or _config_of(folder.path)
     if target.exists():
         raise click.UsageError(f"{target} exists already and is never written over; choose another --to")
     with local_copy(folder) as path:
-        done = convert(path, target, to="hf", dtype=dtype or _own_dtype(base), config=base, engine=engine)
+        stored = stored_adapters(engine_folder(path, engine))
+        if stored is None and (adapters or base):
+            raise click.UsageError(
+                f"{folder.where} holds all weights, no adapters: --adapters and --base say nothing of it"
+            )
+        if stored is not None and adapters == "peft":
+            if config or base:
+                raise click.UsageError("--config and --base are of merged weights: adapters are exported as they are")
+            seconds = write_peft(path, stored, target, dtype)
+        else:
+            model = config or (_config_of(folder.path) if stored is None else stored.base_folder(base))
+            given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
+            seconds = convert(path, target, to="hf", dtype=dtype or _own_dtype(model), **given).seconds
     files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
-    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(done.seconds, 3)}
+    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
     if as_json:
         print_json(report)
     else:

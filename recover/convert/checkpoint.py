@@ -59,12 +59,18 @@ class ReadOptions:
         parameters: names of the parameters of each group, in the order in which the optimizer was given them; None: by
             the rule of the source.
         files: closes what a reader opens.
+        merge: whether adapters without their base are merged into it, which leaves out optimizer state.
+        base: folder of that base; None: the one that the source names.
+        engine: the only engine that is asked for; None, or one that the source does not have: all.
     """
 
     root: str | None
     config: Path | None
     parameters: Sequence[Sequence[str]] | None
     files: ExitStack
+    merge: bool = False
+    base: Path | None = None
+    engine: str | None = None
 
 
 class Format(NamedTuple):

@@ -83,6 +83,8 @@ def convert(
     step: int | None = None,
     steps_per_epoch: int | None = None,
     parameters: Sequence[Sequence[str]] | None = None,
+    merge: bool = False,
+    base: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Conversion:
     """Make ``target`` of the checkpoint in ``source``; it appears complete and compared with the source, or not at all.
@@ -104,6 +106,8 @@ def convert(
         steps_per_epoch: of a generation, likewise.
         parameters: names of the parameters of each group, in the order in which the optimizer was given them, where the
             source has numbers and its rule is not known.
+        merge: with ``hf``, merge adapters whose base the source left out into that base.
+        base: folder of it; None: the one that the source names. It must be what the source's digest says.
         progress: show a bar on stderr.
 
     Raises:
@@ -121,10 +125,13 @@ def convert(
     require_choice("dtype", dtype, (None, *EXPORT_DTYPES))
     require_range("step", step, low=0)
     require_range("steps_per_epoch", steps_per_epoch, low=1)
+    if to != "hf" and (merge or base is not None):
+        raise ConfigError(f"merge and base are for to='hf', where adapters become part of the weights; to is {to!r}")
     folder = require_local(source, "converting", FETCH_FIRST, "source")
     final = require_local(target, "converting", "convert to one, and copy that", "target")
     with ExitStack() as files:
-        options = ReadOptions(root, None if config is None else Path(config), parameters, files)
+        given = [None if each is None else Path(each) for each in (config, base)]
+        options = ReadOptions(root, given[0], parameters, files, merge, given[1], engine)
         checkpoints = _chosen(read_source(folder, options), to, engine)
         if to != "hf" and dtype is not None:
             checkpoints = {name: _cast(each, EXPORT_DTYPES[dtype]) for name, each in checkpoints.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...engine.dcp.archive_reader import read_archives, read_object
-from ...engine.dcp.base_model import BASE, BASE_SAMPLE
+from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
 from ...engine.dcp.direct_reader import Destination, TensorReader
 from ...engine.dcp.layout import FolderLayout
 from ...engine.dcp.metadata import read_layout
@@ -22,6 +22,7 @@ from ...engine.lazy_tensor import LazyTensor
 from ...engine.tensors import Box
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.safe_json import unpack_json
+from .adapters import LeftOut, StoredAdapters
 from .architecture import Architecture, find_architecture
 from .checkpoint import Checkpoint, ReadOptions
 from .parameter_order import Rule, name_states, plain_group
@@ -49,8 +50,9 @@ def read_folder(folder: Path, options: ReadOptions) -> Checkpoint:
     """
     architecture = find_architecture(options.config, folder)
     layout = read_layout(folder)
+    if (left_out := _left_out(folder, layout)) is not None:
+        return _with_base(folder, layout, *left_out, options)
     root = _root(folder, layout, options.root, architecture)
-    _require_base(folder, layout, root)
     found = _model_of(folder, layout, root, architecture)
     found.format = f"DCP, root {root.name!r}"
     prefix = f"{root.name}." if root.name else ""
@@ -143,14 +145,43 @@ def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Ar
         raise CheckpointMismatchError(f"{folder}: {error}") from error
 
 
-def _require_base(folder: Path, layout: FolderLayout, root: Root) -> None:
-    prefix = f"{root.name}." if root.name else ""
-    names = layout.names()
-    if f"{prefix}{BASE}" in names and any(name.startswith(f"{prefix}{BASE_SAMPLE}.") for name in names):
+def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut, options: ReadOptions) -> Checkpoint:
+    if not options.merge:
         raise ConfigError(
-            f"{folder} holds what was trained of a partly frozen model (LoRA adapters, say) without its base: load it "
-            'in the run, and use engine.save with weight_format="hf" (merged) or "peft", or take the run\'s own export'
+            f"{folder} holds what was trained of a partly frozen model (LoRA adapters, say) without its base: "
+            "`holdfast export` makes a model or a folder of PEFT of it. Or load it in the run, and use engine.save"
         )
+    found = _model_of(folder, layout, root, None)
+    adapters = StoredAdapters(folder, found.model, left_out)
+    architecture = Architecture.read(adapters.base_folder(options.base))
+    found.model, found.aliases = adapters.merged(architecture, options.files)
+    found.architecture = find_architecture(options.config) or architecture
+    return found
+
+
+def stored_adapters(folder: Path) -> StoredAdapters | None:
+    """The adapters of a folder that holds them without their base; None where it holds all weights.
+
+    Raises:
+        ConfigError: see `StoredAdapters`.
+    """
+    layout = read_layout(folder)
+    if (found := _left_out(folder, layout)) is None:
+        return None
+    root, left_out = found
+    return StoredAdapters(folder, _model_of(folder, layout, root, None).model, left_out)
+
+
+def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None:
+    """What stands in the place of frozen parameters, and the root of those that are there; None where all are."""
+    for name in (name for name in layout.tensors if name.rpartition(".")[2] == BASE):
+        prefix = name.removesuffix(BASE)
+        if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
+            tensors = ((one, layout.tensors[one].shape[0]) for one in (name, *shares))
+            description, *values = (_lazy(folder, layout, one).rows(0, length) for one, length in tensors)
+            root = Root(prefix.removesuffix("."), f"{prefix}model.", None)
+            return root, LeftOut(unpack_json(description, BASE), base_fingerprint(values))
+    return None
 
 
 def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Architecture | None) -> Checkpoint:

@@ -39,7 +39,8 @@ class ExportWriter:
         """What the ranks are asked for; None when no export ever is due."""
         if self._config.hf_freq_steps is None:
             return None
-        return ExportRequest(self._config.hf_engine, self._config.hf_dtype, *self._sidecars)
+        config = self._config
+        return ExportRequest(config.hf_engine, config.hf_dtype, config.hf_adapters, *self._sidecars)
 
     def check(self, ranks: Ranks) -> None:
         """See that the ranks can export what the configuration names; collective over the callers.

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...engine.api import HFExportOptions, export_dtype
-from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
+from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.write import exportable_tensors, write_hf
+from ...engine.lora.layers import adapted_layers, transformers_model
 from ...engine.staging.staged_model import check_mesh, staged_model
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ..coordinator import RankTarget, rank_target
@@ -24,13 +26,15 @@ class ExportRequest:
 
     Attributes:
         engine: name of the engine; None when there is one only.
-        dtype: as in `SaveLoadMeta`, as are the next two.
+        dtype: as in `SaveLoadMeta`.
+        adapters: one of `ADAPTER_FORMS`.
         tokenizer: saved beside the weights.
         processor: likewise.
     """
 
     engine: str | None
     dtype: str | None
+    adapters: str
     tokenizer: Any
     processor: Any
 
@@ -49,7 +53,7 @@ class ExportRequest:
         if name not in names:
             raise ConfigError(f"config key 'recover.hf_engine' is {name!r}; expected one of {names}")
         model = target.state(name).model
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(transformers_model(model), PreTrainedModel):
             raise ConfigError(
                 f"engine {name!r} has a {type(model).__name__}, which is no transformers model and cannot be exported; "
                 "name another as recover.hf_engine, or unset recover.hf_freq_steps"
@@ -59,10 +63,17 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Export:
-    """A rank's weights at one step boundary, ready to be written."""
+    """A rank's weights at one step boundary, ready to be written.
 
-    model: PreTrainedModel
+    Attributes:
+        model: of transformers, or a ``PeftModel``.
+        options: of the export.
+        adapters: one of `ADAPTER_FORMS`.
+    """
+
+    model: nn.Module
     options: HFExportOptions
+    adapters: str
 
     @classmethod
     def of(
@@ -70,17 +81,19 @@ class Export:
     ) -> "Export":
         """Of the engine ``name``, with the values of ``weights`` (see `staged_model`); None: with those it has."""
         engine, model = target.engines[name], target.state(name).model
-        assert isinstance(model, PreTrainedModel), "`check_export` has looked"
         path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
         base = path if path is not None and path.is_dir() else None
+        if request.adapters == "peft":
+            dtype = base = None  # adapters keep their own, and the files of the base are beside the base
         options = HFExportOptions(export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base)
-        return cls(model if weights is None else staged_model(model, weights), options)
+        return cls(model if weights is None else staged_model(model, weights), options, request.adapters)
 
     def write(
         self, folder: Path, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None = None
     ) -> None:
-        """See `write_hf`."""
-        write_hf(self.model, folder, self.options, group=group, gather_group=gather_group)
+        """See `write_hf` and `write_adapters`."""
+        write: Any = write_adapters if self.adapters == "peft" else write_hf
+        write(self.model, folder, self.options, group=group, gather_group=gather_group)
 
 
 def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
@@ -93,11 +106,16 @@ def check_export(holder: Any, request: ExportRequest, in_background: bool) -> No
     """
     target = rank_target(holder)
     name = request.name(target)
-    model = target.state(name).model
-    assert isinstance(model, PreTrainedModel), "`ExportRequest.name` has looked"
+    state = target.state(name)
+    look: Any = adapter_tensors if request.adapters == "peft" else exportable_tensors
     try:
-        exportable_tensors(model)
+        look(state.model)
     except CheckpointMismatchError as error:
-        raise ConfigError(f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps") from error
+        other = "; set recover.hf_adapters to 'peft' for a folder of PEFT" if adapted_layers(state.model) else ""
+        if request.adapters == "peft":
+            other = "; set recover.hf_adapters to 'merged' for all weights"
+        raise ConfigError(
+            f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps{other}"
+        ) from error
     if in_background:
-        check_mesh(DCPState(model).live_tensors(), target.group_of(name))
+        check_mesh(state.model_only().live_tensors(), target.group_of(name))

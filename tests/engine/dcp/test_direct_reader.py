@@ -24,6 +24,7 @@ from holdfast.utils.errors import CheckpointCorruptError
 from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -159,10 +160,12 @@ def _load_shapes(rank: int, world_size: int, folder: str) -> None:
         assert _bytes_of(state) == _bytes_of(_model_of_shapes(world_size, 1)), name
 
 
-def test_every_shape_sharding_and_dtype_comes_back_from_ours_and_torchs_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", slow_but([3], [1, 2, 3]))
+def test_every_shape_sharding_and_dtype_comes_back_from_ours_and_torchs_folders(
+    tmp_path: Path, world_size: int
+) -> None:
     run_ranks(_save_shapes, 2, str(tmp_path))
-    for world_size in (1, 2, 3):
-        run_ranks(_load_shapes, world_size, str(tmp_path))
+    run_ranks(_load_shapes, world_size, str(tmp_path))
 
 
 def test_what_torch_wrote_with_checksums_or_without_is_read(tmp_path: Path) -> None:

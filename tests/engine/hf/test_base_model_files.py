@@ -25,7 +25,6 @@ from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 from tests.once import make_once
 from tests.recover.runs import SPEC, make_engine, step_info
-from tests.tiers import slow_but
 
 GENERATION = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "pad_token_id": 0}
 REFUSED = {"num_return_sequences": 3, "eos_token_id": [2, 3], "made_by": "somebody"}
@@ -137,18 +136,16 @@ def test_an_export_has_the_bytes_of_from_pretrained_then_save_pretrained(
     assert json.loads((found / "config.json").read_text())["dtype"] == (asked or dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept"),
-    slow_but(
-        [("bias", ["e_score_correction_bias"])],
-        [
-            ("bias", ["e_score_correction_bias"]),
-            ("bias_asked", ["e_score_correction_bias"]),
-            ("bias_float16", ["e_score_correction_bias", "indexer.weights_proj"]),
-            ("router", ["gate.weight", "moe_statics"]),
-            ("router_asked", ["mlp.gate.wg.weight"]),
-        ],
-    ),
+    [
+        ("bias", ["e_score_correction_bias"]),
+        ("bias_asked", ["e_score_correction_bias"]),
+        ("bias_float16", ["e_score_correction_bias", "indexer.weights_proj"]),
+        ("router", ["gate.weight", "moe_statics"]),
+        ("router_asked", ["mlp.gate.wg.weight"]),
+    ],
 )
 def test_what_transformers_keeps_in_float32_is_float32_in_a_half_precision_export(
     root: Path, name: str, kept: list[str]
@@ -159,6 +156,7 @@ def test_what_transformers_keeps_in_float32_is_float32_in_a_half_precision_expor
         assert tensor.dtype == own, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_can_be_asked_for_wherever_weights_are_written(root: Path, tmp_path: Path, way: str) -> None:
     base, found = root / "base" / "bias_float16", _folder_of(root, "bias_float16", way, "float32")

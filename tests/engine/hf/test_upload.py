@@ -41,7 +41,6 @@ from tests.engine.models import tiny_qwen3
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 from tests.recover.mirrors import BUCKET, S3Server, listing, storage
-from tests.tiers import slow_but
 
 SPLIT: dict[str, Any] = {"max_shard_size_bytes": 8000}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "split": SPLIT, "bf16": {"dtype": torch.bfloat16}}
@@ -143,7 +142,8 @@ def _from_staged_values(root: Path, url: str) -> None:
         save_hf(staged, f"{url}/staged", group=own, gather_group=own, **SPLIT)
 
 
-@pytest.mark.parametrize("world_size", slow_but([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_of_every_kind_and_gathered_tensors_come_out_the_same(tmp_path: Path, world_size: int) -> None:
     run_ranks(_of_every_kind, world_size, tmp_path)
     cases = [f"{case}/{variant}" for case in KINDS for variant in ("plain", "split")]
@@ -185,6 +185,7 @@ def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyP
     assert limit(1000) == 2000
 
 
+@pytest.mark.slow
 def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -> None:
     save_hf(tiny_model("llama"), s3_url)
     before = stored(s3_url)

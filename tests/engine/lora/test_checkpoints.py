@@ -102,6 +102,7 @@ def test_only_what_is_trained_is_stored_with_a_digest_of_the_base(root: Path, sa
     assert {"dcp.base", "dcp.base_sample.rank_00000", "dcp.base_sample.rank_00001"} <= names
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_before_anything_changes(saved: Any, root: Path) -> None:
     for found in run_ranks(_refuse, 2, str(root)):
         assert (

@@ -151,6 +151,7 @@ print(json.dumps([group["params"] for group in found.groups]))
 """
 
 
+@pytest.mark.slow
 def test_flattened_groups_are_in_the_order_of_the_optimizer_whatever_the_hash_seed(tmp_path: Path) -> None:
     host = Host(groups=True).train(1)
     save_titan(host, tmp_path / "c")

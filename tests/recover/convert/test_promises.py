@@ -150,6 +150,7 @@ def test_a_source_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
 
 
+@pytest.mark.slow
 def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) -> None:
     host = Host().train(1)
     save_dcp(tmp_path / "source", host.state)

@@ -63,11 +63,12 @@ def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[i
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
     [
         ("sys.exit(3)", 3),
-        pytest.param("handler.close(); dist.destroy_process_group()", 0, marks=pytest.mark.slow),
+        ("handler.close(); dist.destroy_process_group()", 0),
     ],
 )
 def test_ranks_that_end_finish_their_snapshot_and_keep_their_exit_code(tmp_path: Path, how: str, code: int) -> None:

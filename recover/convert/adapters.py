@@ -1,0 +1,204 @@
+"""Adapters of a checkpoint that left out its base: merged into that base, or as a folder of PEFT. See docs/lora.md.
+
+The base is read from the folder that the run began with, and known again by the fingerprint that the checkpoint holds
+in its place: no other is taken. Merging adds a product to a block of rows at a time; A and B are in memory.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
+
+from ...engine.api import export_dtype
+from ...engine.dcp.base_model import base_fingerprint
+from ...engine.dcp.fingerprint import BlockSampler
+from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
+from ...engine.lazy_tensor import LazyTensor
+from ...engine.lora.layers import Adapter
+from ...utils.atomic_folder import staged_folder
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ...utils.files import write_durably
+from ...utils.manifest import verify_folder
+from .architecture import Architecture
+from .weights import read_model_folder, store_once
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a checkpoint holds in the place of the frozen parameters that it left out.
+
+    Attributes:
+        description: what `describe_base` packed.
+        fingerprint: see `base_fingerprint`.
+    """
+
+    description: Mapping[str, Any]
+    fingerprint: str
+
+    @property
+    def base(self) -> str | None:
+        """Folder that they came from, or the id of a model on the hub."""
+        return self.description.get("path")
+
+
+class StoredAdapters:
+    """The plain LoRA adapters of a checkpoint.
+
+    Args:
+        where: the checkpoint, for messages.
+        model: what it holds of the model.
+        left_out: of the same checkpoint.
+
+    Raises:
+        ConfigError: it does not say what is needed of them, or they are others than plain LoRA.
+    """
+
+    def __init__(self, where: Path, model: Mapping[str, LazyTensor], left_out: LeftOut) -> None:
+        self.where, self.left_out = where, left_out
+        about = left_out.description.get("adapters")
+        if not isinstance(about, dict):
+            raise ConfigError(
+                f"{where} does not say what its adapters are: it holds none, others than plain LoRA, or was written by "
+                'an older version. Load it in the run, and use engine.save with weight_format="hf" or "peft"'
+            )
+        self.config, self._scaling = about["config"], about["scaling"]
+        self._prefix = ROOT if any(name.startswith(ROOT) for name in model) else ""
+        plain = {name.removeprefix(self._prefix): tensor for name, tensor in model.items()}
+        self.pairs: dict[str, tuple[LazyTensor, LazyTensor]] = {}
+        for layer in self._scaling:
+            names = [f"{layer}.lora_{part}.{about['name']}.weight" for part in "AB"]
+            if missing := [name for name in names if name not in plain]:
+                raise CheckpointMismatchError(f"{where} lacks {missing[0]!r}, an adapter that it says it has")
+            self.pairs[layer] = plain.pop(names[0]), plain.pop(names[1])
+        self.beside = plain
+
+    def base_folder(self, given: Path | None = None) -> Path:
+        """Folder of the base: ``given``, or the one that the checkpoint names.
+
+        Raises:
+            ConfigError: there is no model in it.
+        """
+        folder = given if given is not None else None if self.left_out.base is None else Path(self.left_out.base)
+        if folder is None or not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{self.where} holds adapters without their base, {self.left_out.base or 'an unknown one'}, which is "
+                "no folder of a model here: name it (base=, --base), or export the adapters as peft"
+            )
+        return folder
+
+    def in_folder(self) -> dict[str, torch.Tensor]:
+        """Name in a folder of PEFT -> tensor.
+
+        Raises:
+            ConfigError: more was trained than the adapters.
+        """
+        if self.beside:
+            raise ConfigError(
+                f"{self.where} holds {sorted(self.beside)[0]!r} ({len(self.beside)} such) beside its adapters, which a "
+                "folder of PEFT would lack; export it merged"
+            )
+        return {
+            f"{ROOT}{layer}.lora_{part}.weight": _whole(tensor)
+            for layer, pair in self.pairs.items()
+            for part, tensor in zip("AB", pair, strict=True)
+        }
+
+    def merged(self, architecture: Architecture, files: ExitStack) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+        """All weights with the adapters added, under the names of the architecture, and other names of tied ones.
+
+        Args:
+            architecture: of the base, whose weights are in its folder.
+            files: closes what is opened.
+
+        Raises:
+            CheckpointMismatchError: it is another base; or the adapters are of another architecture.
+        """
+        base = architecture.folder
+        found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
+        modules = dict(architecture.model.named_modules())
+        if strangers := sorted(
+            (self.beside.keys() - architecture.model.state_dict().keys()) | (self.pairs.keys() - modules)
+        ):
+            raise CheckpointMismatchError(
+                f"{self.where} holds {strangers[0]!r}, which {type(architecture.model).__name__} does not have "
+                f"({len(strangers)} such); export it from the run"
+            )
+        frozen = {name: found[name] for name in architecture.parameters if name not in self.beside}
+        merged = found | self._as_left_out(base, frozen) | self.beside
+        for layer, (a, b) in self.pairs.items():
+            transposed = isinstance(modules[layer], Conv1D)
+            merged[f"{layer}.weight"] = _sum(merged[f"{layer}.weight"], a, b, self._scaling[layer], transposed)
+        return merged, aliases
+
+    def _as_left_out(self, base: Path, frozen: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The frozen parameters in the dtype that the run had them in."""
+        dtypes = list(self.left_out.description["dtypes"])
+        as_one = [getattr(torch, dtypes[0])] if len(dtypes) == 1 else []
+        for dtype in (None, *as_one):  # as they are in the files, as a rule
+            cast = frozen if dtype is None else {name: tensor.to(dtype) for name, tensor in frozen.items()}
+            if self._fingerprint(cast) == self.left_out.fingerprint:
+                return cast
+        raise CheckpointMismatchError(
+            f"{self.where} was trained on another base than {base}: its frozen parameters (of {self.left_out.base}) "
+            f"have the fingerprint {self.left_out.fingerprint}, those here {self._fingerprint(frozen)}. Name the base "
+            "that the run began with; of one that was drawn from a seed there are no files: export the adapters as "
+            "peft, or merged from the run"
+        )
+
+    def _fingerprint(self, frozen: Mapping[str, LazyTensor]) -> str:
+        sampler = BlockSampler()
+        for name, tensor in frozen.items():
+            layer, _, own = name.rpartition(".")
+            known = self._prefix + (f"{layer}.base_layer.{own}" if layer in self.pairs else name)
+            for first, values in tensor.blocks():
+                sampler.add(f"model.{known}", tensor.numel, first, values)
+        share = torch.frombuffer(bytearray(int(sampler.sums["model"]).to_bytes(8, "little")), dtype=torch.uint8)
+        return base_fingerprint([share])
+
+
+def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:
+    """Make a folder of PEFT; it appears complete and compared with its source, or not at all. Seconds that took.
+
+    Args:
+        source: generation of the adapters; every byte of it is verified.
+        adapters: of it.
+        target: folder to make.
+        dtype: one of `EXPORT_DTYPES`; None: as they are.
+
+    Raises:
+        CheckpointError: as `convert`.
+        ConfigError: see `StoredAdapters.in_folder`.
+    """
+    began = time.monotonic()
+    verify_folder(source)
+    tensors = {name: tensor.to(export_dtype(dtype, tensor.dtype)) for name, tensor in adapters.in_folder().items()}
+    with staged_folder(target) as staging:
+        write_adapter_weights(staging, tensors)
+        write_durably(staging / CONFIG, json.dumps(adapters.config, indent=2, sort_keys=True).encode())
+        again = load_file(staging / WEIGHTS)
+        if wrong := [name for name in tensors if name not in again or not torch.equal(again[name], tensors[name])]:
+            raise CheckpointCorruptError(f"{target}: {wrong[0]} is not what was read; look at the disk, and try again")
+    return time.monotonic() - began
+
+
+def _whole(tensor: LazyTensor) -> torch.Tensor:
+    return torch.cat([values for _, values in tensor.blocks()])
+
+
+def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float, transposed: bool) -> LazyTensor:
+    """``W + scaling * B @ A``, in float32 or what is wider of W's dtype and that."""
+    pair = _whole(a), _whole(b)
+    adapter = Adapter("", *pair, scaling, transposed)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        return weight.rows(first, last).to(dtype, copy=True) + adapter.rows(first, last, *pair)
+
+    return LazyTensor(weight.shape, dtype, rows)
