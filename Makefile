@@ -25,8 +25,8 @@ GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
-VERL_FOLDER := .verl
-VERL_INSTALLED := $(VERL_FOLDER)/.installed
+VERL_VENV := .venv-verl
+VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
@@ -49,8 +49,9 @@ test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most ki
 test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of each kind, a quick benchmark
 	$(PYTEST) -m slow
 
-test-verl: $(INSTALLED) $(VERL_INSTALLED)  ## Run the tests against verl's own classes
-	PYTHONPATH=$(VERL_FOLDER) $(PY) -m pytest -m "slow or not slow" tests/integrations/test_verl.py
+test-verl: $(VERL_INSTALLED)  ## Run the tests against verl's own classes and its SFT trainer, in an environment of its own
+	$(VERL_VENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_verl.py tests/integrations/test_verl_retention.py \
+		tests/integrations/test_verl_trainer.py tests/integrations/test_examples.py -k verl
 
 test-all: test test-slow test-verl  ## Run these, every architecture of docs/models.md, and a tenth of all faults
 	$(PYTEST) -m matrix
@@ -99,7 +100,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_FOLDER) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -146,10 +147,12 @@ $(VLLM_INSTALLED): plugins/vllm/pyproject.toml
 	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# In a folder of its own and without what it depends on: it asks for older versions of what the rest of the tests need.
-$(VERL_INSTALLED): $(INSTALLED)
-	@echo "Installing verl, and what its checkpoints import, into $(VERL_FOLDER) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL_FOLDER) verl==0.9.1 \
-		antlr4-python3-runtime==4.9.3 cloudpickle==3.1.2 codetiming==1.4.0 hydra-core==1.3.8 orjson==3.13.0 \
-		pylatexenc==2.11 pyvers==0.2.3 tensordict==0.15.3
+# verl asks for an older transformers than Holdfast, which is therefore installed without what it depends on.
+$(VERL_INSTALLED): pyproject.toml constraints-verl.txt
+	$(check_python)
+	@test -x $(VERL_VENV)/bin/pip || $(PYTHON) -m venv $(VERL_VENV)
+	@echo "Installing verl and what it needs into $(VERL_VENV), PyTorch among it: some minutes the first time ..."
+	@$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt verl torch fastapi uvicorn cachetools \
+		click fsspec httpx2 lazy-loader psutil pytest pytest-timeout pyyaml rich safetensors tenacity xxhash
+	@$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

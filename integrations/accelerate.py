@@ -13,7 +13,7 @@
 or not, sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` goes to the handler as it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -35,7 +35,8 @@ def recoverable(loader: Any, *, gradient_accumulation_steps: int = 1) -> "Recove
         gradient_accumulation_steps: batches of a step, for `RecoverableLoader.step`.
 
     Raises:
-        ConfigError: it is no loader, or saves its own state, which two would restore then.
+        ConfigError: it is no loader, saves its own state, which two would restore then, or has not as many batches on
+            every rank.
     """
     return RecoverableLoader(loader, gradient_accumulation_steps)
 
@@ -48,6 +49,8 @@ class RecoverableLoader:
 
     Attributes:
         loader: the one it reads.
+        before_fetch: called when a batch is asked for, before anything is drawn or restored for it: all that were
+            handed out are used. For hosts that hide their loop; or None.
     """
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
@@ -57,6 +60,11 @@ class RecoverableLoader:
             raise ConfigError(
                 f"{type(loader).__name__} saves its own state: pass it to the handler as dataloader, not to recoverable"
             )
+        if _is_uneven(getattr(loader, "batch_sampler", None)):
+            raise ConfigError(
+                "with even_batches=False some ranks have one batch more than others, and a snapshot is of all ranks: "
+                "set drop_last=True, or leave even_batches True"
+            )
         if gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1")
         self.loader, self._epoch = loader, 0
@@ -64,6 +72,8 @@ class RecoverableLoader:
         self._notes, self._given = LoaderNotes(loader), 0
         self._steps = 0
         self._restored: dict[str, Any] | None = None
+        self._batches: Iterator[Any] = iter(())
+        self.before_fetch: Callable[[], None] | None = None
         if getattr(loader, "num_workers", 0):
             logger.warning(
                 "random numbers that dataset or collate_fn draw in the %d worker processes of the loader cannot be "
@@ -80,6 +90,11 @@ class RecoverableLoader:
     def epoch(self) -> int:
         """The one under way, or that of the next iteration."""
         return self._epoch + (self._restored is not None and self._is_over)
+
+    @property
+    def given(self) -> int:
+        """Batches of the epoch under way that were handed out."""
+        return self._given
 
     @property
     def steps_per_epoch(self) -> int:
@@ -103,9 +118,10 @@ class RecoverableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches left of a restored epoch; else of the next one: an epoch that a loop has left early is over."""
+        if self._restored is None:
+            self.end_epoch()
+        self._tell()
         restored, self._restored = self._restored, None
-        if restored is None and self._given:
-            self._finish()
         if restored is not None and self._is_over:
             self._exhaust(restored)
             restored = None
@@ -115,6 +131,14 @@ class RecoverableLoader:
             yield from self._count(iter(self.loader))
         else:
             yield from self._rest(restored)
+        self._finish()
+
+    def end_epoch(self) -> None:
+        """End the epoch under way, if there is one, as its last batch does."""
+        if not self._given:
+            return
+        if self._given == self._length():
+            next(self._batches, None)  # a loop that did not ask for more: the samplers draw what ends their order
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,11 +188,17 @@ class RecoverableLoader:
         yield from self._count(batches)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._batches = batches
         for batch in batches:
             self._notes.settle()
             self._given += 1
             yield batch
+            self._tell()
         self._notes.settle()
+
+    def _tell(self) -> None:
+        if self.before_fetch is not None:
+            self.before_fetch()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
         """End an epoch that was over when it was saved, so that the samplers have drawn what they then had drawn."""
@@ -179,6 +209,7 @@ class RecoverableLoader:
         self._finish()
 
     def _finish(self) -> None:
+        self._batches = iter(())
         self._steps += -(-self._given // self._accumulated)
         self._epoch, self._given = self._epoch + 1, 0
 
@@ -205,3 +236,14 @@ class RecoverableLoader:
             return len(self.loader)
         except TypeError:  # of a stream
             return None
+
+
+def _is_uneven(sampler: Any) -> bool:
+    """Whether accelerate's batch sampler has not as many batches on every rank."""
+    if getattr(sampler, "even_batches", True) or sampler.drop_last:
+        return False
+    ranks, batches = sampler.num_processes, sampler.batch_sampler
+    if not sampler.split_batches:
+        return len(batches) % ranks != 0
+    last = len(batches.sampler) % batches.batch_size  # samples, of which a rank has its share or none
+    return 0 < last <= batches.batch_size // ranks * (ranks - 1)

@@ -33,8 +33,8 @@ class LoaderNotes:
     def __init__(self, loader: Any) -> None:
         source = inner_sampler(loader)
         self._samplers = list(_samplers(source))
-        # With workers batches are asked for ahead and draw elsewhere; a dispatcher asks for those of all ranks.
-        self._numbered = not getattr(loader, "num_workers", 0) and not hasattr(loader, "split_batches")
+        self._numbered = not getattr(loader, "num_workers", 0)  # workers are asked ahead, and draw elsewhere
+        self._share = _share(loader)
         self._begin: RngState = {}
         self._generators: list[torch.Tensor] = []
         self._fetch: tuple[int, RngState] | None = None
@@ -71,11 +71,12 @@ class LoaderNotes:
         self._begin, self._generators = state["begin"], state["generators"]
         self.set_generators(state)
         restore_rng(self._begin)
-        self._fetch, self._skip = None, given if skip else 0
+        self._fetch, self._skip = None, given * self._share if skip else 0
+        first, second = given * self._share, (given + 1) * self._share
         if ahead := state["ahead"] if self._numbered else {}:
-            self._plan = {given: lambda: restore_rng(ahead), given + 1: go_on}
+            self._plan = {first: lambda: restore_rng(ahead), second: go_on}
         else:
-            self._plan = {given: go_on}
+            self._plan = {first: go_on}
 
     def settle(self) -> None:
         """The first batch is there: what `resume` has planned happens now, if it has not yet."""
@@ -106,8 +107,8 @@ class LoaderNotes:
     def _before(self, number: int) -> None:
         if number in self._plan:
             self._plan.pop(number)()
-        if self._numbered:
-            self._fetch = (number, capture_rng())
+        if self._numbered and number % self._share == 0:
+            self._fetch = (number // self._share, capture_rng())
 
 
 def inner_sampler(source: Any) -> Any:
@@ -122,6 +123,11 @@ def _samplers(source: Any) -> Iterator[Any]:
         if hasattr(source, "generator"):
             yield source
         source = inner_sampler(source)
+
+
+def _share(loader: Any) -> int:
+    """Batches of the sampler in one that is handed out: those of all ranks, where accelerate dispatches them."""
+    return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 
 def _watch(source: Any, notes: LoaderNotes) -> None:

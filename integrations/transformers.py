@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..engine.api import FinetuneSpec, Stateful
 from ..recover import RecoverConfig, RecoverHandler
-from ..utils.distributed import control_group
+from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
 from .compat.transformers_private import TrainerSeam, is_exportable
@@ -102,6 +102,11 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
             "vLLM samples from a state that cannot be saved: a resumed run trains on all that was sampled before the "
             "snapshot, and samples other completions after it than a run that was not interrupted"
         )
+        if args.vllm_mode == "server":
+            found.append(
+                "a trainer that is killed while it sends weights may leave the vLLM server waiting for the rest: start "
+                "the server anew then. One that was not receiving is given the restored weights before it samples"
+            )
     base = type(trainer).__mro__[type(trainer).__mro__.index(TrainerSeam) + 1]
     if not (told or base.__module__.startswith("transformers.") or is_trls(base)):
         found.append(
@@ -156,12 +161,21 @@ def _refuse(trainer: Any) -> None:
         "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False": (
             args.ignore_data_skip
         ),
+        "with dispatch_batches accelerate skips too few batches of the epoch at a resume; leave it None, or set "
+        "split_batches too": _is_misplaced(trainer),
         "auto_find_batch_size changes the batches while the run goes on; set per_device_train_batch_size": (
             args.auto_find_batch_size
         ),
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise ConfigError(f"{type(trainer).__name__} cannot be resumed exactly: {reason}")
+
+
+def _is_misplaced(trainer: Any) -> bool:
+    """Whether accelerate's `skip_first_batches` would find another place than that of the run."""
+    config = trainer.args.accelerator_config
+    streams = not hasattr(trainer.train_dataset, "__len__")
+    return bool(config.dispatch_batches and not config.split_batches and get_world_size() > 1 and not streams)
 
 
 def _tell_of_checkpoints(output_dir: str) -> None:

@@ -22,7 +22,7 @@ from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
 from .compat.verl_private import BaseManager, tracker_of, use_manager
-from .verl_retention import DCP, retire
+from .verl_retention import DCP, place_of, retire
 
 logger = get_logger(__name__)
 
@@ -94,7 +94,7 @@ class HoldfastCheckpointManager(BaseManager):
             save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
         else:  # as verl does, for its merger
             rank_zero_decides(partial(self._save_config, hf), self._group)
-        rank_zero_decides(lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path.parent.parent)), self._group)
+        rank_zero_decides(lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path)), self._group)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -126,9 +126,10 @@ class HoldfastCheckpointManager(BaseManager):
         return DCPState(self.model, self.optimizer, self.lr_scheduler if with_extra else None)
 
 
-def _named_by_tracker(root: Path) -> int | None:
+def _named_by_tracker(saved: Path) -> int | None:
+    place = place_of(saved)
     try:
-        return int(tracker_of(root).read_text())
+        return None if place is None else int(tracker_of(place[0]).read_text())
     except (OSError, ValueError):  # none yet, or torn by a kill: then nothing is spared for its sake
         return None
 

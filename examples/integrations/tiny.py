@@ -12,15 +12,21 @@ from examples.tiny_models import SPECIAL_TOKENS, make_tokenizer
 VOCABULARY = [*SPECIAL_TOKENS, *"0123456789+="]
 
 
-def tiny_model() -> PreTrainedModel:
-    """A Qwen3 of some thousand parameters, with dropout: one lost random draw shows in its final weights."""
+def tiny_model(kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    """A Qwen3 of some thousand parameters, with dropout: one lost random draw shows in its final weights.
+
+    Args:
+        kind: the class of transformers that makes the model.
+        options: of its config.
+    """
     torch.manual_seed(0)
+    given: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], **options}
     config = Qwen3Config(
         vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=8, attention_dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        architectures=["Qwen3ForCausalLM"],
+        **given,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+    return kind.from_config(config)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

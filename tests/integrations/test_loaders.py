@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DataLoaderConfiguration
 
 from holdfast.integrations.accelerate import recoverable
@@ -151,6 +159,24 @@ def test_an_epoch_left_by_break_is_over_and_a_resume_after_it_gives_the_others(n
         assert train_capped(again) == expected[cut:], cut
 
 
+def test_an_epoch_left_at_its_last_batch_draws_what_ends_the_order() -> None:
+    """Hosts that count batches do not ask for one more; a resumed run has to draw as they do."""
+    rows: Any = list(range(8))
+    orders = []
+    for cut in (None, 2):
+        loader = recoverable(DataLoader(rows, batch_size=4, shuffle=True, generator=own_generator()))
+        found: list[Any] = []
+        for _ in range(3):
+            batches = iter(loader)
+            found += [next(batches).tolist() for _ in range(2)]
+            if cut == len(found):
+                state = loader.state_dict()
+                loader = recoverable(DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator()))
+                loader.load_state_dict(state)
+        orders.append(found)
+    assert orders[0] == orders[1]
+
+
 def test_samplers_are_told_the_next_epoch_after_a_break() -> None:
     loader = recoverable(LOADERS["stream"]())
     assert [next(iter(loader))[0].item() for _ in range(3)] == [0.0, 100.0, 200.0]
@@ -199,6 +225,24 @@ def test_other_loaders_and_states_are_refused() -> None:
         recoverable(DataLoader(Rows(), batch_size=2)).load_state_dict(state)
     with pytest.raises(CheckpointMismatchError, match=r"a state with \['epoch'\] is not one of RecoverableLoader"):
         recoverable(plain()).load_state_dict({"epoch": 1})
+
+
+@pytest.mark.parametrize(("rows", "split", "refused"), [(16, False, False), (20, False, True), (22, True, True)])
+def test_ranks_with_other_numbers_of_batches_are_refused(rows: int, split: bool, refused: bool) -> None:
+    lengths, samplers = [], []
+    for rank in range(2):
+        inner = BatchSampler(range(rows), 4, drop_last=False)  # type: ignore[arg-type]
+        sampler = BatchSamplerShard(inner, 2, rank, split_batches=split, even_batches=False)
+        lengths.append(len(list(sampler)))
+        samplers.append(sampler)
+    assert (lengths[0] != lengths[1]) == refused
+    for sampler in samplers:
+        loader = DataLoader(range(rows), batch_sampler=sampler)  # type: ignore[arg-type]
+        if refused:
+            with pytest.raises(ConfigError, match="some ranks have one batch more than others"):
+                recoverable(loader)
+        else:
+            recoverable(loader)
 
 
 def test_what_cannot_be_noted_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,6 +109,15 @@ def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: py
     assert "class of your own" not in caplog.text
 
 
+def test_what_vllm_does_not_bring_back_is_told(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
+    (sampling,) = gaps(trainer, told=True)
+    assert "samples other completions after it" in sampling
+    trainer.args.vllm_mode = "server"
+    assert "start the server anew" in gaps(trainer, told=True)[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

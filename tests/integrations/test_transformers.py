@@ -52,6 +52,7 @@ GRPO = [
 ]
 
 
+@pytest.mark.slow
 def test_grpo_killed_inside_a_buffer_ends_with_the_weights_and_moments_of_a_run_left_alone(tmp_path: Path) -> None:
     check(tmp_path, "grpo", ["step:7"], {})
 
@@ -94,9 +95,37 @@ def test_a_trainer_killed_ends_with_the_weights_and_moments_of_a_run_left_alone(
     check(tmp_path, kind, kills, options)
 
 
+DROPS = {"disable_dropout": False}
+PREFERENCES = [
+    pytest.param("dpo", ["step:3", "step:8"], DROPS, id="dpo, second epoch"),
+    pytest.param("dpo", ["step:11"], {"sync_ref_model": True, "ref_model_sync_steps": 2}, id="dpo, ref_model"),
+    pytest.param("dpo", ["step:3"], {"precompute_ref_log_probs": True}, id="dpo, reference computed before"),
+    pytest.param("dpo", ["step:3"], {"lora": True}, id="dpo, adapters"),
+    pytest.param("kto", ["step:3", "step:8"], DROPS, id="kto, second epoch"),
+    pytest.param(
+        "reward", ["micro:5"], {**DROPS, "gradient_accumulation_steps": 2}, id="reward, between micro-batches"
+    ),
+    pytest.param("reward", ["step:11"], {"lora": True}, id="reward, adapters and a head"),
+    pytest.param("rloo", ["step:7"], {}, id="rloo, inside a buffer"),
+    pytest.param("rloo", ["step:11", "generated:1"], {"gradient_accumulation_steps": 2}, id="rloo, while sampling"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "kills", "options"), PREFERENCES)
+def test_trainers_of_preferences_and_rloo_killed_end_as_those_left_alone(
+    kind: str, kills: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl")
+    if kind == "kto" and not trl.KTOTrainer.__module__.startswith("trl.trainer."):
+        pytest.skip("KTOTrainer is experimental in this TRL")
+    check(tmp_path, kind, kills, options)
+
+
 DISTRIBUTED = [
     pytest.param("grpo", ["step:7", "generated:1"], {}, id="ddp, grpo"),
     pytest.param("sft", ["step:3"], {}, id="ddp, sft, second epoch"),
+    pytest.param("dpo", ["step:3"], DROPS, id="ddp, dpo"),
     pytest.param("grpo", ["step:7"], {"fsdp2": True}, id="fsdp2, grpo"),
     pytest.param("trainer", ["step:3"], {"fsdp2": True, "gradient_accumulation_steps": 2}, id="fsdp2, draws"),
 ]

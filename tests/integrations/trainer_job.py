@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -18,16 +19,18 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoModelForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
 from holdfast.integrations.transformers import recoverable
 from holdfast.recover import RecoverConfig
+from tests.engine.lora.engines import whole
 
 N_ROWS = 16
 
@@ -98,9 +101,26 @@ class DrawingCollator:
         return {"input_ids": ids, "labels": labels}
 
 
+PREFERENCES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward"}
+
+
+def preferences(kind: str) -> Dataset:
+    """Right sums preferred to wrong ones."""
+    prompts = [text.partition("=") for text in sums(N_ROWS)]
+    if kind == "kto":
+        return Dataset.from_list(
+            [
+                {"prompt": prompt + equals, "completion": right if i % 2 else "00", "label": bool(i % 2)}
+                for i, (prompt, equals, right) in enumerate(prompts)
+            ]
+        )
+    return Dataset.from_list([{"prompt": p + e, "chosen": right, "rejected": "00"} for p, e, right in prompts])
+
+
 def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: dict[str, Any]) -> Any:
     tokenizer = tiny_tokenizer()
-    recover = RecoverConfig(fileroot=str(folder / "runs"), freq_steps=options.pop("freq_steps", 1), max_ckpt_to_keep=3)
+    keys = {"freq_steps": options.pop("freq_steps", 1), "max_ckpt_to_keep": 3, **options.pop("recover", {})}
+    recover = RecoverConfig(fileroot=str(folder / "runs"), **keys)
     common: dict[str, Any] = {
         "output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "learning_rate": 1e-2, "seed": 3,
         "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
@@ -111,22 +131,24 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         common["ddp_backend"] = "gloo"
     wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
     given: dict[str, Any] = {"model": tiny_model(), "callbacks": [KillSteps(killer), Counter()]}
-    if options.get("beta"):  # TRL reads the reference model from a folder
+    if options.get("beta") or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
         given["model"].save_pretrained(folder / "model")
         given["model"] = str(folder / "model")
     if lora:
-        given["peft_config"] = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+        given["peft_config"] = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type=task)
     if patience is not None:
         given["callbacks"].append(EarlyStoppingCallback(early_stopping_patience=patience))
-    if kind == "grpo":
+    if kind in ("grpo", "rloo"):
 
         def reward(completions: list[str], **_: Any) -> list[float]:
             killer.at("generated")
             return [sum(c in "02468" for c in text) / 4 - 0.1 * len(text) for text in completions]
 
-        args = GRPOConfig(**{"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4, **common})
+        config, base = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[kind]
+        args = config(**{"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4, **common})
         rows = Dataset.from_dict({"prompt": sums(N_ROWS)})
-        return wrap(GRPOTrainer)(
+        return wrap(base)(
             **given, args=args, train_dataset=rows, eval_dataset=rows.select(range(4)), reward_funcs=reward,
             processing_class=tokenizer,
         )  # fmt: skip
@@ -134,6 +156,15 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         rows = Dataset.from_dict({"text": sums(N_ROWS)})
         return wrap(SFTTrainer)(
             **given, args=SFTConfig(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+        )  # fmt: skip
+    if kind in PREFERENCES:
+        config, base = (getattr(trl, PREFERENCES[kind] + part) for part in ("Config", "Trainer"))
+        if kind == "reward":
+            given["model"] = tiny_model(AutoModelForSequenceClassification, num_labels=1)
+        rows = preferences(kind)
+        return wrap(base)(
+            **given, args=config(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
             processing_class=tokenizer,
         )  # fmt: skip
     rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in sums(N_ROWS)])
@@ -163,10 +194,11 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
 
     Args:
         folder: of the run; ``digest.json`` is written there.
-        kind: ``grpo``, ``sft`` or ``trainer``.
+        kind: ``grpo``, ``rloo``, ``sft``, ``dpo``, ``kto``, ``reward`` or ``trainer``.
         kill: where to die; empty: nowhere.
         plain: the host's own way: its checkpoints after every step, and the newest of them at a start.
-        options: of the training arguments, ``freq_steps`` of the generations, ``lora`` to train adapters alone.
+        options: of the training arguments, ``freq_steps`` of the generations, ``recover`` for other keys of
+            `RecoverConfig`, ``lora`` to train adapters alone.
     """
     torch.set_num_threads(1)
     options = dict(options or {})
@@ -178,7 +210,12 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
     trainer.train(resume_from_checkpoint=True if plain and has_checkpoint else None)
     assert isinstance(trainer.model, FSDPModule) == fsdp2
     found = ending(trainer)
+    weights = None
+    if options.get("lora") and fsdp2:
+        weights = {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()}
     if trainer.is_world_process_zero():
+        if options.get("lora"):
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "adapters", state_dict=weights)
         (folder / "digest.json").write_text(json.dumps(found))
 
 
