@@ -9,15 +9,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.utils.metrics import read_stats
 
 GRPO = Path(__file__).with_name("grpo.py")
-TIMES = {"seconds", "time", "publishing_s", "sampling_s", "training_s"}
-"""What differs between the statistics of two runs that are otherwise the same."""
+
+
+def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Statistics without those of the clock, in which two runs that are otherwise the same differ."""
+    clock = ("seconds", "time")
+    return [{key: entry[key] for key in entry if key not in clock and not key.endswith("_s")} for entry in stats]
 
 
 class GrpoRun:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, WorkerLost
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.metrics import StatsLogger
+from holdfast.utils.timing import PhaseTimes
 
 
 class Sampler:
@@ -55,7 +56,7 @@ class Sampler:
 
     def __init__(self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup) -> None:
         self.config, self.attempt, self.rollout, self.trainer = config, attempt, rollout, trainer
-        self._spent_s = {"publishing": 0.0, "sampling": 0.0}
+        self._times = PhaseTimes("publishing", "sampling")
         self.connect()
 
     def connect(self) -> None:
@@ -66,8 +67,11 @@ class Sampler:
         processes = json.dumps({"driver": os.getpid(), **pids})
         replace_atomically(self.config.stats_folder / "processes.json", processes.encode())
 
-    def ask(self, method: str, *args: Any, publish: bool = True) -> Any:
-        """Publish the weights, unless they are not used, and call a method of the `TaskWorker`, come what may."""
+    def ask(self, method: str, *args: Any, publish: bool = True, phase: str = "sampling") -> Any:
+        """Publish the weights, unless they are not used, and call a method of the `TaskWorker`, come what may.
+
+        ``phase`` is what its seconds are logged as.
+        """
         lost = None
         while True:
             try:
@@ -75,9 +79,9 @@ class Sampler:
                     self.rollout = self.attempt.restart(lost)  # until there were too many losses
                     self.connect()
                 if publish:
-                    with self._timing("publishing"):
+                    with self._times.phase("publishing"):
                         self.trainer.call_all("publish")  # always before sampling: also after a recovery
-                with self._timing("sampling"):
+                with self._times.phase(phase):
                     return self.rollout.call(0, method, *args)
             except WorkerLost as loss:
                 if loss.group != self.rollout.name:
@@ -86,16 +90,8 @@ class Sampler:
 
     def take_times(self, seconds: float) -> dict[str, float]:
         """What the ``seconds`` since the last call went to, for `holdfast top`: what is not in `ask` is training."""
-        spent, self._spent_s = self._spent_s, dict.fromkeys(self._spent_s, 0.0)
-        return {f"{what}_s": each for what, each in {**spent, "training": seconds - sum(spent.values())}.items()}
-
-    @contextmanager
-    def _timing(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._spent_s[what] += time.monotonic() - started
+        spent = self._times.take()
+        return {**spent, "training_s": seconds - sum(spent.values())}
 
 
 Numbered = Iterator[list[int]]

@@ -143,7 +143,8 @@ def reasoning_step(
         stats = grpo_step(config, sampler, trainer, batches, global_step)
     if (global_step + 1) % config.eval_steps and global_step != config.total_steps - 1:
         return stats
-    return {**stats, **sampler.ask("evaluate", config.n_held_out, config.actor.temperature, config.seed)}
+    how = config.n_held_out, config.actor.temperature, config.seed
+    return {**stats, **sampler.ask("evaluate", *how, phase="evaluating")}
 
 
 def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:

@@ -37,6 +37,7 @@ from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.processes import die_with_parent
 from holdfast.utils.remote import require_local
 from holdfast.utils.rng import seed_rng
+from holdfast.utils.timing import PhaseTimes
 from holdfast.utils.trackers import require_trackers
 
 
@@ -167,11 +168,14 @@ def train(
     if rank == 0:
         logger = StatsLogger(config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy")
         logger.resume_after(None if last is None else last.global_step)
+    times = PhaseTimes("training")
     for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
-        stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
-        engine.step_lr_scheduler()
+        with times.phase("training"):
+            stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+            engine.step_lr_scheduler()
         if logger is not None:
-            logger.log(step.global_step, {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")})
+            seen = {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")}
+            logger.log(step.global_step, {**seen, **times.take()})
         is_last = step.global_step == spec.total_train_steps - 1
         saved = handler.dump(engine, step, dataloader=loader, force=is_last)
         if rank == 0:

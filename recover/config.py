@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..engine.api import EXPORT_DTYPES
+from ..engine.api import ADAPTER_FORMS, EXPORT_DTYPES
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
 from ..utils.remote import FETCH_FIRST, require_local
@@ -59,6 +59,9 @@ class RecoverConfig:
     hf_dtype: str | None = None
     """What floating-point weights are exported as: ``float32``, ``bfloat16`` or ``float16``; None takes the dtype of
     the folder that the engine's model was made from, and keeps each as it is of a model without an engine."""
+    hf_adapters: str = "merged"
+    """What exports of a model with adapters are: ``merged`` weights, which load as any model, or folders of ``peft``
+    (``adapter_model.safetensors``, ``adapter_config.json``), which are small, and load beside the base."""
     hf_max_to_keep: int | None = None
     """How many of the newest exports stay; None keeps all."""
     save_timeout_s: float = 1800.0
@@ -112,6 +115,7 @@ class RecoverConfig:
         require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
         require_range("recover.hf_freq_steps", self.hf_freq_steps, low=1)
         require_choice("recover.hf_dtype", self.hf_dtype, (None, *EXPORT_DTYPES))
+        require_choice("recover.hf_adapters", self.hf_adapters, ADAPTER_FORMS)
         require_range("recover.hf_max_to_keep", self.hf_max_to_keep, low=1)
         require_range("recover.save_timeout_s", self.save_timeout_s, low=1.0)
         require_range("recover.save_failures_allowed", self.save_failures_allowed, low=0)

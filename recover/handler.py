@@ -170,23 +170,26 @@ class RecoverHandler:
         if self.config.mode == "off":
             return None
         self._saver.settle(must=True)  # of a load before this one
-        started, ranks = time.monotonic(), self._ranks_of(engine)
-        self._saver.exports.check(ranks)
+        ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
         ranks.decide_slowly(self._folder.open)
+        with self._folder.journal.beginning():
+            return self._load(ranks, dataloader)
+
+    def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
+        started, position = time.monotonic(), _Position(ranks)
+        self._saver.exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
         note_order(dataloader)
         choice = self._resume.choose(ranks, self._folder.mirror)
-        position = _Position(ranks)
         if choice is not None:
             self._restore(position, choice, dataloader)
             ranks.decide(partial(self._give_up_newer, choice))
         self._folder.note_start(choice, ranks.world_size, time.monotonic() - started)
         self._saver.snapshots.resumed_from = self._resume.resumed_from
         background_s = self.config.save_timeout_s if self.config.async_save else None
-        ranks.open_sessions(
-            RankSession.open, background_s, self._triggers.schedule.is_ever_due, self._saver.exports.request
-        )
+        snapshots, exports = self._triggers.schedule.is_ever_due, self._saver.exports.request
+        ranks.open_sessions(RankSession.open, background_s, snapshots, exports)
         self._position = position
         self._go_on_exporting(ranks, choice)
         self._triggers.pace.step_begins()
@@ -263,7 +266,7 @@ class RecoverHandler:
                 f"step_info counts {step_info.steps_per_epoch} steps an epoch, the handler's ft_spec "
                 f"{self.ft_spec.steps_per_epoch}: load would refuse the generation. Use ft_spec.steps_per_epoch"
             )
-        ranks = self._ranks_of(engine)
+        ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
         self._folder.journal.note("step", step=step_info.global_step)
         wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info, force))
         self._position.epoch = None
@@ -368,9 +371,6 @@ class RecoverHandler:
         return saved
 
     # Load
-
-    def _ranks_of(self, engine: Any) -> Ranks:
-        return ranks_of(engine, self._stateful, self._group, self._sessions)
 
     def _give_up_newer(self, resumed: Choice) -> None:
         """What is newer than the generation resumed is given up, and a copy that a crash cut short is made again."""

@@ -282,12 +282,16 @@ class Supervisor:
                 stack.callback(self._journal.close)
             placements = Placements(self._config)
             stack.callback(placements.remove)
-            return self._run(job, placements)
+            with self._journal.telling():
+                result = self._run(job, placements)
+            self._journal.note("returned")
+            return result
 
     def _run(self, job: Callable[[Attempt], T], placements: Placements) -> T:
         attempt = Attempt(0, None, None, self, placements)
         try:
             while True:
+                self._journal.begin()
                 try:
                     result = job(attempt)
                     attempt._shutdown()

@@ -281,23 +281,25 @@ class FolderLock:
         )
 
 
-def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock of a file, which is neither made nor locked by asking.
+def probe_lock(path: Path) -> bool | None:
+    """Whether a process holds the lock of a file, which is neither made nor locked by asking.
 
-    False where that cannot be told: the file is missing or unreadable, or its file system has no locks.
+    None where that cannot be told: the file is unreadable, or its file system has no locks.
     """
     if _opened(path) is not None:  # closing it would drop a record lock of this process
         return True
     try:
         fd = os.open(path, os.O_RDONLY)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return None
     try:
         by_description = sys.platform == "linux" and not _is_fuse(fd)
         answer = fcntl.fcntl(fd, _OFD_GETLK if by_description else fcntl.F_GETLK, _EXCLUSIVE)
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
     except OSError:
-        return False
+        return None
     finally:
         os.close(fd)
 

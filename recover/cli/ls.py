@@ -12,6 +12,7 @@ from ..storage.retention import RetentionRules, reasons_to_keep
 from .output import json_option, print_json, print_table, size_text, time_text
 from .places import Run, run_argument
 
+_COLUMNS = ("step>", "epoch>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
 _MOST_METRICS = 2
 
 
@@ -36,8 +37,10 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"run": place.where, "generations": entries, **others})
         return
-    columns = ("step>", "epoch>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
-    print_table(columns, [_row(entry) for entry in entries], place.where)
+    if entries:
+        print_table(_COLUMNS, [_row(entry) for entry in entries], place.where)
+    else:
+        click.echo(f"{place.where} has no generation yet")
     for step in others["damaged_steps"]:
         click.echo(f"step {step}: its copy was found damaged")
     for staged in others["being_written"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ...utils.files import remove_folder
 from ...utils.folder_lock import FolderLock
 from ...utils.manifest import read_manifest
 from ..storage.generations import GenerationStore
+from .folders import LocalFolder
+from .in_use import no_job_option, require_unused
 from .output import json_option, print_json, size_text
 from .places import LOCK_NAME, find_step
 
@@ -21,24 +24,33 @@ _generations = click.argument("generations", metavar="GEN...", nargs=-1, require
 @click.command("rm", short_help="Delete generations.")
 @_generations
 @click.option("--force", is_flag=True, help="Also the newest sound one, which a restart would resume from.")
+@click.option("--quick", is_flag=True, help="Judge what stays by names and sizes, and read none of it.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@no_job_option
 @json_option
-def rm_command(generations: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None:
+def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool, no_job: bool, as_json: bool) -> None:
     """Delete generations, each named by its folder or as RUN@STEP.
 
-    Pinned ones are refused, and the newest sound one of a run without --force; while a job uses the run, with it too.
-    Each vanishes at once, before its files are deleted; a copy at the mirror stays.
+    Pinned ones are refused, and without --force those that leave no newer sound one, which a restart resumes from:
+    before anything is deleted the one that stays is compared with its digests, every byte. While a job uses the run, or
+    may, the newest is refused with --force too. Each vanishes at once, before its files are deleted; a copy at the
+    mirror stays.
     """
     found = [find_step(text) for text in generations]
-    for root in dict.fromkeys(store.root for store, _ in found):
-        _check(GenerationStore(root), [step for store, step in found if store.root == root], force)
+    steps = {root: [step for store, step in found if store.root == root] for root in {store.root for store, _ in found}}
+    judge = _Judge(quick)
+    for root, gone in steps.items():
+        if force:
+            require_unused(root.parent, no_job)
+        _check(GenerationStore(root), gone, force, judge)
     sizes = [_bytes(store, step) for store, step in found]
     if not yes:
         names = ", ".join(str(store.path_of(step)) for store, step in found)
         click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
     for store, step in found:
         with _locked(store.root.parent) as free:
-            _check(store, [step], force and free)  # again: it may have been pinned while the question was open
+            # Again: it may have been pinned, or become the newest, while the question was open.
+            _check(store, [step], force and free, judge)
             remove_folder(store.path_of(step))
     removed = [str(store.path_of(step)) for store, step in found]
     if as_json:
@@ -78,28 +90,59 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
         click.echo(f"{done} {', '.join(paths)}")
 
 
-def _check(store: GenerationStore, steps: list[int], force: bool) -> None:
+class _Judge:
+    """What is wrong with generations, in words: by names and sizes of their files and, unless ``quick``, every byte.
+
+    Bytes are read once.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self._damage_of = (lambda path: None) if quick else cache(_damage_of)
+
+    def __call__(self, store: GenerationStore, path: Path) -> str | None:
+        """None: it is sound."""
+        try:
+            store.inspect(path)
+        except CheckpointError as error:
+            return str(error)
+        return self._damage_of(path)
+
+
+def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge) -> None:
     """Refuse what must stay.
 
+    Args:
+        store: of the run.
+        steps: what would go.
+        force: all but what is pinned may go.
+        judge: of generations.
+
     Raises:
-        ConfigError: a step is pinned, or the newest sound one would go.
+        ConfigError: a step is pinned, or a sound one would go that is newer than all sound ones that stay.
     """
     if pinned := sorted(store.pins().intersection(steps)):
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
-    newest = next((g.step for g in store.generations() if _is_sound(store, g.path)), None)
-    if newest in steps and not force:
-        raise ConfigError(
-            f"step {newest} is the newest sound generation of {store.root}, which a restart resumes from; --force "
-            "deletes it unless a job uses the run"
-        )
+    if force:
+        return
+    damage: list[str] = []
+    for generation in store.generations():  # newest first
+        problem = judge(store, generation.path)
+        if problem is None and generation.step not in steps:
+            return
+        if problem is None:
+            found = f" ({'; '.join(damage)})" if damage else ""
+            raise ConfigError(
+                f"step {generation.step} is the newest sound generation of {store.root}{found}, which a restart "
+                "resumes from; --force deletes it unless a job uses the run"
+            )
+        damage.append(f"step {generation.step} is damaged: {problem}")
 
 
-def _is_sound(store: GenerationStore, path: Path) -> bool:
-    try:
-        store.inspect(path)
-    except CheckpointError:
-        return False
-    return True
+def _damage_of(path: Path) -> str | None:
+    from .verify import find_damage
+
+    folder = LocalFolder(path)
+    return next(iter(find_damage(folder, folder.manifest()["files"])), None)
 
 
 def _bytes(store: GenerationStore, step: int) -> int:

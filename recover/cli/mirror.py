@@ -11,6 +11,7 @@ from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, Con
 from ...utils.folder_lock import FolderLock
 from ..storage.generations import Generation, GenerationStore
 from ..storage.journal import read_journal
+from .in_use import no_job_option, require_unused
 from .output import json_option, print_json, print_table, seconds_text, size_text
 from .places import LOCK_NAME, Run, local_path, run_argument
 
@@ -58,12 +59,15 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
     "--step", "steps", type=int, multiple=True, help="Which; may be given several times. Default: the newest."
 )
 @click.option("--all", "everything", is_flag=True, help="All that are here.")
+@no_job_option
 @json_option
-def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: bool, as_json: bool) -> None:
+def mirror_push(
+    run: str, url: str | None, steps: tuple[int, ...], everything: bool, no_job: bool, as_json: bool
+) -> None:
     """Copy generations of RUN to its mirror, or to another URL; nothing is deleted there.
 
     A URL is of one run: where it has a copy of the same step that is of another generation, nothing is copied.
-    To its own mirror a job copies by itself: that is refused while one uses the run.
+    To its own mirror a job copies by itself: that is refused while one uses the run, or may.
     """
     place = Run(run)
     store, there = place.require_store(), mirror_of(place, url)
@@ -75,7 +79,7 @@ def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: b
         raise CheckpointNotFoundError(f"{store.root} has no generation yet")
     with ExitStack() as stack:
         if there.url == recorded_mirror(place):
-            stack.enter_context(_Held(place.trial_root))
+            stack.enter_context(_Held(place.trial_root, no_job))
         for step in wanted:  # all of them before the first is copied
             _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
@@ -86,8 +90,9 @@ def mirror_push(run: str, url: str | None, steps: tuple[int, ...], everything: b
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
 @click.option("--step", type=int, help="Which; default: the newest that is sound there.")
+@no_job_option
 @json_option
-def mirror_pull(source: str, target: str, step: int | None, as_json: bool) -> None:
+def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_json: bool) -> None:
     """Fetch a generation from the mirror at URL into the folder of RUN, which is made if it is missing.
 
     Every byte is compared with its digest; the generation appears when all of it is sound.
@@ -98,7 +103,7 @@ def mirror_pull(source: str, target: str, step: int | None, as_json: bool) -> No
     if step is None or step not in there.traces():
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
-    with _Held(store.root.parent):
+    with _Held(store.root.parent, no_job):
         generation = there.fetch(step, store)
     _tell([_report(generation, _bytes(generation), time.monotonic() - started)], "fetched", str(store.root), as_json)
 
@@ -132,10 +137,12 @@ def recorded_mirror(place: Run) -> str | None:
 class _Held:
     """The lock of a run, for a block; refused at once while a job has it."""
 
-    def __init__(self, trial_root: Path) -> None:
+    def __init__(self, trial_root: Path, no_job: bool) -> None:
+        self._trial_root, self._no_job = trial_root, no_job
         self._lock = FolderLock(trial_root / LOCK_NAME)
 
     def __enter__(self) -> None:
+        require_unused(self._trial_root, self._no_job)
         self._lock.acquire(0.0)
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,6 @@
 """What RUN and GEN stand for on the command line: generations of a run, here or at its mirror."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOCK_NAME = "recover.lock"
 _STEP = re.compile(r"global_step_(\d+)")
 _AT = re.compile(r"(.+)@(\d+|newest)")
+_OF_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging-")
+"""How the names begin of what a run puts into its folder of generations."""
 
 
 def run_argument(command: F) -> F:
@@ -178,12 +181,23 @@ def _recover_root(path: Path) -> Path:
     """Where the generations of the run in a folder are."""
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {path}")
-    if (path / "recover").is_dir() or (path / LOCK_NAME).exists():  # the latter: a run that has just begun
+    if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the former: a run that has just begun
         return path / "recover"
-    if path.name == "recover" or any(_STEP.fullmatch(child.name) for child in path.iterdir()):
+    if any(_STEP.fullmatch(child.name) for child in path.iterdir()) or (
+        path.name == "recover" and _holds_generations(path)
+    ):
         return path
     below = sorted(
-        {found.parent for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover") if found.is_dir()}
+        {found.parent for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover") if _holds_generations(found)}
     )
     hint = f"; runs below it: {', '.join(map(str, below[:8]))}" if below else ""
-    raise CheckpointNotFoundError(f"{path} is not the folder of a run: it has neither recover/ nor generations{hint}")
+    raise CheckpointNotFoundError(
+        f"{path} is not the folder of a run: it has neither generations nor a recover/ for them{hint}"
+    )
+
+
+def _holds_generations(root: Path) -> bool:
+    """Whether a folder is of generations, if only to be, and no other folder of that name, as a package may be."""
+    if not root.is_dir():
+        return False
+    return (root.parent / LOCK_NAME).exists() or not (names := os.listdir(root)) or any(map(_OF_A_STORE.match, names))

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointCorruptError
+from .in_use import use_of
 from .mirror import recorded_mirror
 from .output import NARROWEST, json_option, print_json
 from .places import Run, find_generation, generation_argument, is_url
@@ -14,6 +15,11 @@ _THEN = (
     "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
     "has written since, not from this generation again."
 )
+_END_IT = {
+    True: "A job uses the run: end it, and ",
+    False: "No job uses the run: ",
+    None: "Whether a job uses the run cannot be known here: see to it that none does, and ",
+}
 
 
 @click.command("resume-from", short_help="How to go back to a generation.")
@@ -43,7 +49,8 @@ def resume_from_command(generation: str, as_json: bool) -> None:
         mirror = recorded_mirror(run)
         setting = f"recover.resume_path={folder.path.absolute()}"
     found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
-    found |= {"mirror": mirror, "setting": setting, "first": first}
+    in_use = False if first is not None else use_of(run.trial_root).known
+    found |= {"mirror": mirror, "setting": setting, "first": first, "in_use": in_use}
     if as_json:
         print_json(found)
         return
@@ -59,6 +66,6 @@ def resume_from_command(generation: str, as_json: bool) -> None:
             click.echo(f"Newer ones are there: {', '.join(map(str, newer))}.")
         if mirror is not None:
             click.echo(f"The mirror {mirror} may have newer ones, which a start would fetch.")
-        click.echo("End the job, and start the same command with\n")
+        click.echo(f"{_END_IT[in_use]}start the same command with\n")
     click.echo(f"  {setting}\n")
     click.echo(click.wrap_text(_THEN, NARROWEST))

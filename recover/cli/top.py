@@ -9,7 +9,8 @@ import click
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.journal import JOURNAL_NAME, read_journal
-from .attempts import EVENTS, is_in_use
+from .attempts import EVENTS, last_attempt
+from .in_use import use_of
 from .output import json_option, make_table, number_text, print_json, print_rich, seconds_text, size_text
 from .places import Run, run_argument
 
@@ -72,11 +73,11 @@ def look(place: Run, stats: Path | None) -> dict[str, Any]:
     saves = [event for event in events[began:] if event["event"] == "save"]
     recent = steps[-_LAST_STEPS - 1 :]
     seconds = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) if len(recent) > 1 else None
-    ended = next((event for event in reversed(events[began:]) if event["event"] == "end"), None)
+    last = last_attempt(root)
     found = {
         "run": str(root),
-        "in_use": is_in_use(root),
-        "ended": None if ended is None else ended.get("error") or ended.get("how"),
+        "in_use": use_of(root).known,
+        "ended": None if last is None or last.ended is None else last.error or ("closed" if last.closed else "exited"),
         "step": steps[-1]["step"] if steps else None,
         "step_age_s": round(time.time() - steps[-1]["time"], 1) if steps else None,
         "seconds_a_step": None if seconds is None else round(seconds, 4),
@@ -115,8 +116,8 @@ def _stats_of(root: Path, stats: Path | None, step: int | None) -> dict[str, Any
     if path is None:
         return {"stats": None, "spent_s": {}}
     lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))[-_LAST_STEPS:]
-    names = [name for name in (lines[-1] if lines else {}) if name.endswith("_s")]
-    spent = {name.removesuffix("_s"): _mean([line[name] for line in lines if name in line]) for name in names}
+    names = list(dict.fromkeys(name for line in lines for name in line if name.endswith("_s")))
+    spent = {name.removesuffix("_s"): _mean([line.get(name, 0.0) for line in lines]) for name in names}
     last = {name: value for name, value in lines[-1].items() if name not in names} if lines else None
     return {"stats": last, "spent_s": spent}
 
@@ -127,7 +128,9 @@ def _mean(values: list[float]) -> float:
 
 def _screen(found: dict[str, Any]) -> Any:
     """All of it as one table."""
-    state = "running" if found["in_use"] else f"not running ({found['ended'] or 'killed, or its machine was lost'})"
+    states = {True: "running", None: "running, or killed: the lock of the run cannot tell"}
+    stopped = f"not running ({found['ended'] or 'killed, or its machine was lost'})"
+    state = states.get(found["in_use"], stopped)
     rows = [("run", found["run"]), ("state", state)]
     if found["step"] is not None:
         rows.append(("step", f"{found['step']}, {seconds_text(found['step_age_s'])} ago"))

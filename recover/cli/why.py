@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .attempts import Attempt, is_in_use, read_attempts
+from .attempts import Attempt, read_attempts
+from .in_use import use_of
 from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
 from .places import Run, run_argument
 
@@ -23,7 +24,7 @@ def why_command(run: str, as_json: bool) -> None:
     restore itself took is the column "load". From <trial>/journal.jsonl, which the run writes.
     """
     place = Run(run)
-    attempts, in_use = read_attempts(place), is_in_use(place.trial_root)
+    attempts, in_use = read_attempts(place), use_of(place.trial_root).known
     verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
     redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
     if as_json:
@@ -44,11 +45,11 @@ def _row(one: Attempt, verdict: str) -> list[str]:
     return [
         str(one.number),
         time_text(one.began),
-        str(one.world_size),
-        "fresh" if one.resumed is None else str(one.resumed + 1),
+        str(one.world_size or ""),
+        "" if not one.loaded else "fresh" if one.resumed is None else str(one.resumed + 1),
         "" if one.last is None else str(one.last),
         str(one.redone or ""),
-        seconds_text(one.load_s),
+        seconds_text(one.load_s) if one.loaded else "",
         "" if one.gone_s is None else seconds_text(one.gone_s),
         verdict + (f"; workers were lost {one.losses} times" if one.losses > 1 else ""),
     ]

@@ -9,12 +9,15 @@ fsynced. A kill loses no line, a power cut may lose the last ones. A month of st
 import atexit
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...utils.errors import Preempted
 from ...utils.json_lines import read_lines, to_line
 from ...utils.logging import get_logger
 
@@ -60,8 +63,30 @@ class Journal:
         else:
             self._failing = False
 
+    def begin(self) -> None:
+        """Append that an attempt begins: that its workers start, or that it loads. It may never come to `start`."""
+        self.note("attempt", host=socket.gethostname(), pid=os.getpid())
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """`begin` and `telling`."""
+        self.begin()
+        with self.telling():
+            yield
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Append the error that the block ends with, if any: of what `close` does not see."""
+        try:
+            yield
+        except Preempted:
+            raise  # noted as a stop
+        except BaseException as error:
+            self.note("failed", error=_described(error))
+            raise
+
     def start(self, **facts: Any) -> None:
-        """Append the start of an attempt, whose end `close` appends, or else the end of the process."""
+        """Append that an attempt has loaded and trains, whose end `close` appends, or else the end of the process."""
         self.note("start", **facts)
         self._started_by = os.getpid()
         atexit.register(self._end_of_process)

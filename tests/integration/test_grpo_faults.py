@@ -62,6 +62,7 @@ def assert_ends_as(run: GrpoRun, expected: str) -> None:
     assert [entry["step"] for entry in read_stats(run.trial_root / "stats" / "stats.jsonl")] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_was_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
     settings = (*SETTINGS, "total_steps=6")
     reference, run = (

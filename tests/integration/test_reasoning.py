@@ -11,15 +11,14 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from examples.chaos import TIMES, GrpoRun, sha256
+from examples.chaos import GrpoRun, sha256
 from examples.rollout import RolloutWorker
 from examples.tiny_models import make_tokenizer, write_tiny_qwen3
 from holdfast.utils.errors import ConfigError
-from holdfast.utils.metrics import read_stats
-from tests.limits import stretched
+from tests.integration.killed_jobs import PATIENCE_S, finish, finish_killed, stats_of
+from tests.recover.cli.commands import answer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PATIENCE_S = stretched(240.0)
 OPTIONS = {
     "palindrome_generation": {"min_length": 3, "max_length": 4},
     "word_sorting": {"min_words": 2, "max_words": 2, "min_word_length": 3, "max_word_length": 4},
@@ -133,38 +132,21 @@ def job(folder: Path, *overrides: str) -> GrpoRun:
     return GrpoRun(folder, "trackers=[]", *overrides, script=script, experiment="reasoning")
 
 
-def untimed(run: GrpoRun) -> list[dict[str, float]]:
-    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    return [{key: entry[key] for key in entry if key not in TIMES} for entry in stats]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_killed_in_both_of_its_phases_ends_as_one_that_was_not(tmp_path: Path) -> None:
     sizes = ("batch_size=4", "sft_batch_size=8", "n_samples=4", "n_held_out=8", "eval_steps=3", "model_layers=2")
     settings = (*sizes, "total_steps=12", "sft_steps=6", "recover.freq_steps=2")
     reference, run = job(tmp_path / "reference", *settings), job(tmp_path / "run", *settings)
-    try:
-        reference.start()
-        assert reference.wait(PATIENCE_S) == 0, reference.log_tail()
-        run.start()
-        run.wait_until(lambda: run.last_step() >= 2 or run.exit_code() is not None, PATIENCE_S)
-        assert run.kill("trainer", 1), run.log_tail()
-        run.wait_until(lambda: len(run.attempts()) == 2 or run.exit_code() is not None, PATIENCE_S)
-        run.wait_until(lambda: run.last_step() >= 8 or run.exit_code() is not None, PATIENCE_S)
-        assert run.exit_code() is None, run.log_tail()
-        run.kill("driver")
-        run.start()
-        assert run.wait(PATIENCE_S) == 0, run.log_tail()
-    finally:
-        reference.stop()
-        run.stop()
-    assert len(run.attempts()) == 3
+    finish(reference)
+    finish_killed(run, trainer_after=2, driver_after=8)
     assert sha256(run.final_weights()) == sha256(reference.final_weights())
-    stats = untimed(run)
-    assert stats == untimed(reference) and [entry["step"] for entry in stats] == list(range(12))
+    stats = stats_of(run)
+    assert stats == stats_of(reference) and [entry["step"] for entry in stats] == list(range(12))
     assert [entry["step"] for entry in stats if "held_out" in entry] == [2, 5, 8, 11]
     assert ["reward" in entry for entry in stats] == [False] * 6 + [True] * 6
+    spent = answer("top", run.trial_root)["spent_s"]
+    assert spent.keys() == {"publishing", "sampling", "training", "evaluating"} and min(spent.values()) > 0
     assert (run.trial_root / "held_out.png").stat().st_size > 10_000
 
 
@@ -192,7 +174,7 @@ def test_the_settings_for_gpus_train_a_model_folder_with_a_chat_template(modules
         assert run.wait(PATIENCE_S) == 0, run.log_tail()
     finally:
         run.stop()
-    stats = untimed(run)
+    stats = stats_of(run)
     assert [entry["held_out/gsm_symbolic"] for entry in stats] == [0.0, 0.0]  # of a model that babbles
     assert all(entry["reward"] == 0.0 and entry["n_updates"] == 2 for entry in stats)
     exported = json.loads((run.final_weights().parent / "generation_config.json").read_text())

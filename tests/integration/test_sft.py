@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.chaos import untimed
 from examples.copy_task import EOS_ID, CopyPrompts, encode, reward, write_model_folder
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.metrics import read_stats
 from tests.integration.sft_runs import SCRIPT, finish, kill_after, start, tree_bytes
+from tests.recover.cli.commands import answer
 
 STEPS = 60
 OVERRIDES = ("trainer.total_epochs=6", "trainer.save_freq=7")
@@ -33,10 +35,11 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: P
 
     assert f"step   0/{STEPS}" not in resumed, resumed
     assert tree_bytes(killed / EXPORT) == tree_bytes(whole / EXPORT)
-    stats = read_stats(whole / "stats.jsonl")
-    assert read_stats(killed / "stats.jsonl") == stats
+    stats = untimed(read_stats(whole / "stats.jsonl"))
+    assert untimed(read_stats(killed / "stats.jsonl")) == stats
     assert [entry["step"] for entry in stats] == list(range(STEPS))
     assert stats[-1]["loss"] < 0.2 * stats[0]["loss"]
+    assert answer("top", killed)["spent_s"]["training"] > 0
     assert list((whole / "tensorboard").glob("events.*"))
     for run in (whole, killed):
         kept = sorted(path.name for path in (run / "recover").iterdir())

@@ -32,10 +32,18 @@ from tests.ray_helpers import (
     local_ray,
     running,
 )
+from tests.recover.cli.commands import answer
 from tests.tiers import slow_but
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
+
+
+class DiesAtStart(Server):
+    """Never comes up."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def live_placements() -> int:
@@ -403,6 +411,29 @@ def test_a_group_with_too_few_ranks_grows_in_the_next_attempt() -> None:
     assert supervisor.run(job) == [4.0] * 4
     assert sizes == [2, 4] and supervisor.events == []
     assert live_placements() == 0
+
+
+@pytest.mark.slow
+def test_the_journal_tells_of_workers_that_never_came_up_and_of_a_job_that_fails_before_it_loads(
+    tmp_path: Path,
+) -> None:
+    config = RecoverConfig(fileroot=str(tmp_path), retries=1)
+
+    def dies(attempt: Attempt) -> None:
+        attempt.worker_group(DiesAtStart, name="trainer", process_group=False)
+
+    def misconfigured(attempt: Attempt) -> None:
+        raise ConfigError("config key 'path' is empty")
+
+    for job, error in ((dies, RetriesExhausted), (misconfigured, ConfigError)):
+        with pytest.raises(error):
+            Supervisor(config).run(job)
+    Supervisor(config).run(lambda attempt: None)
+    first, second, third = (one["verdict"] for one in answer("why", config.trial_root)["attempts"])
+    lost = "before it had loaded: worker group 'trainer' lost rank(s) [0]: "
+    assert first.startswith(lost) and second.startswith(lost) and "; given up: RetriesExhausted: " in second
+    assert third == "before it had loaded: ConfigError: config key 'path' is empty"
+    assert answer("top", config.trial_root)["ended"].startswith("ConfigError")
 
 
 def test_ray_must_be_running() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from holdfast.recover.cli.attempts import list_attempts
 from holdfast.recover.storage.journal import Journal
-from holdfast.utils.errors import Preempted
+from holdfast.utils.errors import CheckpointCorruptError, ConfigError, Preempted
 from holdfast.utils.metrics import StatsLogger
 from tests.helpers import PRELOAD
 from tests.limits import stretched
 from tests.once import make_once
-from tests.recover.cli.commands import answer, holdfast
+from tests.recover.cli.commands import answer, flip_byte, holdfast
 from tests.recover.runs import Tiny, make_handler, step_info
 
 pytestmark = pytest.mark.timeout(120)
@@ -173,3 +173,49 @@ def test_a_run_without_a_journal_and_one_at_a_url_are_one_message(tmp_path: Path
         assert code == 2 and "journal.jsonl" in err
         code, _, err = holdfast(command, "s3://bucket/e/t")
         assert code == 2 and "needs the run's folder" in err
+
+
+def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Path) -> None:
+    _run(tmp_path, 4, "kill")
+    trial = tmp_path / "e" / "t"
+    for shard in (trial / "recover").glob("global_step_*/*/*.distcp"):
+        flip_byte(shard)
+    with pytest.raises(CheckpointCorruptError), make_handler(tmp_path, freq_steps=2) as handler:
+        handler.load(Tiny().state)
+    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with`, as many have it
+        make_handler(tmp_path, hf_freq_steps=1).load(Tiny().state)
+    found = answer("why", trial)["attempts"]
+    assert [attempt["loaded"] for attempt in found] == [True, False, False]
+    assert found[1]["verdict"].startswith("before it had loaded: CheckpointCorruptError: ")
+    assert found[2]["verdict"].startswith("before it had loaded: ConfigError: engine 'default' has a Linear")
+    assert answer("top", trial)["ended"].startswith("ConfigError")
+    journal = Journal(trial)
+    journal.open()
+    journal.begin()
+    assert answer("top", trial)["ended"] is None, "an attempt begins"
+    journal.note("returned")
+    journal.close()
+    assert answer("top", trial)["ended"].startswith("ConfigError"), "it was none of training"
+    code, out, _ = holdfast("why", trial)
+    assert code == 0 and "3 attempts, 5 steps; 0 were trained again" in out and "ConfigError" in out
+
+
+def test_attempts_that_end_before_they_have_loaded_are_told_from_workers_that_were_replaced() -> None:
+    began, returned = {"event": "attempt", "time": 0.0}, {"event": "returned", "time": 9.0}
+    start, lost = {"event": "start", "time": 2.0, "step": None}, {"event": "loss", "time": 1.0, "cause": "died"}
+    end = {"event": "end", "time": 3.0, "how": "closed", "error": "WorkerLost: trainer"}
+    spent = {"event": "failed", "time": 4.0, "error": "RetriesExhausted: too many"}
+
+    def verdicts(*events: dict[str, Any], in_use: bool = False) -> list[str]:
+        found = list_attempts(events)
+        return [one.verdict(one is found[-1], in_use) for one in found]
+
+    assert verdicts(began, began, start, end, lost, began, lost, spent) == [
+        "WorkerLost: trainer",
+        "before it had loaded: worker group None lost rank(s) None: died; given up: RetriesExhausted: too many",
+    ]
+    assert verdicts(began, lost, start, in_use=True) == ["goes on"], "one group was started again, and it came up"
+    assert verdicts(began, in_use=True) == ["begins: its workers start, or it loads"]
+    assert verdicts(began) == ["before it had loaded: killed, or its machine was lost: nothing was noted"]
+    assert verdicts(began, returned) == [] == verdicts(returned)
+    assert verdicts(start, end, spent) == ["WorkerLost: trainer; given up: RetriesExhausted: too many"]

@@ -227,6 +227,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_an_export_takes_the_memory_of_the_largest_tensor_not_of_the_model(tmp_path: Path) -> None:
     config = tiny_qwen3(hidden_size=512, layers=20)
     model = write_model_folder(tmp_path / "model", config)
