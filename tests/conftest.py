@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = item.get_closest_marker("timeout")
         limit_s = of_all if own is None else own.args[0]
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports have made out of all later collections: an engine begins and ends with a full one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -32,6 +32,7 @@ PRELOAD = (
     "holdfast.engine.fsdp_engine",
     "holdfast.engine.rl",
     "holdfast.recover.handler",
+    "tests.preloaded",
 )
 """What almost every rank needs: imported once, in the process that ranks are forked from, which does nothing else."""
 

@@ -206,7 +206,7 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
 
 def test_the_fields_of_the_journal_are_those_in_the_table(trial: Path) -> None:
     entries = list(read_lines(trial / "journal.jsonl", "event"))
-    assert [entry["event"] for entry in entries] == ["start", "step", "save", "step", "save", "end"]
+    assert [entry["event"] for entry in entries] == ["attempt", "start", "step", "save", "step", "save", "end"]
     for entry in entries:
         (row,) = re.findall(rf"^\| `{entry['event']}` \| (.*) \|$", section("journal.jsonl"), re.MULTILINE)
         assert [key for key in entry if key not in ("event", "time") and f"`{key}`" not in row] == []

@@ -77,6 +77,7 @@ def test_tests_folders_are_packages() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_imports_outside_the_checkout(checkout: Path, tmp_path: Path) -> None:
     run(
         sys.executable,

@@ -1,6 +1,7 @@
 """AReaL's names of the engine's methods, on two ranks: the same results as ours, from dicts and from lists."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from holdfast.utils.errors import BatchError, ConfigError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 LINEAR = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", warmup_steps=0, gradient_clipping=0.5)
 
@@ -126,14 +128,16 @@ def _groups(rank: int, folder: str) -> None:
     assert not engine.initialized
 
 
-def _all(rank: int, world_size: int, folder: str) -> None:
-    for check in (_lists, _filled_rows, _own_step, _rates_and_statistics, _groups):
-        check(rank, folder)
+def _check(rank: int, world_size: int, folder: str, check: Callable[[int, str], None]) -> None:
+    check(rank, folder)
 
 
-def test_the_engine_answers_to_areals_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "check", slow_but([_own_step, _groups], [_lists, _filled_rows, _own_step, _rates_and_statistics, _groups])
+)
+def test_the_engine_answers_to_areals_names(tmp_path: Path, check: Callable[[int, str], None]) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
-    run_ranks(_all, 2, str(tmp_path / "model"))
+    run_ranks(_check, 2, str(tmp_path / "model"), check)
 
 
 def test_filling_up_rows_that_are_not_packed_or_have_no_limit_is_refused() -> None:

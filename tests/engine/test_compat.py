@@ -75,7 +75,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
     outside = [path for path in files if path.parent.name != "compat"]
     assert [use for path in outside for use in private_uses(path)] == []
     found = {path.name for path in files if path not in outside and list(private_uses(path))}
-    libraries = ("peft", "ray", "torch", "trackio", "transformers", "trl")
+    libraries = ("lightning", "peft", "ray", "torch", "trackio", "transformers", "trl")
     assert found == {f"{library}_private.py" for library in libraries}, "the scan sees nothing"
 
 
@@ -96,6 +96,7 @@ def test_a_name_that_a_release_took_away_is_missed_in_words(
             require(library, [Private(f"{__name__}:changed", private.use, private.parameters)])
 
 
+@pytest.mark.slow
 def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Path) -> None:
     """Taking one away in a fresh process stops the import of the engine, and names it."""
     (module, name) = ("torch.nn.modules.dropout", "_DropoutNd")

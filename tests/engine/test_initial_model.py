@@ -143,6 +143,7 @@ def test_buffers_are_exported_as_before_whatever_is_computed_with_them(tmp_path:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_cast_buffers_and_recomputed_blocks(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["decays that are buffers"])
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS)}

@@ -117,7 +117,7 @@ def test_every_fsync_has_a_purpose_that_is_tested_and_only_one(name: str, record
 LOSSES = [each for each in EACH if each not in COVERED]
 
 
-@pytest.mark.parametrize(("name", "purpose"), slow_but(LOSSES[::4], LOSSES))
+@pytest.mark.parametrize(("name", "purpose"), slow_but(LOSSES[::10], LOSSES))
 def test_a_power_cut_loses_something_without_the_fsync_of(
     name: str, purpose: str, recorded: Callable[[str], Recorded], notice: Notice
 ) -> None:

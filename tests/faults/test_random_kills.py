@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from examples.chaos import TIMES, GrpoRun, sha256
+from examples.chaos import GrpoRun, sha256, untimed
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
@@ -230,8 +230,7 @@ class Storm:
 
 def numbers(run: GrpoRun) -> list[dict[str, Any]]:
     """What was logged of each step, in order, without the times."""
-    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    return [{name: value for name, value in entry.items() if name not in TIMES} for entry in stats]
+    return untimed(read_stats(run.trial_root / "stats" / "stats.jsonl"))
 
 
 def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:

@@ -182,6 +182,7 @@ def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
         make_handler(root).load(pair)
 
 
+@pytest.mark.slow
 def test_an_engine_without_an_optimizer_is_snapshotted_too(model: str, tmp_path: Path) -> None:
     run_ranks(_reference_model, 2, model, str(tmp_path))
 

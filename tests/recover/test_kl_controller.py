@@ -16,7 +16,6 @@ from holdfast.utils.logging import get_logger
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, digest, make_handler, newest, step_info
-from tests.tiers import slow_but
 
 STEPS, KILLED_IN = 4, 2
 
@@ -89,8 +88,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 KILLS = ["before the update", "before the snapshot", "after the snapshot"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kill", slow_but(["before the snapshot"], KILLS))
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_run_that_was_killed_ends_with_the_coefficient_and_the_weights_of_one_that_was_not(
     tmp_path: Path, model_path: str, kill: str
 ) -> None:

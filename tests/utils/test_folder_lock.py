@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.utils.errors import CheckpointWriteError, FolderInUseError
-from holdfast.utils.folder_lock import FolderLock, is_locked
+from holdfast.utils.folder_lock import FolderLock, probe_lock
 from tests.utils.locking import Job, acquire, become_nobody, churn, fork, release
 
 pytestmark = pytest.mark.timeout(60)
@@ -235,13 +235,13 @@ def test_a_holder_on_a_full_disk_holds_all_the_same(
 
 
 def test_asking_whether_a_lock_is_held_neither_takes_nor_drops_it(start_job: Callable[[], Job], path: Path) -> None:
-    assert not is_locked(path) and not path.exists()
+    assert not probe_lock(path) and not path.exists()
     job, lock = start_job(), FolderLock(path)
     job.do(acquire, 0)
-    assert is_locked(path) and path.exists()
+    assert probe_lock(path) and path.exists()
     job.do(release)
-    assert not is_locked(path)
+    assert not probe_lock(path)
     lock.acquire(0)
-    assert is_locked(path)
+    assert probe_lock(path)
     assert job.do(acquire, 0)[0] == "FolderInUseError"  # asking has not dropped it
     lock.release()

@@ -82,6 +82,7 @@ def trackio_rows(folder: Path) -> list[tuple[str, int, float]]:
     return [(name, step, json.loads(metrics)["loss"]) for name, step, metrics in rows]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_wandb_id_and_has_each_step_once(tmp_path: Path) -> None:
     live(tmp_path, "wandb", "none", 6)
     live(tmp_path, "wandb", "3", 9)  # steps 4 and 5 are done again

@@ -13,7 +13,6 @@ from tests.engine.architectures.checks import CHECKS, NO, NONE, PADDED, SILENT, 
 from tests.engine.architectures.matrix import Verdicts, judge
 from tests.engine.architectures.page import PAGE, read, render
 from tests.engine.architectures.tiny import model_types
-from tests.tiers import slow_but
 
 REPRESENTATIVES = ("qwen3", "glm4_moe", "biogpt")
 """Everything at its plainest; a router bias that stays float32 in bfloat16; one that cannot be packed."""
@@ -72,7 +71,8 @@ def test_a_check_that_kills_its_process_costs_no_other_verdict(monkeypatch: pyte
     assert set(found.values()) == {Verdict(YES)} and len(found) == len(CHECKS) - 1
 
 
-@pytest.mark.parametrize("model_type", slow_but(["qwen3"], REPRESENTATIVES))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", REPRESENTATIVES)
 def test_representatives_do_what_the_page_says(model_type: str, page: dict[str, Verdicts]) -> None:
     _check_row(model_type, page)
 

@@ -211,6 +211,7 @@ def test_no_tensor_of_a_step_has_an_element_for_each_pair_of_tokens(name: str) -
     assert largest[PACKED_ATTENTION] <= n_tokens * 48, "no more than the activations of the MLP"
 
 
+@pytest.mark.slow
 def test_a_model_called_outside_of_packed_rows_masks_padding_as_sdpa_does() -> None:
     for config in (tiny_config("llama"), SLIDING["gemma3"]):
         model = _model(config).eval()
@@ -317,7 +318,8 @@ def _trained_both_ways(rank: int, world_size: int, folder: Path) -> Any:
     return [_trained(rank, world_size, folder, *way) for way in ways]
 
 
-@pytest.mark.parametrize("name", slow_but(["gemma3"], SLIDING))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLIDING)
 def test_two_ranks_train_and_export_as_with_sdpa(name: str, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", SLIDING[name])
     found = run_ranks(_trained_both_ways, 2, tmp_path / "model")[0]

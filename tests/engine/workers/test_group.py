@@ -215,6 +215,7 @@ def test_the_local_rank_is_the_own_gpu_when_ray_shows_all() -> None:
     group.shutdown()
 
 
+@pytest.mark.slow
 def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
     assert device_index([3], None) == 3
     assert device_index(["3"], "3") == 0
@@ -255,6 +256,7 @@ def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
     assert not any(running(pid) for pid in group.pids())
 
 
+@pytest.mark.slow
 def test_an_error_in_the_constructor_keeps_its_type(placement: Placement) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         WorkerGroup(Worker, placement=placement, kwargs={"colour": "red"})
@@ -270,6 +272,7 @@ class Named:
         return self.given
 
 
+@pytest.mark.slow
 def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placement) -> None:
     kwargs = {"name": "the worker's", "env": {"key": "value"}}
     group = WorkerGroup(Named, args=(7,), kwargs=kwargs, name="named", placement=placement, process_group=False)
