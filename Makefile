@@ -10,8 +10,11 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 PROCESSES ?= 2
-# One test at a time to whichever process is free (no test has a group): some take a minute.
-PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadgroup
+PYTEST := $(PY) -m pytest -n $(PROCESSES)
+# Quick tests go to a process by the file, which makes what they share once; slow ones, some of which take a minute, one at
+# a time to whichever process is free (no test has a group).
+BY_FILE := --dist loadfile
+ONE_BY_ONE := --dist loadgroup
 # Of all faults, those that make faults injects; make test injects 1%.
 SHARE ?= 100%
 # The tests of make coverage: those of make test, or TIER="not matrix and not vllm" for those of make test-slow too.
@@ -44,18 +47,18 @@ serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the
 	$(PY) examples/serve_demo.py
 
 test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most kinds
-	$(PYTEST)
+	$(PYTEST) $(BY_FILE)
 
 test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of each kind, a quick benchmark
-	$(PYTEST) -m slow
+	$(PYTEST) $(ONE_BY_ONE) -m slow
 
 test-verl: $(VERL_INSTALLED)  ## Run the tests against verl's own classes and its SFT trainer, in an environment of its own
 	$(VERL_VENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_verl.py tests/integrations/test_verl_retention.py \
 		tests/integrations/test_verl_trainer.py tests/integrations/test_examples.py -k verl
 
 test-all: test test-slow test-verl  ## Run these, every architecture of docs/models.md, and a tenth of all faults
-	$(PYTEST) -m matrix
-	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) -m "slow or not slow" tests/faults
+	$(PYTEST) $(ONE_BY_ONE) -m matrix
+	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) $(ONE_BY_ONE) -m "slow or not slow" tests/faults
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM servers (CPU build, gigabytes, in an environment of its own)
 	$(PY) -m pytest -m vllm tests/live_vllm
@@ -72,8 +75,8 @@ coverage: $(INSTALLED)  ## Run the tests of TIER in sight of coverage, in all th
 	@test ! -e coverage_out/failed
 
 durations: $(INSTALLED)  ## Run both tiers and write tests/durations.md
-	$(PYTEST) --junitxml=durations_out/fast.xml
-	$(PYTEST) -m slow --junitxml=durations_out/slow.xml
+	$(PYTEST) $(BY_FILE) --junitxml=durations_out/fast.xml
+	$(PYTEST) $(ONE_BY_ONE) -m slow --junitxml=durations_out/slow.xml
 	$(PY) -m tests.durations durations_out/fast.xml durations_out/slow.xml
 
 lint: $(INSTALLED)  ## Check style, types and what may import what

@@ -291,6 +291,7 @@ def test_an_architecture_without_the_wanted_head_is_refused_naming_the_key(tmp_p
         assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_attention_is_ours_where_transformers_would_take_sdpa_unless_another_is_asked_for(tmp_path: Path) -> None:
     write_brought(tmp_path / "gpt_oss", BROUGHT["no sdpa attention"])
     write_brought(tmp_path / "olmo2", BROUGHT["rotary angles in float32"])

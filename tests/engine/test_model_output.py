@@ -111,6 +111,7 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 def test_no_tensor_of_tokens_times_words_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, tokens = 5000, 300
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=words))

@@ -132,6 +132,7 @@ def test_a_power_cut_loses_something_without_the_fsync_of(
         notice(noticed, f"{name} without the fsync of {purpose}: {path}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "killed_after"),
     [("first snapshot", r"e"), (REPLACING, r".*/global_step_1"), (REPLACING, r".*/\.retired-.*")],

@@ -53,6 +53,7 @@ def test_the_page_has_room_for_the_figures() -> None:
     assert page.index(BEGIN) < page.index(END)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_none_is_refused() -> None:
     done = run_list("tests/gpu", HOLDFAST_GPU_TESTS_DEVICE="tpu")
     assert done.returncode != 0

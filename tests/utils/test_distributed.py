@@ -260,6 +260,7 @@ def _work_slowly(rank: int, world_size: int, failing: int | None) -> str:
     return f"{seconds_since_beat() < 0.5}"
 
 
+@pytest.mark.slow
 def test_slow_work_of_one_rank_outlasts_the_timeout_of_the_group() -> None:
     assert run_ranks(_work_slowly, 2, None) == ["True", "True"]
 

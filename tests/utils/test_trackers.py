@@ -90,6 +90,7 @@ def test_a_run_that_is_resumed_keeps_its_wandb_id_and_has_each_step_once(tmp_pat
     assert wandb_rows(tmp_path) == [(run_id, step, step / 4) for step in range(9)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_trackio_name_and_lacks_no_step_after_a_kill(tmp_path: Path) -> None:
     live(tmp_path, "trackio", "none", 6, "killed")  # what it had not yet handed over comes from stats.jsonl
     live(tmp_path, "trackio", "3", 9)

@@ -214,5 +214,6 @@ def _sharded_inference(rank: int, world_size: int, folder: str) -> None:
             state.optimizer.step()
 
 
+@pytest.mark.slow
 def test_so_can_shards(tmp_path: Path) -> None:
     run_ranks(_sharded_inference, 2, str(tmp_path))

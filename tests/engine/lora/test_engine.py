@@ -233,6 +233,7 @@ def test_keys_of_lora_are_checked_when_the_configuration_is_read() -> None:
         SaveLoadMeta("x", "peft", with_optim=False, base_model_path="y")
 
 
+@pytest.mark.slow
 def test_a_folder_of_peft_with_other_adapters_is_refused(root: Path, seen: list[dict[str, Any]]) -> None:
     messages = run_ranks(_load_others, 2, str(root))[0]
     assert "lora_A.weight is [4, 32], the model's [2, 32]; is lora_rank the same?" in messages["rank"]

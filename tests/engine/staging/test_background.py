@@ -238,6 +238,7 @@ def test_a_failed_background_save_is_raised_on_every_rank_with_its_cause(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "model"]
 
 
+@pytest.mark.slow
 def test_a_process_that_just_ends_has_its_last_save_or_says_otherwise(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     script = (

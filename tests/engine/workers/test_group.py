@@ -223,6 +223,7 @@ def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
     assert device_index(["GPU-b"], "GPU-a,GPU-b") == 1
 
 
+@pytest.mark.slow
 def test_the_answers_of_many_ranks_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray looks at every call that it is asked about: to ask once for each answer would cost the ranks' square."""
     wait, asked = ray.wait, list[int]()

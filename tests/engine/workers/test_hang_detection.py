@@ -61,6 +61,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], symptom: str, method: str,
         group.call_all("add")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_lost_with_its_peer_in_a_collective(start: StartGroup) -> None:
     group = start(hang_timeout_s=1.0)
     os.kill(group.pids()[1], signal.SIGSTOP)

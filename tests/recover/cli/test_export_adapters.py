@@ -145,6 +145,7 @@ def test_of_several_engines_the_one_that_is_named_is_exported_whatever_the_other
         )
 
 
+@pytest.mark.slow
 def test_a_generation_of_all_weights_has_no_adapters(finished: Path, tmp_path: Path) -> None:
     code, _, err = holdfast("export", f"{finished}@7", "--to", tmp_path / "x", "--adapters", "peft")
     assert code == 2 and "holds all weights, no adapters" in err and not (tmp_path / "x").exists()

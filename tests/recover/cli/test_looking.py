@@ -214,6 +214,7 @@ def test_ls_show_verify_and_diff_read_copies_at_a_url(finished: Path, at_s3: str
     assert answer("diff", f"{at_s3}/global_step_5", f"{finished}@5")["differences"] == []
 
 
+@pytest.mark.slow
 def test_verify_finds_a_flipped_byte_at_a_url(finished: Path, at_s3: str, tmp_path: Path) -> None:
     from tests.recover.mirrors import storage
 

@@ -100,6 +100,7 @@ def test_nothing_that_is_read_is_run(run: Path, tmp_path: Path) -> None:
     assert holdfast("show", f"{run}@7")[0] == 0
 
 
+@pytest.mark.slow
 def test_ls_survives_generations_that_come_and_go_while_it_looks(run: Path, tmp_path: Path) -> None:
     """Another process commits and deletes as fast as it can."""
     script = (
