@@ -133,7 +133,7 @@ def _check(rank: int, world_size: int, folder: str, check: Callable[[int, str], 
 
 
 @pytest.mark.parametrize(
-    "check", slow_but([_own_step, _groups], [_lists, _filled_rows, _own_step, _rates_and_statistics, _groups])
+    "check", slow_but([_groups], [_lists, _filled_rows, _own_step, _rates_and_statistics, _groups])
 )
 def test_the_engine_answers_to_areals_names(tmp_path: Path, check: Callable[[int, str], None]) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())

@@ -90,6 +90,7 @@ def _grown_shards(rank: int, world_size: int, folder: str) -> Any:
     return as_values(fresh.own)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_grew_comes_back_on_every_rank(tmp_path: Path) -> None:
     assert run_ranks(_grown_shards, 2, str(tmp_path)) == [as_values(torch.full((7,), 5.0))] * 2
 

@@ -329,6 +329,7 @@ def _all_of_a_fleet(rank: int, world_size: int, folder: str, root: str) -> Publi
     return engine.update_weights()  # for a driver to tell the servers of
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_ranks_publish_to_a_fleet_that_loses_servers(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")

@@ -28,6 +28,7 @@ def nothing_stays_reserved() -> Iterator[None]:
     assert all(entry["state"] == "REMOVED" for entry in placement_group_table().values())
 
 
+@pytest.mark.slow
 def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     (own,) = ray.nodes()
     assert ask_raylets([own["NodeID"]]) == {own["NodeID"]: Raylet.WELL}

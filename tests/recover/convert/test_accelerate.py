@@ -19,6 +19,7 @@ from holdfast.recover.convert import convert
 from holdfast.utils.errors import ConfigError
 from tests.helpers import run_ranks
 from tests.recover.convert.hosts import Host, assert_same, seed_all, tiny_config
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,7 +83,7 @@ def config_folder(root: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("world_size", "sharded", "safe"),
-    [(1, False, True), (2, True, True), pytest.param(1, False, False, marks=pytest.mark.slow)],
+    slow_but([(1, False, True)], [(1, False, True), (2, True, True), (1, False, False)]),
 )
 def test_a_generation_takes_the_step_that_accelerate_would_take(
     world_size: int, sharded: bool, safe: bool, tmp_path: Path

@@ -163,6 +163,7 @@ def _sharded(rank: int, world_size: int, root: Path) -> None:
                 host.step(step + 1)
 
 
+@pytest.mark.slow
 def test_both_forms_of_sharded_models_are_what_one_process_has(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     run_ranks(_sharded, 2, tmp_path)

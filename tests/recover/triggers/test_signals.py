@@ -117,6 +117,7 @@ def fork_a_child(pipe: Connection) -> None:
     pipe.send((status, stop.due(0, 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_stops_the_run_at_the_next_step_boundary(tmp_path: Path, name: str) -> None:
     with job(train_until_asked, tmp_path) as running:
