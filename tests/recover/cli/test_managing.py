@@ -53,7 +53,7 @@ def test_rm_spares_what_was_pinned_while_it_asked_even_with_force(run: Path, sto
     process = start("rm", "--force", f"{run}@3", stdin=subprocess.PIPE)
     assert process.stderr is not None and process.stderr.read(6) == "Delete"
     store.pin(3)
-    assert process.communicate("y\n", timeout=stretched(60))[0] == "" and process.returncode == 2
+    assert process.communicate("y\n", timeout=stretched(60))[0].strip() == "" and process.returncode == 2
     assert _steps(store) == [7, 5, 3, 1]
 
 
