@@ -33,6 +33,7 @@ from .actor import Rendezvous
 from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching
 from .lease import LeaseKeeper
+from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
 from .ray_actor import RankProcess, RayActor
 from .ray_adapter import Answers, cause_of, culprit, headline, raise_cause, require_ray
@@ -347,7 +348,7 @@ class WorkerGroup:
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
-        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline)
+        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._dead_ranks)
         with self._lock:
             self._n_calls -= 1
         if self._loss is not None:  # another thread has killed the group, or is at it
@@ -387,5 +388,8 @@ class WorkerGroup:
         return WorkerLost(*loss.args)
 
     def _dead_ranks(self) -> list[int]:
+        """Those whose process on this node, or whose other node, has ended."""
+        ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})
         here = [(rank, at.id) for rank, at in enumerate(self._processes) if at.node_id == self._node_id]
-        return [rank for rank, process in here if not process.alive()]
+        dead = {rank for rank, process in here if not process.alive()}
+        return sorted(dead.union(rank for rank, at in enumerate(self._processes) if at.node_id in ended))

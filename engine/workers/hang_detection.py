@@ -13,7 +13,7 @@ A ping costs about a millisecond, on threads that do nothing else.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,11 @@ class Hung:
 
 
 def wait_watching(
-    answers: Answers, actors: Mapping[int, Any], patience: Patience, deadline_s: float | None
+    answers: Answers,
+    actors: Mapping[int, Any],
+    patience: Patience,
+    deadline_s: float | None,
+    dead: Callable[[], Collection[int]] = tuple,
 ) -> Hung | None:
     """Wait until all have answered, one died, failed or was found hung, or ``deadline_s`` is over.
 
@@ -61,21 +65,23 @@ def wait_watching(
         actors: the `RankActor` of each rank.
         patience: when a rank counts as hung.
         deadline_s: None waits as long as all live and none hangs.
+        dead: asked after an error for ranks that are known to be dead, which are not pinged: Ray takes two seconds to
+            say so of a node.
 
     Returns:
         the ranks found hung. After an error only stopped ones count: the others wait for the rank that raised it.
     """
     if patience.hang_s is None:
-        answers.collect(deadline_s)
+        answers.collect(deadline_s, dead)
         return None
     start = time.monotonic()
     end = math.inf if deadline_s is None else start + deadline_s
     stall_s = math.inf if patience.stall_s is None else patience.stall_s
     every_s = min(PING_EVERY_S, patience.hang_s, stall_s)
     while True:
-        answers.collect(max(0.0, min(every_s, end - time.monotonic())))
+        answers.collect(max(0.0, min(every_s, end - time.monotonic())), dead)
         left_s = math.inf if answers.errors else end - time.monotonic()
-        if answers.lost or not answers.pending or left_s <= 0:
+        if answers.lost or not answers.pending or left_s <= 0 or (answers.errors and dead()):
             return None
         pending = sorted(answers.pending.values())
         idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))

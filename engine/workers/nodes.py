@@ -53,6 +53,18 @@ def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
         return dict(zip(found, pool.map(_ask, found.values()), strict=True))
 
 
+def ended_nodes(nodes: Iterable[str]) -> set[str]:
+    """Those of ``nodes`` whose raylet has ended, and their workers with it; none where Ray does not say where they are.
+
+    Where a raylet's port refuses, Ray itself says so of the workers only after two seconds.
+    """
+    try:
+        return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
+    except RayError as error:
+        logger.warning("Ray could not say where its nodes are: %s", headline(error))
+        return set()
+
+
 def _ask(node: Mapping[str, Any]) -> Raylet:
     address = node["NodeManagerAddress"], node["NodeManagerPort"]
     for _ in range(2):  # one that ends at this moment resets the first connection and refuses the second

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -48,8 +48,11 @@ class Answers:
     errors: dict[int, RayError] = field(default_factory=dict)
     lost: dict[int, RayError] = field(default_factory=dict)
 
-    def collect(self, timeout_s: float | None) -> None:
-        """Wait until all have answered or ``timeout_s`` is over; from a mishap on, until its grace is over instead."""
+    def collect(self, timeout_s: float | None, dead: Callable[[], Collection[int]] = tuple) -> None:
+        """Wait until all have answered or ``timeout_s`` is over; from a mishap on, until its grace is over instead.
+
+        ``dead`` says after an error which ranks are known to be dead, whatever Ray says of them by then.
+        """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
             timeout = None if end == math.inf else max(0.0, end - time.monotonic())
@@ -60,7 +63,8 @@ class Answers:
             for ref in ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S)[0]:
                 self._take(ref)
             if self.lost or self.errors:
-                grace_end = time.monotonic() + (LOSS_GRACE_S if self.lost else ERROR_GRACE_S)
+                loss = self.lost or (calm and dead())
+                grace_end = time.monotonic() + (LOSS_GRACE_S if loss else ERROR_GRACE_S)
                 end = grace_end if calm else min(end, grace_end)
 
     def _take(self, ref: Any) -> None:

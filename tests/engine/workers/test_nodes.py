@@ -112,6 +112,18 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     group.shutdown()
 
 
+@pytest.mark.slow
+def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(cluster: Cluster) -> None:
+    cluster.add_node(**NODE)  # those of the tests before are gone
+    group = WorkerGroup(Worker, world_size=2, name="pair")
+    elsewhere = pid_elsewhere(group)
+    threading.Timer(0.5, cluster.remove_node, (node_of(cluster, elsewhere),), {"allow_graceful": False}).start()
+    rank = group.pids().index(elsewhere)
+    with pytest.raises(WorkerLost, match=rf"lost rank\(s\) \[{rank}\]: died during \w+\(\) \(the process is gone\)"):
+        group.call_all("reduce_forever")
+    group.shutdown()
+
+
 class Deathless(ProcessId):
     """One that SIGKILL does not reach, as when it is in a driver; the test ends it."""
 
