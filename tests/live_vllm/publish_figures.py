@@ -1,7 +1,8 @@
 """Seconds from the optimizer step to a server's first token, by phase and by way; ``make bench-vllm`` prints them.
 
-One rank publishes weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs), in float32
-and bfloat16, loaded by vLLM itself, by the plugin, or sent. The first turn warms up; medians of the others are printed.
+Ranks publish weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs), in float32 and
+bfloat16, loaded by vLLM itself, by the plugin, or sent; and adapters alone. The first turn warms up; medians of the
+others are printed.
 """
 
 import argparse
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config
@@ -22,6 +26,7 @@ from transformers import Qwen3Config
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from tests.engine.models import write_model_folder
+from tests.helpers import run_ranks
 from tests.live_vllm.live_server import LiveServer, plugin
 from tests.live_vllm.trainer import sample
 
@@ -47,22 +52,51 @@ def model_config(layers: int) -> Qwen3Config:
     )
 
 
+LORA_RANK = 32
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SERVERS = {
     "loads": plugin("holdfast_disk"),
     "loads, bfloat16": (*plugin("holdfast_disk"), "--dtype", "bfloat16"),
     "receives": plugin("holdfast_broadcast"),
+    "receives, bfloat16": (*plugin("holdfast_broadcast"), "--dtype", "bfloat16"),
+    "adapts": (
+        *("--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", "2"),
+        *("--logprobs-mode", "processed_logprobs", "--lora-target-modules", *LAYERS),
+    ),
 }
 """Options of each; all can load by themselves, too."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How weights are published.
+
+    Attributes:
+        type: see `WeightUpdateMeta`.
+        folder: where it is, ``"disk"`` or ``"tmpfs"``.
+        server: one of `SERVERS`.
+        dtype: what is published.
+        transfer: how the server loads a folder, see `VLLMServer`.
+    """
+
+    type: str
+    folder: str
+    server: str
+    dtype: str = "float32"
+    transfer: str | None = None
+
+
 WAYS = {
-    "disk, reload_weights": ("disk", "loads", None, "float32"),
-    "disk, holdfast_disk": ("disk", "loads", "holdfast_disk", "float32"),
-    "disk, holdfast_disk, bfloat16": ("disk", "loads, bfloat16", "holdfast_disk", "bfloat16"),
-    "tmpfs, reload_weights": ("tmpfs", "loads", None, "float32"),
-    "tmpfs, holdfast_disk": ("tmpfs", "loads", "holdfast_disk", "float32"),
-    "tmpfs, holdfast_disk, bfloat16": ("tmpfs", "loads, bfloat16", "holdfast_disk", "bfloat16"),
-    "tmpfs, broadcast": ("tmpfs", "receives", None, "float32"),
+    "disk, reload_weights": Way("disk", "disk", "loads"),
+    "disk, holdfast_disk": Way("disk", "disk", "loads", transfer="holdfast_disk"),
+    "disk, holdfast_disk, bfloat16": Way("disk", "disk", "loads, bfloat16", "bfloat16", "holdfast_disk"),
+    "tmpfs, reload_weights": Way("disk", "tmpfs", "loads"),
+    "tmpfs, holdfast_disk": Way("disk", "tmpfs", "loads", transfer="holdfast_disk"),
+    "tmpfs, holdfast_disk, bfloat16": Way("disk", "tmpfs", "loads, bfloat16", "bfloat16", "holdfast_disk"),
+    "tmpfs, broadcast": Way("broadcast", "tmpfs", "receives"),
+    "tmpfs, broadcast, bfloat16": Way("broadcast", "tmpfs", "receives, bfloat16", "bfloat16"),
+    "disk, adapters": Way("adapter", "disk", "adapts"),
 }
-"""Where the folder is, which server, how it loads a folder, and the dtype that is published."""
 
 
 @contextmanager
@@ -80,15 +114,27 @@ def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
             server.kill()
 
 
-def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta) -> dict[str, float]:
-    """Seconds of each of `PHASES` of one publication."""
+def make_engine(model: Path, **options: Any) -> FSDPEngine:
+    """Of the calling ranks."""
+    engine = FSDPEngine(TrainEngineConfig(path=str(model), dtype="float32", optimizer=None, **options))
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
+    return engine
+
+
+def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank: int) -> dict[str, float]:
+    """Seconds of each of `PHASES` of one publication; on rank 0."""
     with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.add_(1e-5)
+        for name, parameter in engine.model.named_parameters():
+            if meta.type != "adapter" or "lora_" in name:
+                parameter.add_(1e-5)
     engine.set_version(engine.get_version() + 1)
-    engine.connect_engine(ServerFleet([client], probe_interval_s=None), meta)
+    engine.connect_engine(ServerFleet([client] if rank == 0 else [], probe_interval_s=None), meta)
+    dist.barrier()
     begin = time.monotonic()
     published = engine.update_weights()
+    if rank != 0:
+        return {}
     confirmed = time.monotonic()
     sample(client, tokens=1)
     end = time.monotonic()
@@ -96,35 +142,46 @@ def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta) -> d
     return {phase: seconds.get(phase, 0.0) for phase in PHASES}
 
 
+def publish(
+    rank: int, world_size: int, model: Path, urls: Mapping[str, str], folders: Mapping[str, Path], rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """The ways in turns, ``1 + rounds`` times; `measure` of each on rank 0."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    lora: dict[str, Any] = {"use_lora": True, "lora_rank": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
+    whole, adapted = make_engine(model), make_engine(model, **lora)
+    for _ in range(1 + rounds):
+        for name, way in WAYS.items():
+            client = VLLMServer(urls[way.server], transfer=way.transfer, timeout_s=900)
+            path = folders[way.folder] / way.type
+            meta = WeightUpdateMeta(way.type, str(path), keep=1, timeout_s=900, dtype=way.dtype)
+            rows[name].append(measure(adapted if way.type == "adapter" else whole, client, meta, rank))
+    adapted.destroy()
+    whole.destroy()
+    return rows
+
+
 def main() -> None:
     """Start the servers, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=13, help="13 are 128M parameters with both ends")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
     given = parser.parse_args()
     scratch, memory = Path(tempfile.mkdtemp(prefix="publish-")), Path(tempfile.mkdtemp(prefix="publish-", dir=_MEMORY))
     folders = {"disk": scratch / "weights", "tmpfs": memory / "weights"}
-    rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    torch.set_num_threads(1)
     try:
         model = write_model_folder(scratch / "model", model_config(given.layers))
         parameters = model.num_parameters()
         del model
         with started(scratch / "model", scratch) as servers:
-            engine = FSDPEngine(TrainEngineConfig(path=str(scratch / "model"), dtype="float32", optimizer=None))
-            engine.create_process_group()
-            engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
-            for _ in range(1 + given.rounds):
-                for way, (where, server, transfer, dtype) in WAYS.items():
-                    client = VLLMServer(servers[server].url, transfer=transfer, timeout_s=900)
-                    kind = "broadcast" if server == "receives" else "disk"
-                    meta = WeightUpdateMeta(kind, str(folders[where]), keep=1, timeout_s=900, dtype=dtype)
-                    rows[way].append(measure(engine, client, meta))
-            engine.destroy()
+            urls = {name: server.url for name, server in servers.items()}
+            arguments = (scratch / "model", urls, folders, given.rounds)
+            rows = run_ranks(publish, given.ranks, *arguments, timeout_s=3600)[0]
     finally:
         shutil.rmtree(scratch)
         shutil.rmtree(memory)
-    table = Table("", *PHASES, title=f"{parameters / 1e6:.0f}M parameters, seconds, medians of {given.rounds}")
+    title = f"{parameters / 1e6:.0f}M parameters, {given.ranks} rank(s), seconds, medians of {given.rounds}"
+    table = Table("", *PHASES, title=title)
     for way, measured in rows.items():
         table.add_row(way, *(f"{statistics.median(row[phase] for row in measured[1:]):.2f}" for phase in PHASES))
     Console(width=140).print(table)
