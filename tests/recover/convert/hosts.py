@@ -101,9 +101,13 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert differing(found, expected) == []
 
 
 @dataclass

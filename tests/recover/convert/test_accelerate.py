@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,7 +19,7 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.convert import convert
 from holdfast.utils.errors import ConfigError
 from tests.helpers import run_ranks
-from tests.recover.convert.hosts import Host, assert_same, seed_all, tiny_config
+from tests.recover.convert.hosts import Host, assert_same, differing, seed_all, tiny_config
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,19 +62,25 @@ def _save(rank: int, world_size: int, folder: str, sharded: bool, safe: bool) ->
     return whole(raw(host))
 
 
-def _next_step(rank: int, world_size: int, folder: str, sharded: bool) -> dict[str, torch.Tensor]:
+Tensors = dict[str, torch.Tensor]
+
+
+def _next_step(rank: int, world_size: int, folder: str, sharded: bool) -> tuple[Tensors, Tensors]:
+    """As Accelerate loads them, and after a step."""
     accelerator, host = prepared(4, sharded=sharded)
     accelerator.load_state(folder)
+    loaded = whole(raw(host))
     host.step()
-    return whole(raw(host))
+    return loaded, whole(raw(host))
 
 
-def _next_step_of_the_generation(rank: int, world_size: int, root: str, sharded: bool) -> dict[str, torch.Tensor]:
+def _next_step_of_the_generation(rank: int, world_size: int, root: str, sharded: bool) -> tuple[Tensors, Tensors]:
     _, host = prepared(5, sharded=sharded)
     with RecoverHandler(RecoverConfig("e", "t", root, freq_steps=1), FinetuneSpec(1, 40, 4)) as handler:
         assert handler.load(raw(host)) is not None
+    loaded = whole(raw(host))
     host.step()
-    return whole(raw(host))
+    return loaded, whole(raw(host))
 
 
 def config_folder(root: Path) -> Path:
@@ -93,10 +100,10 @@ def test_a_generation_takes_the_step_that_accelerate_would_take(
     done = convert(source, tmp_path / "e" / "t", to="generation", config=config_folder(tmp_path))
     assert done.step == 2 and done.lacks.keys() == {"data", "epochs"}
     assert done.format == ("Accelerate, sharded" if sharded else "Accelerate")
-    expected = run_ranks(_next_step, world_size, str(source), sharded)
-    found = run_ranks(_next_step_of_the_generation, world_size, str(tmp_path), sharded)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_same(ours, theirs)
+    theirs = run_ranks(_next_step, world_size, str(source), sharded)
+    ours = run_ranks(_next_step_of_the_generation, world_size, str(tmp_path), sharded)
+    for loaded, _ in ours:
+        assert_same(loaded, saved)
     convert(source, tmp_path / "c", to="dcp", config=tmp_path / "config")
     host = Host(6)
     load_dcp(tmp_path / "c", host.state)
@@ -105,6 +112,10 @@ def test_a_generation_takes_the_step_that_accelerate_would_take(
         load_dcp(source / "pytorch_model_fsdp_0", DCPState(model := Host(7).model), root="")
         weights = {name: tensor for name, tensor in saved.items() if name.startswith("model.")}
         assert_same({f"model.{name}": param.detach() for name, param in model.named_parameters()}, weights)
+    if lost := differing(theirs[0][0], saved):  # some versions, with torch 2.11, lose their sharded optimizer state
+        pytest.skip(f"accelerate {accelerate.__version__} loads {lost[0]} otherwise than saved ({len(lost)} such)")
+    for (_, found), (_, expected) in zip(ours, theirs, strict=True):
+        assert_same(found, expected)
 
 
 def test_numbers_without_a_config_are_refused_with_what_to_give(tmp_path: Path) -> None:
