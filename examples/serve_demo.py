@@ -87,7 +87,7 @@ def draw(run: GrpoRun, kills: list[Kill], path: Path) -> None:
     upper.set(ylabel="mean reward", ylim=(0, 1.05), title="GRPO on “copy three digits” with two vLLM servers")
     lower.step(steps, [s["servers_serving"] for s in stats], where="mid", label="servers that serve the weights")
     lower.step(steps, [s["rollouts/staleness_max"] for s in stats], where="mid", label="oldest token (steps)")
-    lower.set(xlabel="step", ylim=(-0.2, 2.4))
+    lower.set(xlabel="step", ylim=(-0.2, 3.2))  # room for the legend
     lower.legend(loc="upper right")
     for kill in kills:
         for axes in (upper, lower):

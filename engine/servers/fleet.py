@@ -122,8 +122,9 @@ class ServerFleet(Generic[S]):
                 self._give_up(folder, awaited, time.monotonic() >= deadline, timeout_s)
                 self._probe_soon()
             if confirmed >= needed:
-                took_s, count = time.monotonic() - deadline + timeout_s, len(self._members)
-                logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, path, took_s)
+                took_s = time.monotonic() - deadline + timeout_s
+                if count := len(self._members):  # whoever else tells servers says so
+                    logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, path, took_s)
                 return self.states()
             failure = self._failure(folder, confirmed, needed)
             for error in errors:
