@@ -260,9 +260,8 @@ def _refuse(trainer: Any, module: Any) -> None:
         "with manual optimization it is not known which batches are a step": not module.automatic_optimization,
         "GradientAccumulationScheduler changes what a step is": accumulates,
         "reload_dataloaders_every_n_epochs makes another loader; leave it 0": trainer.reload_dataloaders_every_n_epochs,
-        "ckpt_path would be loaded over what is resumed; leave it out, and load weights into the module": (
-            trainer.ckpt_path is not None
-        ),
+        f"{trainer.ckpt_path} would be loaded over what is resumed; leave ckpt_path out and load weights into the "
+        "module, and remove what Lightning finds by itself (hpc_ckpt_* on SLURM)": trainer.ckpt_path is not None,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise ConfigError(f"the fit cannot be resumed exactly: {reason}")

@@ -201,16 +201,33 @@ REFUSED = [
 ]
 
 
+def quiet_trainer(*callbacks: pl.Callback, **options: Any) -> Any:
+    torch.set_num_threads(1)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=list(callbacks), enable_model_summary=False, **quiet, **options
+    )
+
+
+def test_what_lightning_would_resume_by_itself_on_slurm_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1)
+    trainer.fit(Module(), DataLoader(token_rows(8)))  # type: ignore[arg-type]
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    trainer = quiet_trainer(Recover(RecoverConfig(fileroot=str(tmp_path / "runs"))), default_root_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"hpc_ckpt_1\.ckpt would be loaded over what is resumed"):
+        trainer.fit(Module(), recoverable(DataLoader(token_rows(8))))  # type: ignore[arg-type]
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(("make", "options", "reason"), REFUSED)
 def test_what_cannot_be_resumed_is_refused_before_the_first_step(
     make: Any, options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    config = RecoverConfig(fileroot=str(tmp_path))
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", callbacks=[Recover(config)], enable_model_summary=False, **quiet, **options
-    )
-    torch.set_num_threads(1)
+    trainer = quiet_trainer(Recover(RecoverConfig(fileroot=str(tmp_path))), **options)
     with pytest.raises(ConfigError, match=reason):
         trainer.fit(Module(), make())
     assert not any(tmp_path.iterdir())
