@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from ..utils.distributed import get_rank
 from ..utils.errors import ConfigError
 from .compat.torch_private import compute_local_shape_and_global_offset
 
@@ -62,6 +63,17 @@ def local_box(tensor: torch.Tensor) -> Box:
         return Box((0,) * tensor.dim(), (0,) * tensor.dim())
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def counts_here(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # outside of the mesh
+        return False
+    replicas = zip(coordinate, tensor.placements, strict=True)
+    return all(at == 0 for at, placement in replicas if isinstance(placement, Replicate))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """What a checkpoint says of frozen parameters in the place of their values: enough to know them again.
 
 Frozen parameters (the base model under LoRA, a body under a new head) do not change: they come from the folder that
-the model was made from, or from its seed, each time a job starts. A checkpoint that leaves them out holds their sampled
-fingerprint (see `fingerprint`; the same at every world size), and for messages where they came from. A load is refused
-where the live ones have another fingerprint, before anything changes.
-
-The fingerprint is of bits: a base in another dtype is another base.
+the model was made from, or from its seed, each time a job starts. A checkpoint that leaves them out holds their
+fingerprint, and for messages where they came from. A load is refused where the live ones have another fingerprint,
+before anything changes. It is of bits, so a base in another dtype is another base, and it has two halves, both the same
+at every world size: a sample of each tensor (see `fingerprint`), taken at every save, and a sum over every bit (see
+`bit_sum`), which is not computed again for what did not change. Folders from before have the first half alone.
 """
 
 import os
@@ -21,12 +21,14 @@ from torch import nn
 from ...utils.distributed import gather_objects, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.safe_json import pack_json, unpack_json
-from .fingerprint import combine_samples, sample_state
+from .bit_sum import unchanging_bits
+from .fingerprint import sample_state
 
 BASE = "base"
 """Name of the tensor that holds what `describe_base` says."""
 BASE_SAMPLE = "base_sample"
-"""Name under which each rank has its share of the fingerprint, 8 bytes."""
+"""Name under which each rank has its share of the fingerprint, two numbers of 8 bytes; of older folders the first."""
+_MODULUS = 2**64
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,14 @@ def describe_base(
 
 
 def sample_base(frozen: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """This rank's share of the fingerprint of frozen parameters: ``[8]`` uint8, little-endian."""
-    share = int(sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"])
-    return torch.frombuffer(bytearray(share.to_bytes(8, "little")), dtype=torch.uint8)
+    """This rank's share of the fingerprint of frozen parameters, see `pack_share`."""
+    named = {f"model.{name}": tensor for name, tensor in frozen.items()}
+    return pack_share(int(sample_state(named)["model"]), unchanging_bits(named))
+
+
+def pack_share(*numbers: int) -> torch.Tensor:
+    """The sample, and the sum over every bit, of what a rank holds: ``[16]`` uint8, little-endian."""
+    return torch.frombuffer(bytearray(b"".join(number.to_bytes(8, "little") for number in numbers)), dtype=torch.uint8)
 
 
 def check_base(
@@ -127,7 +134,7 @@ def _compare(
     if not isinstance(there, dict) or not here.keys() - {"adapters"} <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
     fingerprints = base_fingerprint(shares), base_fingerprint(own)
-    if fingerprints[0] == fingerprints[1]:
+    if same_base(*fingerprints):
         return
     raise CheckpointMismatchError(
         f"{path} holds what was trained on another base model: its {_told(there, fingerprints[0])}, those "
@@ -136,10 +143,16 @@ def _compare(
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
-    """The fingerprint of frozen parameters, of every rank's `sample_base`: 16 hex digits."""
-    numbers = (int.from_bytes(bytes(share.tolist()), "little") for share in shares)
-    ranks = [{"model": number, "optim": 0, "moved": False} for number in numbers]
-    return str(combine_samples(ranks)["model"])
+    """The fingerprint of frozen parameters, of every rank's `sample_base`: 32 hex digits, of an older folder 16."""
+    data = [bytes(share.tolist()) for share in shares]
+    numbers = [[int.from_bytes(share[at : at + 8], "little") for at in range(0, len(share), 8)] for share in data]
+    return "".join(f"{sum(halves) % _MODULUS:016x}" for halves in zip(*numbers, strict=False))
+
+
+def same_base(saved: str, here: str) -> bool:
+    """Whether two `base_fingerprint`s are of the same bits, as far as both know them."""
+    known = min(len(saved), len(here))
+    return saved[:known] == here[:known]
 
 
 def _told(base: Mapping[str, Any], fingerprint: str) -> str:

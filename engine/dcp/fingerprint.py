@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from ...utils.distributed import get_rank
-from ..tensors import local_box
+from ..tensors import counts_here, local_box
 
 SAMPLES = 64
 PARTS = ("model", "optim")
@@ -109,7 +108,7 @@ def _is_sampled(name: str, tensor: torch.Tensor) -> bool:
 
 def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
     offsets, shape = local_box(tensor)
-    positions = _positions(tensor.numel()) if _counts_here(tensor) else np.empty(0, np.int64)
+    positions = _positions(tensor.numel()) if counts_here(tensor) else np.empty(0, np.int64)
     if not tensor.dim():
         return _Pick(positions, torch.from_numpy(positions).to(device))
     places = [at - begin for at, begin in zip(np.unravel_index(positions, tensor.shape), offsets, strict=True)]
@@ -121,17 +120,6 @@ def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
 def _positions(numel: int) -> np.ndarray:
     """Which elements of a flattened tensor are sampled, ascending."""
     return np.unique(np.arange(SAMPLES) * (numel - 1) // (SAMPLES - 1))
-
-
-def _counts_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return get_rank() == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # outside of the mesh
-        return False
-    replicas = zip(coordinate, tensor.placements, strict=True)
-    return all(at == 0 for at, placement in replicas if isinstance(placement, Replicate))
 
 
 def _take(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
 from ...engine.api import export_dtype
-from ...engine.dcp.base_model import base_fingerprint
+from ...engine.dcp.base_model import base_fingerprint, pack_share, same_base
+from ...engine.dcp.bit_sum import BitSum
 from ...engine.dcp.fingerprint import BlockSampler
 from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
 from ...engine.lazy_tensor import LazyTensor
@@ -143,7 +144,7 @@ class StoredAdapters:
         as_one = [getattr(torch, dtypes[0])] if len(dtypes) == 1 else []
         for dtype in (None, *as_one):  # as they are in the files, as a rule
             cast = frozen if dtype is None else {name: tensor.to(dtype) for name, tensor in frozen.items()}
-            if self._fingerprint(cast) == self.left_out.fingerprint:
+            if same_base(self.left_out.fingerprint, self._fingerprint(cast)):
                 return cast
         raise CheckpointMismatchError(
             f"{self.where} was trained on another base than {base}: its frozen parameters (of {self.left_out.base}) "
@@ -153,14 +154,14 @@ class StoredAdapters:
         )
 
     def _fingerprint(self, frozen: Mapping[str, LazyTensor]) -> str:
-        sampler = BlockSampler()
+        sampler, bits = BlockSampler(), BitSum()
         for name, tensor in frozen.items():
             layer, _, own = name.rpartition(".")
             known = self._prefix + (f"{layer}.base_layer.{own}" if layer in self.pairs else name)
             for first, values in tensor.blocks():
                 sampler.add(f"model.{known}", tensor.numel, first, values)
-        share = torch.frombuffer(bytearray(int(sampler.sums["model"]).to_bytes(8, "little")), dtype=torch.uint8)
-        return base_fingerprint([share])
+                bits.add(f"model.{known}", first, values)
+        return base_fingerprint([pack_share(int(sampler.sums["model"]), bits.total())])
 
 
 def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:

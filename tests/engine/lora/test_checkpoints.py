@@ -1,6 +1,7 @@
 """Checkpoints of partly frozen models: what is in them, at which world sizes they load, and on which base."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine import SaveLoadMeta
+from holdfast.engine.dcp import state as state_module
+from holdfast.engine.dcp.base_model import sample_base
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
@@ -80,8 +83,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(root: Path, sizes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
-    return {world_size: run_ranks(_save, world_size, str(root))[0] for world_size in sizes}
+def save_once(root: Path) -> Callable[[int], dict[str, torch.Tensor]]:
+    """Writes the checkpoints of a world size, which several `sizes` have, and returns what they hold."""
+    return cache(lambda world_size: run_ranks(_save, world_size, str(root))[0])
+
+
+@pytest.fixture(scope="module")
+def saved(
+    save_once: Callable[[int], dict[str, torch.Tensor]], sizes: tuple[int, ...]
+) -> dict[int, dict[str, torch.Tensor]]:
+    return {world_size: save_once(world_size) for world_size in sizes}
 
 
 def test_adapters_and_moments_load_bit_by_bit_at_every_world_size(
@@ -191,6 +202,27 @@ def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
     with pytest.raises(CheckpointMismatchError, match="another base model"):
         load_dcp(tmp_path / "saved", other)
     assert same(copies(other), before)
+
+
+def test_a_base_of_which_one_element_was_edited_is_refused(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "saved", trained(partly_frozen()))
+    edited = trained(partly_frozen())
+    load_dcp(tmp_path / "saved", edited)
+    with torch.no_grad():
+        edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += 1e-3  # not one of the sample
+    with pytest.raises(CheckpointMismatchError, match="another base model"):
+        load_dcp(tmp_path / "saved", edited)
+
+
+def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "sample_base", lambda frozen: sample_base(frozen)[:8].clone())
+        save_dcp(tmp_path / "saved", trained(partly_frozen()))
+    load_dcp(tmp_path / "saved", trained(partly_frozen()))
+    with pytest.raises(CheckpointMismatchError, match="another base model"):
+        load_dcp(tmp_path / "saved", trained(partly_frozen(1)))
 
 
 def test_what_may_have_changed_is_stored_although_it_is_frozen(tmp_path: Path) -> None:

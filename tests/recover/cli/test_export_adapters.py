@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta
@@ -81,12 +81,18 @@ def test_what_is_exported_as_peft_are_the_adapters_and_the_config_that_the_run_i
 def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_path: Path) -> None:
     code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", root / "other")
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
-    edited = Path(shutil.copytree(root / "base", tmp_path / "moved"))
+    edited = Path(shutil.copytree(root / "base", tmp_path / "edited"))
+    weights = load_file(edited / "model.safetensors")
+    weights["model.embed_tokens.weight"].view(-1)[1] += 1e-3  # not one of those that the sample looks at
+    save_file(weights, edited / "model.safetensors", {"format": "pt"})
+    code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", edited)
+    assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
+    moved = Path(shutil.copytree(root / "base", tmp_path / "moved"))
     shutil.copytree(root / "e/t", tmp_path / "e/t")
-    code, _, err = holdfast("export", f"{tmp_path / 'e/t'}@1", "--to", tmp_path / "y", "--base", edited)
+    code, _, err = holdfast("export", f"{tmp_path / 'e/t'}@1", "--to", tmp_path / "y", "--base", moved)
     assert code == 0, err
     assert _contents(tmp_path / "y") == _contents(root / "e/t/hf/global_step_1")
-    for option in (("--config", edited), ("--base", edited)):
+    for option in (("--config", moved), ("--base", moved)):
         code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "z", "--adapters", "peft", *option)
         assert code == 2 and "are of merged weights" in err
 
