@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from examples.chaos import GrpoRun, sha256, untimed
+from holdfast.engine.workers.ray_actor import RayActor
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
@@ -60,6 +61,8 @@ GONE_S = stretched(90.0)  # agents of Ray outlive a raylet that was killed by ha
 
 
 _NONE = Generation(-1, Path())
+_WORKER = f"ray::{RayActor.__name__}"
+"""How Ray's processes of ranks are called."""
 
 
 class Watcher:
@@ -139,7 +142,7 @@ def workers(run: GrpoRun) -> dict[int, str]:
     with suppress(psutil.NoSuchProcess):  # the driver has ended
         for process in psutil.Process(pids["driver"][0]).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE and "_RayActor" in process.name():
+                if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(_WORKER):
                     found[process.pid] = roles.get(process.pid, "a starting worker")
     return found
 
@@ -261,6 +264,7 @@ def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
     reference.start()
     assert reference.wait(PATIENCE_S) == 0, reference.log_tail()
     dice, n_runs, n_verified = random.Random(SEED), 0, 0
+    struck = Counter[bool]()  # whether it was the driver
     signals = [kind for kind, amount in AMOUNTS.items() for _ in range(amount)]
     dice.shuffle(signals)
     n_signals = len(signals)
@@ -273,6 +277,7 @@ def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
                 started = time.monotonic()
                 while signals and (who := storm.strike(signals[-1])) is not None:
                     kind = signals.pop()
+                    struck[who == "the driver"] += 1
                     sent[kind] += 1
                     tally.add(KINDS[kind], injected=1)
                     took_s, step = time.monotonic() - started, run.last_step()
@@ -289,3 +294,4 @@ def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
         n_runs, n_verified = n_runs + 1, n_verified + watcher.verified
         say(f"run {n_runs - 1} ended well after {dict(sent)}; {n_verified} generations verified so far")
     assert n_verified >= n_runs * STEPS // 4, "the watcher has seen hardly any generation"
+    assert struck[False], "no worker was ever found to send a signal to"
