@@ -5,7 +5,7 @@ the model was made from, or from its seed, each time a job starts. A checkpoint 
 fingerprint, and for messages where they came from. A load is refused where the live ones have another fingerprint,
 before anything changes. It is of bits, so a base in another dtype is another base, and it has two halves, both the same
 at every world size: a sample of each tensor (see `fingerprint`), taken at every save, and a sum over every bit (see
-`bit_sum`), which is not computed again for what did not change. Folders from before have the first half alone.
+`bit_sum`), which is computed again when something shows a change. Folders from before have the first half alone.
 """
 
 import os
@@ -28,6 +28,7 @@ BASE = "base"
 """Name of the tensor that holds what `describe_base` says."""
 BASE_SAMPLE = "base_sample"
 """Name under which each rank has its share of the fingerprint, two numbers of 8 bytes; of older folders the first."""
+_HALF = 8
 _MODULUS = 2**64
 
 
@@ -78,7 +79,8 @@ def describe_base(
 def sample_base(frozen: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """This rank's share of the fingerprint of frozen parameters, see `pack_share`."""
     named = {f"model.{name}": tensor for name, tensor in frozen.items()}
-    return pack_share(int(sample_state(named)["model"]), unchanging_bits(named))
+    sample = int(sample_state(named)["model"])
+    return pack_share(sample, unchanging_bits(named, sample))
 
 
 def pack_share(*numbers: int) -> torch.Tensor:
@@ -133,6 +135,10 @@ def _compare(
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
     if not isinstance(there, dict) or not here.keys() - {"adapters"} <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
+    if (sizes := {len(share) for share in shares}) not in ({_HALF}, {2 * _HALF}):
+        raise CheckpointCorruptError(
+            f"{path}: {BASE_SAMPLE!r} of a rank has {sorted(sizes)} bytes; expected {2 * _HALF}, or {_HALF} on all"
+        )
     fingerprints = base_fingerprint(shares), base_fingerprint(own)
     if same_base(*fingerprints):
         return
@@ -145,7 +151,9 @@ def _compare(
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
     """The fingerprint of frozen parameters, of every rank's `sample_base`: 32 hex digits, of an older folder 16."""
     data = [bytes(share.tolist()) for share in shares]
-    numbers = [[int.from_bytes(share[at : at + 8], "little") for at in range(0, len(share), 8)] for share in data]
+    numbers = [
+        [int.from_bytes(share[at : at + _HALF], "little") for at in range(0, len(share), _HALF)] for share in data
+    ]
     return "".join(f"{sum(halves) % _MODULUS:016x}" for halves in zip(*numbers, strict=False))
 
 

@@ -163,7 +163,7 @@ class FleetMember(Generic[S]):
             self._note(ServerState.SERVING, None, folder.label)
             return False
         seen = "it is paused" if status.paused else f"it serves {status.label or 'other weights'}"
-        if self._confirmed is folder and status.label not in (None, folder.label):
+        if not status.paused and self._confirmed is folder and status.label not in (None, folder.label):
             seen += f", published by somebody else since it confirmed {folder.label}; let one job publish to a server"
         known = self._report.error if self._failures else None  # says more
         self._note_unready(status, known or seen)

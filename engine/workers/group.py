@@ -348,14 +348,14 @@ class WorkerGroup:
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
-        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._dead_ranks)
+        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes)
         with self._lock:
             self._n_calls -= 1
         if self._loss is not None:  # another thread has killed the group, or is at it
             raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
-        lost = {*answers.lost, *self._dead_ranks()}
+        lost = {*answers.lost, *self._dead_ranks(), *(self._on_ended_nodes() if answers.pending else ())}
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
@@ -388,8 +388,11 @@ class WorkerGroup:
         return WorkerLost(*loss.args)
 
     def _dead_ranks(self) -> list[int]:
-        """Those whose process on this node, or whose other node, has ended."""
-        ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})
+        """Those whose process on this node has ended."""
         here = [(rank, at.id) for rank, at in enumerate(self._processes) if at.node_id == self._node_id]
-        dead = {rank for rank, process in here if not process.alive()}
-        return sorted(dead.union(rank for rank, at in enumerate(self._processes) if at.node_id in ended))
+        return [rank for rank, process in here if not process.alive()]
+
+    def _on_ended_nodes(self) -> list[int]:
+        """Those whose node, another than this one, has ended."""
+        ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})
+        return [rank for rank, at in enumerate(self._processes) if at.node_id in ended]

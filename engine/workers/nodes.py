@@ -60,8 +60,8 @@ def ended_nodes(nodes: Iterable[str]) -> set[str]:
     """
     try:
         return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
-    except RayError as error:
-        logger.warning("Ray could not say where its nodes are: %s", headline(error))
+    except (RayError, RuntimeError) as error:  # the latter where the interpreter ends, and starts no thread any more
+        logger.warning("the nodes could not be asked whether they have ended: %s", headline(error))
         return set()
 
 

@@ -63,7 +63,7 @@ class Answers:
             for ref in ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S)[0]:
                 self._take(ref)
             if self.lost or self.errors:
-                loss = self.lost or (calm and dead())
+                loss = self.lost or (calm and self.pending and dead())
                 grace_end = time.monotonic() + (LOSS_GRACE_S if loss else ERROR_GRACE_S)
                 end = grace_end if calm else min(end, grace_end)
 

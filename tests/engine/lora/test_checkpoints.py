@@ -10,7 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from holdfast.engine import SaveLoadMeta
 from holdfast.engine.dcp import state as state_module
@@ -19,7 +21,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.utils.errors import CheckpointMismatchError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.engine.lora.engines import lora_engine, same, train, trained_state, write_base
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks
@@ -212,6 +214,76 @@ def test_a_base_of_which_one_element_was_edited_is_refused(tmp_path: Path) -> No
         edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += 1e-3  # not one of the sample
     with pytest.raises(CheckpointMismatchError, match="another base model"):
         load_dcp(tmp_path / "saved", edited)
+
+
+def body_and_head(seed: int = 0) -> nn.Module:
+    """Sharded; the body, which is most of it, is frozen."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3))
+    model[0].requires_grad_(False)
+    fully_shard(model)
+    return model
+
+
+def _known_again(rank: int, world_size: int, root: str) -> dict[str, bool]:
+    """Whether a folder loads on the base that was there when it was saved, which had changed since another save."""
+    model, found = body_and_head(), {}
+    body: Any = model.get_parameter("0.weight")
+
+    def edited() -> None:
+        change = torch.zeros(100, 100)
+        change[0, 1] = 1e-3  # not one of the sample
+        with torch.no_grad():
+            body.add_(distribute_tensor(change, body.device_mesh, body.placements))
+
+    def loaded() -> None:
+        set_model_state_dict(model, body_and_head(1).state_dict())
+
+    def trained_meanwhile() -> None:
+        model.requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        model(torch.ones(4, 100)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        model.get_submodule("1").requires_grad_(True)
+
+    def loads(path: Path, onto: nn.Module) -> bool:
+        try:
+            load_dcp(path, DCPState(onto))
+        except CheckpointMismatchError:
+            return False
+        return True
+
+    for change in (edited, loaded, trained_meanwhile):
+        name, before, after = (
+            change.__name__,
+            *(Path(root, f"{change.__name__}_{when}") for when in ("before", "after")),
+        )
+        save_dcp(before, DCPState(model))
+        change()
+        save_dcp(after, DCPState(model))
+        fresh = body_and_head(2)
+        set_model_state_dict(fresh, model.state_dict())
+        found |= {f"{name}: is known again": loads(after, fresh), f"{name}: is another": not loads(before, fresh)}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_base_that_changed_between_two_saves_is_known_by_what_it_became(world_size: int, tmp_path: Path) -> None:
+    (found, *_) = run_ranks(_known_again, world_size, str(tmp_path))
+    assert len(found) == 6 and all(found.values()), found
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4])
+def test_a_folder_without_a_fingerprint_of_its_base_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "sample_base", lambda frozen: sample_base(frozen)[:n_bytes].clone())
+        save_dcp(tmp_path / "saved", trained(partly_frozen()))
+    with pytest.raises(CheckpointCorruptError, match="'base_sample' of a rank has"):
+        load_dcp(tmp_path / "saved", trained(partly_frozen()))
 
 
 def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
