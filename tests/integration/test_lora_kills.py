@@ -9,7 +9,7 @@ from examples.chaos import GrpoRun, sha256
 from examples.copy_task import write_model_folder
 from tests.integration.killed_jobs import finish, finish_killed, last_generation, published_versions, stats_of
 
-STEPS = 10
+STEPS = 14
 SETTINGS = (f"total_steps={STEPS}", "n_prompts=40", "batch_size=4", "n_samples=4", "trackers=[]")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.lora_alpha=8", "actor.kl_loss_coef=0.01")
 MOMENTS = ((2, 5, 0.0), (3, 6, 0.15), (4, 8, 0.4))
