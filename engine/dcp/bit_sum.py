@@ -49,6 +49,11 @@ def unchanging_bits(tensors: Mapping[str, torch.Tensor], sample: int) -> int:
     return total % _MODULUS
 
 
+def forget_bits() -> None:
+    """Have the next sum read everything: for who has written where nothing shows it."""
+    _known.clear()
+
+
 def _sum_of(name: str, tensor: torch.Tensor) -> int:
     """This rank's share."""
     (offsets, sizes), shape, bits = local_box(tensor), tensor.shape, BitSum()

@@ -275,6 +275,17 @@ def test_a_base_that_changed_between_two_saves_is_known_by_what_it_became(world_
     assert len(found) == 6 and all(found.values()), found
 
 
+def test_a_base_that_was_loaded_over_another_is_known_by_what_it_became(tmp_path: Path) -> None:
+    other = partly_frozen()
+    other.get_parameter("model.embed_tokens.weight").data.view(-1)[1] += 1e-3  # not one of the sample
+    save_dcp(tmp_path / "all", DCPState(other, trainable_only=False))
+    state = DCPState(partly_frozen())
+    save_dcp(tmp_path / "before", state)
+    load_dcp(tmp_path / "all", state)
+    save_dcp(tmp_path / "after", state)
+    load_dcp(tmp_path / "after", DCPState(other))
+
+
 @pytest.mark.parametrize("n_bytes", [0, 4])
 def test_a_folder_without_a_fingerprint_of_its_base_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int
