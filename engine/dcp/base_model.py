@@ -85,7 +85,9 @@ def sample_base(frozen: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def pack_share(*numbers: int) -> torch.Tensor:
     """The sample, and the sum over every bit, of what a rank holds: ``[16]`` uint8, little-endian."""
-    return torch.frombuffer(bytearray(b"".join(number.to_bytes(8, "little") for number in numbers)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(number.to_bytes(_HALF, "little") for number in numbers)), dtype=torch.uint8
+    )
 
 
 def check_base(
@@ -158,9 +160,9 @@ def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
 
 
 def same_base(saved: str, here: str) -> bool:
-    """Whether two `base_fingerprint`s are of the same bits, as far as both know them."""
+    """Whether two `base_fingerprint`s are of the same bits, as far as both know them; one of nothing is of no base."""
     known = min(len(saved), len(here))
-    return saved[:known] == here[:known]
+    return known > 0 and saved[:known] == here[:known]
 
 
 def _told(base: Mapping[str, Any], fingerprint: str) -> str:

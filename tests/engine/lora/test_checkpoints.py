@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from holdfast.engine import SaveLoadMeta
 from holdfast.engine.dcp import state as state_module
-from holdfast.engine.dcp.base_model import sample_base
+from holdfast.engine.dcp.base_model import base_fingerprint, pack_share, same_base, sample_base
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
@@ -284,6 +284,10 @@ def test_a_base_that_was_loaded_over_another_is_known_by_what_it_became(tmp_path
     load_dcp(tmp_path / "all", state)
     save_dcp(tmp_path / "after", state)
     load_dcp(tmp_path / "after", DCPState(other))
+
+
+def test_no_fingerprint_is_that_of_no_base() -> None:
+    assert not same_base(base_fingerprint([]), base_fingerprint([pack_share(1, 2)]))
 
 
 @pytest.mark.parametrize("n_bytes", [0, 4])
