@@ -65,10 +65,11 @@ class CallPool:
         """End all processes, whatever they do."""
         with self._lock:
             self._closed = True
-            for process in self._busy:  # ended by the thread that waits for it
+            idle, self._idle = self._idle, []
+            for process in (*idle, *self._busy):  # a busy one is ended by the thread that waits for it
                 process.kill()
-            while self._idle:
-                self._idle.pop().end()
+        for process in idle:
+            process.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -105,10 +106,11 @@ class CallPool:
     def _put_back(self, process: "_Process", kept: bool) -> None:
         with self._lock:
             self._busy.discard(process)
-            if kept and not self._closed:
+            kept = kept and not self._closed
+            if kept:
                 self._idle.append(process)
-            else:
-                process.end()
+        if not kept:
+            process.end()
 
     def _require_open(self) -> None:
         if self._closed:

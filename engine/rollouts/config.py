@@ -20,11 +20,11 @@ class RolloutConfig:
     max_rounds: int = 32
     """Times that rejected tickets of one step are replaced."""
     request_attempts: int = 8
-    """Times that a request is sent, each after the first to another server where there is one."""
+    """Times that a request may fail at a server, each after the first at another one where there is one."""
     request_timeout_s: float = 600.0
     """A server that has not answered a request for so long has failed."""
     server_wait_s: float = 600.0
-    """How long to wait while no server may be used."""
+    """How long to wait while no server may be used, or while those that may are busy or not there."""
     batch_timeout_s: float = 3600.0
     """How long `next_batch` waits for the tickets of a step."""
 

@@ -189,6 +189,9 @@ class Ledger:
                     f"the rollouts were saved with {name} {state_dict[name]}, this job has {getattr(self, name)}; "
                     f"tickets would be lost or repeated. Resume with {state_dict[name]}"
                 )
+        _require_counts("the state of the rollouts", state_dict, _PLAIN.keys() - {"drawn", "seed"})
+        if bad := [index for index in state_dict["drawn"] if type(index) is not int or index < 0]:
+            raise CheckpointMismatchError(f"the state of the rollouts has drawn {bad[0]!r}, which is no dataset index")
         entries = {}
         for found in state_dict["tickets"]:
             entry = _read_entry(found)
@@ -198,6 +201,8 @@ class Ledger:
                     f"the rollouts hold {ticket} twice, or it is not among {state_dict['next_number']} tickets of "
                     f"steps {steps.start} to {steps.stop - 1}"
                 )
+            if ticket.seed != derive_seed(self.seed, ticket.number):
+                raise CheckpointMismatchError(f"{ticket} has seed {ticket.seed}, which is not that of its number")
             entries[ticket.number] = entry
         for name in _PLAIN:
             setattr(self, name, state_dict[name])
@@ -221,6 +226,7 @@ _PLAIN = {
 def _read_entry(found: Any) -> Entry:
     ticket_types: dict[str, Any] = dict.fromkeys((field.name for field in fields(Ticket)), int)
     _require_types("a ticket", found, ticket_types | {"outcome": str, "trajectory": (dict, type(None))})
+    _require_counts("a ticket", found, ticket_types)
     ticket = Ticket(**{name: found[name] for name in ticket_types})
     outcome, trajectory = found["outcome"], found["trajectory"]
     if outcome not in list(Outcome) or (outcome == Outcome.FINISHED) != (trajectory is not None):
@@ -241,3 +247,9 @@ def _require_types(what: str, found: Any, types: dict[str, Any]) -> None:
     for name, expected in types.items():
         if not isinstance(found[name], expected) or isinstance(found[name], bool):
             raise CheckpointMismatchError(f"{what} has {name} {found[name]!r}, which is a {type(found[name]).__name__}")
+
+
+def _require_counts(what: str, found: dict[str, Any], names: Iterable[str]) -> None:
+    for name in sorted(names):
+        if (found[name] or 0) < 0:
+            raise CheckpointMismatchError(f"{what} has {name} {found[name]}; expected 0 or more")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from ...utils.errors import BusyServerError, RolloutError, ServerError
+from ...utils.errors import BusyServerError, NoServerError, RolloutError, ServerError
 from ...utils.logging import get_logger
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse
 from .config import RolloutConfig
@@ -38,6 +38,7 @@ class RequestSender:
         self.retried = 0
         self._servers, self._config = servers, config
         self._in_flight: Counter[int] = Counter()
+        self._absent: set[int] = set()
         self._open = asyncio.Event()
         self._open.set()
 
@@ -61,16 +62,17 @@ class RequestSender:
         return await retrying(self._send_once, request, episode)
 
     async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
-        """One attempt; a server that says that it is busy has not failed, and is waited for."""
+        """Send a request once. A server that is busy or absent has not failed: wait for it, or ask another one."""
         given_up_s = time.monotonic() + self._config.server_wait_s
         while True:
             try:
                 return await self._send_to_one(request, episode)
-            except BusyServerError as error:
+            except (BusyServerError, NoServerError) as error:
                 left_s, limit_s = given_up_s - time.monotonic(), self._config.server_wait_s
                 if left_s <= 0:
                     raise RolloutError(f"no server took a request for {limit_s:g} s: {error}") from error
-                await asyncio.sleep(min(max(error.retry_after_s, _LOOK_AGAIN_S), left_s))  # then of another, maybe
+                again_s = error.retry_after_s if isinstance(error, BusyServerError) else 0.0
+                await asyncio.sleep(min(max(again_s, _LOOK_AGAIN_S), left_s))  # then of another, maybe
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         server = await self._choose(episode)
@@ -79,14 +81,17 @@ class RequestSender:
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 response = await server.agenerate(request)
+            self._note_answer(server)
             episode.check(response)
         except TimeoutError as error:
             episode.failed = server
             raise ServerError(
                 f"{_name(server)} has not answered within {self._config.request_timeout_s:g} s"
             ) from error
-        except ServerError:
+        except ServerError as error:
             episode.failed = server
+            if isinstance(error, NoServerError):
+                self._note_absence(server, error)
             raise
         finally:
             self._in_flight[id(server)] -= 1
@@ -106,6 +111,16 @@ class RequestSender:
         if any(server is episode.server for server in others):
             return episode.server
         return min(others, key=lambda server: self._in_flight[id(server)])
+
+    def _note_absence(self, server: GenerationServer, error: NoServerError) -> None:
+        if id(server) not in self._absent:
+            self._absent.add(id(server))
+            logger.warning("requests wait for %s, or go to others: %s", _name(server), error)
+
+    def _note_answer(self, server: GenerationServer) -> None:
+        if id(server) in self._absent:
+            self._absent.remove(id(server))
+            logger.info("%s answers requests again", _name(server))
 
     def _count(self, attempt: RetryCallState) -> None:
         self.retried += 1

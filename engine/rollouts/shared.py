@@ -8,8 +8,6 @@ rank 0's state, so that any number of ranks can resume. Every rank has the same 
 from collections.abc import Callable
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from ...utils.config import require_range
 from ...utils.distributed import (
     all_ranks_succeed,
@@ -28,39 +26,38 @@ class SharedRollouts:
 
     Args:
         make: makes the executor; called on rank 0.
-        group: of the ranks; None is the default group.
     """
 
-    def __init__(self, make: Callable[[], RolloutExecutor], group: dist.ProcessGroup | None = None) -> None:
-        self._group, self._executor = group, None
-        with all_ranks_succeed("making the RolloutExecutor", group):
-            if get_rank(group) == 0:
+    def __init__(self, make: Callable[[], RolloutExecutor]) -> None:
+        self._executor: RolloutExecutor | None = None
+        with all_ranks_succeed("making the RolloutExecutor"):
+            if get_rank() == 0:
                 self._executor = make()
 
     def set_version(self, version: int) -> None:
         """See `RolloutExecutor.set_version`."""
-        rank_zero_decides(lambda: self._leader.set_version(version), self._group)
+        rank_zero_decides(lambda: self._leader.set_version(version))
 
     def next_batch(self, step: int) -> Batch:
         """This rank's share of `RolloutExecutor.next_batch`: of n tickets those from ``r * n // w`` to
         ``(r + 1) * n // w``."""
-        accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step), self._group)
-        rank, world_size = get_rank(self._group), get_world_size(self._group)
+        accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step))
+        rank, world_size = get_rank(), get_world_size()
         require_range("batch_size", len(accepted), low=world_size)
         first, last = (len(accepted) * share // world_size for share in (rank, rank + 1))
         return concat_trajectories([trajectory for _, trajectory in accepted[first:last]])
 
     def pause(self) -> None:
         """See `RolloutExecutor.pause`."""
-        rank_zero_decides(lambda: self._leader.pause(), self._group)
+        rank_zero_decides(lambda: self._leader.pause())
 
     def resume(self) -> None:
         """See `RolloutExecutor.resume`."""
-        rank_zero_decides(lambda: self._leader.resume(), self._group)
+        rank_zero_decides(lambda: self._leader.resume())
 
     def stats(self) -> dict[str, float]:
         """See `RolloutExecutor.stats`; of the whole batch."""
-        return rank_zero_decides(lambda: self._leader.stats(), self._group)
+        return rank_zero_decides(lambda: self._leader.stats())
 
     def close(self) -> None:
         """See `RolloutExecutor.close`; each rank for itself."""

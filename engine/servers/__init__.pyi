@@ -2,5 +2,4 @@
 
 from .fleet import ServerFleet as ServerFleet
 from .sglang import SGLangServer as SGLangServer
-from .transformers_serve import TransformersServer as TransformersServer
 from .vllm import VLLMServer as VLLMServer

@@ -42,7 +42,7 @@ class GenerationHyperparameters:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_range("n_samples", self.n_samples, low=1)

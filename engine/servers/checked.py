@@ -58,7 +58,7 @@ class CheckedServer(HTTPServer, ABC):
         Raises:
             ServerError: it does not; the message says how to start it.
         """
-        with self._calls(", asked for log-probabilities", self.timeout_s, ServerError) as calls:
+        with self._calls(", asked for log-probabilities", self._update_limit_s, ServerError) as calls:
             plain = self._top_logprobs(calls, 1.0)
             if not samples_plainly(gconfig) and (problem := untempered(plain, self._top_logprobs(calls, 0.5))):
                 raise calls.refuse(f"{problem}; {self._how_to_temper}")

@@ -86,7 +86,8 @@ class ServerFleet(Generic[S]):
             path: folder of the version, as `publish_weights` writes it; the servers must see it under this path, unless
                 its weights are broadcast.
             version: the version in its manifest.
-            timeout_s: how long the servers may take.
+            timeout_s: how long the servers may take, and how long one that missed it may take later. A client that was
+                made with a shorter limit of its own keeps to that.
             min_servers: as in `ServerFleet`; None: what that was given.
             broadcast: send its weights to the servers, which are `BroadcastServer`s; the prober does so, too.
 
@@ -103,7 +104,7 @@ class ServerFleet(Generic[S]):
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
         if broadcast:
             self.require_receivers()
-        folder = _published(path, version, broadcast)
+        folder = _published(path, version, broadcast, timeout_s)
         if folder.adapters:
             self.require_adapter_servers()
         with self._updating:
@@ -184,7 +185,7 @@ class ServerFleet(Generic[S]):
             return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
 
     def states(self) -> list[ServerReport]:
-        """What is known of each server, in the order in which they were given; for people."""
+        """A report on each server, in the order of the constructor's ``servers``."""
         return [member.report for member in self._members]
 
     def stats(self) -> dict[str, float]:
@@ -246,7 +247,7 @@ class ServerFleet(Generic[S]):
                 on_daemon_thread(member.probe, f"probe of {member.name}")
 
 
-def _published(path: str | PathLike[str], version: int, broadcast: bool) -> PublishedFolder:
+def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout_s: float) -> PublishedFolder:
     manifest = read_manifest(path)
     if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
@@ -255,7 +256,7 @@ def _published(path: str | PathLike[str], version: int, broadcast: bool) -> Publ
             f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
             "it out, or publish merged weights"
         )
-    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast, adapters)
+    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast, adapters, timeout_s)
 
 
 def _wait(

@@ -9,7 +9,6 @@ is not: what it asked for may have happened.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +33,7 @@ from ...utils.config import require_range
 from ...utils.errors import (
     BusyServerError,
     ConfigError,
+    NoServerError,
     PublishError,
     ServerError,
     SlowServerError,
@@ -43,6 +43,7 @@ from ...utils.remote import without_secrets
 
 Json = dict[str, Any]
 
+_UPDATE_TIMEOUT_S = 300.0
 _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
@@ -61,7 +62,8 @@ class HTTPServer:
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
         api_key: sent as bearer token.
-        timeout_s: longest time that one update, or `check_generation`, may take.
+        timeout_s: longest time that one update, or `check_generation`, may take; None: as long as the publication
+            allows (`WeightUpdateMeta.timeout_s`), and 300 s without one.
         status_timeout_s: longest time that `status` may take; a prober waits so long for a server that hangs.
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
 
@@ -73,7 +75,7 @@ class HTTPServer:
     url: str
     _: KW_ONLY
     api_key: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: float | None = None
     status_timeout_s: float = 10.0
     generation_timeout_s: float = 1800.0
 
@@ -88,6 +90,7 @@ class HTTPServer:
         self._seconds: Mapping[str, float] = {}
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
         self._updating = Lock()
+        self._allowed_s = _UPDATE_TIMEOUT_S
 
     def __reduce__(self) -> tuple[partial["HTTPServer"], tuple[()]]:
         return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
@@ -100,10 +103,18 @@ class HTTPServer:
         """The URL without secrets."""
         return without_secrets(self.url)
 
+    def allow(self, timeout_s: float) -> None:
+        """Let each update from now on take ``timeout_s``, unless the client was made with a limit of its own."""
+        self._allowed_s = timeout_s
+
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds of each phase of the last update."""
         return self._seconds
+
+    @property
+    def _update_limit_s(self) -> float:
+        return self._allowed_s if self.timeout_s is None else self.timeout_s
 
     def _calls(self, what: str, limit_s: float, error: type[ServerError] = PublishError) -> "Calls":
         return Calls(self.url, f"{self.name}{what}", limit_s, error)
@@ -115,11 +126,11 @@ class HTTPServer:
         Raises:
             SlowServerError: the update before is still at it.
         """
-        what = f", told to load version {version} from {path}"
-        if not self._updating.acquire(timeout=self.timeout_s):
-            raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {self.timeout_s:g} s")
+        what, limit_s = f", told to load version {version} from {path}", self._update_limit_s
+        if not self._updating.acquire(timeout=limit_s):
+            raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {limit_s:g} s")
         try:
-            with self._calls(what, self.timeout_s) as calls:
+            with self._calls(what, limit_s) as calls:
                 self._seconds = calls.seconds
                 yield calls
         finally:
@@ -129,21 +140,29 @@ class HTTPServer:
         """POST ``body``, or GET without one, on the connections of this event loop; the JSON that comes back.
 
         Raises:
-            UnreachableServerError: no connection, or it broke.
+            NoServerError: no connection.
+            UnreachableServerError: the connection broke, also if none could be made after that.
             SlowServerError: no answer within ``limit_s``, or ``generation_timeout_s``.
             ServerError: the server refused, or did not answer with a JSON object.
         """
         method, limit_s = "GET" if body is None else "POST", limit_s or self.generation_timeout_s
         what = f"{self.name}: {method} {path}"
+        broke_off: list[httpx2.RequestError] = []
+
+        async def send() -> httpx2.Response:
+            try:
+                return await self._pool().request(method, path, json=body, headers=bearer(self.api_key))
+            except _BROKE_OFF as failure:
+                broke_off.append(failure)
+                raise
+
         try:
             async with asyncio.timeout(limit_s):
-                answer = await AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))(
-                    self._pool().request, method, path, json=body, headers=bearer(self.api_key)
-                )
+                answer = await AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))(send)
         except TimeoutError as failure:
             raise SlowServerError(f"{what} was not answered, all together within {limit_s:g} s") from failure
         except httpx2.RequestError as failure:
-            raise _broken(failure, what, limit_s) from failure
+            raise _broken(broke_off[-1] if broke_off else failure, what, limit_s) from failure
         if answer.status_code == 429 or (answer.status_code == 503 and "Retry-After" in answer.headers):
             raise BusyServerError(f"{what} was answered with {answer.status_code}: it is busy", _wait_s(answer))
         return _parsed(answer, what, ServerError, "")
@@ -228,26 +247,10 @@ class Calls:
         answer = self._send(phase, method, path, json=body, params=params, headers=bearer(key))
         return _parsed(answer, f"{self._what}: {method} {path}", error or self._error, advice)
 
-    def tell(
-        self,
-        phase: str,
-        path: str,
-        body: Json,
-        *,
-        key: str | None = None,
-        error: type[ServerError] | None = None,
-        advice: str = "",
-    ) -> None:
-        """POST ``body`` where a success says all, in whatever words; arguments and errors as of `call`."""
+    def tell(self, phase: str, path: str, body: Json, *, key: str | None = None) -> None:
+        """POST ``body``, and accept any successful answer, whatever its text. Arguments and errors as for `call`."""
         answer = self._send(phase, "POST", path, json=body, headers=bearer(key))
-        _require_success(answer, f"{self._what}: POST {path}", error or self._error, advice)
-
-    def events(self, phase: str, path: str, body: Json) -> list[Json]:
-        """POST ``body``, and read a stream of server-sent events to its end; raises as `call`."""
-        answer = self._send(phase, "POST", path, json=body)
         _require_success(answer, f"{self._what}: POST {path}", self._error, "")
-        with self.reading(f"the stream of POST {path}"):
-            return [json.loads(line[5:]) for line in answer.text.splitlines() if line.startswith("data:")]
 
     def _send(self, phase: str, method: str, path: str, **options: Any) -> httpx2.Response:
         started = time.monotonic()
@@ -322,7 +325,7 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
             "who signed it, its own if it signed itself, in the environment variable SSL_CERT_FILE"
         )
     if isinstance(failure, _NOT_CONNECTED):
-        return UnreachableServerError(f"{what} found no server there ({reason}); start it, or look at the network")
+        return NoServerError(f"{what} found no server there ({reason}); start it, or look at the network")
     return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
 
 

@@ -18,6 +18,7 @@ from ...utils.remote import without_secrets
 from ...utils.timing import timed
 from ..api import AdapterServer, BroadcastServer, InferenceServer
 from .api import ObservableServer, ServerStatus, weights_label
+from .http import HTTPServer
 from .states import ServerReport, ServerState
 
 logger = get_logger(__name__)
@@ -37,13 +38,15 @@ class PublishedFolder:
         label: its `weights_label`.
         broadcast: whether the servers are sent its weights, and need not see it.
         adapters: whether it holds adapters alone.
+        timeout_s: how long a server may take to load it.
     """
 
     path: str
     version: int
     label: str
-    broadcast: bool = False
-    adapters: bool = False
+    broadcast: bool
+    adapters: bool
+    timeout_s: float
 
     def unchanged(self) -> bool:
         """Whether the same contents are still there; the digest of the manifest answers for all of them."""
@@ -75,10 +78,11 @@ class FleetMember(Generic[S]):
         self._loading: str | None = None
         self._asked_at: float | None = None
         self._failures, self._retry_at = 0, 0.0
+        self._logged: frozenset[str] = frozenset()
 
     @property
     def report(self) -> ServerReport:
-        """What is known of it now."""
+        """The latest report on this server."""
         return self._report
 
     def folders_in_use(self) -> set[str]:
@@ -95,7 +99,7 @@ class FleetMember(Generic[S]):
     def want(self, folder: PublishedFolder | None) -> None:
         """Set what it is to serve from now on; it is not told yet. None: what it serves is not to be used any more."""
         with self._changed:
-            self._wanted = folder
+            self._wanted, self._logged = folder, frozenset()
             self._forget_failures()
             if folder is None and self._report.state is ServerState.SERVING:
                 self._note(ServerState.BEHIND, "its weights are about to be replaced", self._report.label)
@@ -204,9 +208,12 @@ class FleetMember(Generic[S]):
                 self._failures += 1
                 pause_s = self._retry_s * 2.0 ** (self._failures - 2) if self._failures > 1 else 0.0
                 self._retry_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
-            # One that can be asked and is known as gone stays that until it has answered.
-            gone = isinstance(error, WorkerLost) or (observable and self._report.state is ServerState.GONE)
-            self._note(ServerState.GONE if gone else ServerState.BEHIND, text)
+            state = ServerState.BEHIND
+            if isinstance(error, WorkerLost):
+                state = ServerState.GONE
+            elif observable and self._report.state is not ServerState.SERVING:
+                state = self._report.state  # until it has been asked
+            self._note(state, text)
         if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
             self._note_unready(status, text)
 
@@ -234,11 +241,15 @@ class FleetMember(Generic[S]):
             if state is not before:
                 # Nothing is wanted of it while a version that it serves is published again: no fault of its own.
                 level = logging.INFO if state is ServerState.SERVING or self._wanted is None else logging.WARNING
-                logger.log(level, "inference server %s (it was %s)", self._report, before)
+                report = f"{self.name} is {state} as before" if error in self._logged else self._report
+                logger.log(level, "inference server %s (it was %s)", report, before)
+                self._logged = self._logged | {error} if error else frozenset()
             self._changed.notify_all()
 
 
 def _update(server: InferenceServer, folder: PublishedFolder) -> int:
+    if isinstance(server, HTTPServer):
+        server.allow(folder.timeout_s)
     if folder.adapters:
         return cast(AdapterServer, server).update_adapters_from_disk(folder.path, folder.version)
     if folder.broadcast:
@@ -247,6 +258,6 @@ def _update(server: InferenceServer, folder: PublishedFolder) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """What a person is told of an error of a client."""
+    """The text of a client's error for logs and reports, without secrets."""
     text = str(error) if isinstance(error, ServerError | WorkerLost) else f"{type(error).__name__}: {error}"
     return without_secrets(text)

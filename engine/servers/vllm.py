@@ -43,7 +43,8 @@ class VLLMServer(AdaptedServer):
     Attributes:
         url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
         api_key: what the server was given as ``--api-key``.
-        timeout_s: longest time that one update, or `check_generation`, may take.
+        timeout_s: longest time that one update, or `check_generation`, may take; None: as long as the publication
+            allows (`WeightUpdateMeta.timeout_s`), and 300 s without one.
         status_timeout_s: longest time that `status` may take.
         generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
         dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
@@ -83,7 +84,7 @@ class VLLMServer(AdaptedServer):
         this host.
         """
         label = weights_label(path, version)
-        return self._serve(path, version, label, lambda calls: send_folder(calls, path, self.timeout_s))
+        return self._serve(path, version, label, lambda calls: send_folder(calls, path, self._update_limit_s))
 
     def _serve(self, path: str, version: int, label: str, load: Callable[[Calls], None]) -> int:
         refuse_adapters(path)

@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,24 @@ def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
 def test_what_cannot_be_pickled_is_refused() -> None:
     with CallPool() as pool, pytest.raises(ConfigError, match="cannot be sent to another process"):
         call(pool, lambda: 1)
+
+
+def test_the_lock_of_a_pool_is_free_while_a_process_is_slow_to_end() -> None:
+    pool = CallPool(n_processes=1)
+    call(pool, user_code.add, 1, 1)
+    fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(fork_server, signal.SIGSTOP)  # so that the end of its child is not noticed
+    try:
+        closing = threading.Thread(target=pool.close)
+        closing.start()
+        while not pool._closed:
+            time.sleep(0.001)
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 0.5
+    finally:
+        os.kill(fork_server, signal.SIGCONT)
+        closing.join()
 
 
 def test_a_closed_pool_ends_its_calls_and_takes_none(tmp_path: Path) -> None:

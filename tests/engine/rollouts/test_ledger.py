@@ -214,6 +214,10 @@ def _change_ticket(**changes: Any) -> Any:
         (_change_ticket(trajectory={"input_ids": torch.ones(1, 2)}), "cannot be trained on: the trajectory has no"),
         (_change_ticket(index=1.5), "index 1.5, which is a float"),
         (_change_ticket(number=0, step=4), "ticket 0 of step 4 .* twice"),
+        (_change_ticket(seed=7), "has seed 7, which is not that of its number"),
+        (_change_ticket(index=-1), "a ticket has index -1; expected 0 or more"),
+        (_change(finished=-1), "has finished -1; expected 0 or more"),
+        (_change(drawn=["3"]), "has drawn '3', which is no dataset index"),
     ],
 )
 def test_a_state_that_cannot_be_taken_over_is_refused_in_words(change: Any, message: str) -> None:

@@ -16,7 +16,7 @@ import httpx2
 from aiohttp import web
 
 from holdfast.utils.processes import die_with_parent
-from tests.engine.servers import fake_sglang, fake_transformers, fake_vllm
+from tests.engine.servers import fake_sglang, fake_vllm
 from tests.engine.servers.fake_engine import FakeEngine
 from tests.helpers import PRELOAD
 from tests.limits import stretched
@@ -24,7 +24,6 @@ from tests.limits import stretched
 _APPLICATIONS: dict[str, Callable[..., web.Application]] = {
     "vllm": fake_vllm.application,
     "sglang": fake_sglang.application,
-    "transformers": fake_transformers.application,
 }
 _ENGINE_OPTIONS = ("dtype", "token_s", "folder", "of_version")
 
@@ -33,7 +32,7 @@ class FakeServer:
     """A fake server, running; a context manager that kills it.
 
     Args:
-        kind: ``vllm``, ``sglang`` or ``transformers``.
+        kind: ``vllm`` or ``sglang``.
         record: folder for the record of its calls and tokens, which outlives it.
         options: those of `FakeEngine` and of the fake's ``application``.
 

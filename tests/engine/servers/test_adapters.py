@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.engine.api import AdapterServer
 from holdfast.engine.hf.versions import delete_old
-from holdfast.engine.servers import ServerFleet, SGLangServer, TransformersServer, VLLMServer
+from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.adapters import adapter_name
 from holdfast.engine.servers.api import (
     GenerationHyperparameters,
@@ -36,6 +36,7 @@ from tests.engine.servers.folders import (
     step_adapters,
     tiny_model,
 )
+from tests.engine.servers.scripted import PlainServer
 from tests.limits import stretched
 from tests.tiers import slow_but
 
@@ -361,7 +362,7 @@ def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
 
 def test_who_takes_no_adapters_and_a_broadcast_of_them_are_refused(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
-    with pytest.raises(ConfigError, match=r"a TransformersServer, has no endpoint that loads adapters.*type 'disk'"):
-        ServerFleet([TransformersServer("http://127.0.0.1:9")]).update(folder, 1, 1)
+    with pytest.raises(ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"):
+        ServerFleet([PlainServer()]).update(folder, 1, 1)
     with pytest.raises(ConfigError, match="holds adapters, which servers read from the folder: broadcast sends all"):
         ServerFleet([VLLMServer("http://127.0.0.1:9")]).update(folder, 1, 1, broadcast=True)

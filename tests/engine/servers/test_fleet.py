@@ -260,7 +260,9 @@ def test_a_plain_server_that_failed_is_tried_again(tmp_path: Path, make_fleet: M
     assert fleet.wait_serving(1, LIMIT_S)
 
 
-def test_a_load_that_goes_on_failing_is_tried_less_and_less_often(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_load_that_goes_on_failing_is_tried_less_and_less_often_and_logged_once(
+    tmp_path: Path, make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
     server = ScriptedServer(answer=refuse)
     fleet = make_fleet(server, probe_interval_s=0.02)
     with pytest.raises(PublishError, match="scripted is paused: version 1 cannot be loaded"):
@@ -269,6 +271,24 @@ def test_a_load_that_goes_on_failing_is_tried_less_and_less_often(tmp_path: Path
     wait_until(lambda: time.monotonic() > end)
     assert 3 <= len(server.told) <= 8, "not the fifty times that it was looked at"
     assert fleet.states()[0].error == "version 1 cannot be loaded"
+    assert caplog.text.count("version 1 cannot be loaded") == 1
+
+
+def test_a_server_that_comes_and_goes_is_logged_in_full_once(
+    tmp_path: Path, make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ScriptedServer(answer=refuse)
+    fleet = make_fleet(server, probe_interval_s=0.02)
+    with pytest.raises(PublishError):
+        fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+    for _ in range(2):
+        server.alive = False
+        wait_until(lambda: states(fleet) == [GONE])
+        told = len(server.told)
+        server.restart()
+        wait_until(lambda told=told: len(server.told) > told and states(fleet) == [PAUSED])
+    assert caplog.text.count("version 1 cannot be loaded") == 1
+    assert caplog.text.count("scripted is paused as before (it was ") == 2
 
 
 def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Path, make_fleet: MakeFleet) -> None:

@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from holdfast.engine.servers import SGLangServer, VLLMServer
+from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
-from holdfast.utils.errors import ConfigError, PublishError, RolloutError, ServerError, UnreachableServerError
+from holdfast.utils.errors import (
+    ConfigError,
+    NoServerError,
+    PublishError,
+    RolloutError,
+    ServerError,
+    UnreachableServerError,
+)
 from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed
@@ -201,6 +208,62 @@ def test_a_server_that_stays_busy_is_given_up(fake: FakeServer) -> None:
                 RolloutError, match=r"no server took a request for 0\.2 s: .* answered with 503: it is busy"
             ):
                 executor.next_batch(0)
+
+
+def test_the_only_server_of_a_list_is_waited_for_while_it_is_not_there(
+    fake: FakeServer, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Gateway(fake.url) as gateway:
+        server = VLLMServer(gateway.url)
+        server.update_weights_from_disk(publish_hashed(Path(folder).parent, 0), 0)
+    with make_executor([server], request_attempts=1) as executor:
+        executor.set_version(0)
+        wait_until(lambda: "found no server there" in caplog.text)
+        with Gateway(fake.url, port=gateway.port):
+            assert len(executor.next_batch(0)["input_ids"]) == 4
+        assert executor.stats()["rollouts/retried"] == 0
+    assert caplog.text.count("requests wait for") == 1
+
+
+def test_a_server_that_never_comes_back_is_given_up() -> None:
+    with Gateway() as gateway:
+        pass
+    with make_executor([VLLMServer(gateway.url)], server_wait_s=0.2) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=r"no server took a request for 0\.2 s: .* found no server there"):
+            executor.next_batch(0)
+
+
+def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent(tmp_path: Path) -> None:
+    with FakeServer("vllm", tmp_path) as fake:
+        server = VLLMServer(fake.url)
+        server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
+
+        async def kill_in_flight() -> None:
+            long = ModelRequest([1], GenerationHyperparameters(max_new_tokens=100_000), seed=1)
+            task = asyncio.create_task(server.agenerate(long))
+            while not fake.tokens():
+                await asyncio.sleep(0.01)
+            fake.kill()
+            await task
+
+        with pytest.raises(UnreachableServerError, match="broke off") as caught:
+            asyncio.run(kill_in_flight())
+        assert not isinstance(caught.value, NoServerError)
+
+
+def test_a_publication_says_how_long_a_server_without_a_limit_of_its_own_may_take(tmp_path: Path) -> None:
+    with FakeServer("vllm", tmp_path) as fake:
+        folder = publish_hashed(tmp_path / "w", 1)
+        patient, hasty = VLLMServer(fake.url), VLLMServer(fake.url, timeout_s=0.3)
+        for server, limit in ((patient, "1.2"), (hasty, "0.3")):
+            fleet = ServerFleet([server], probe_interval_s=None)
+            fake.tell(at_call=0, does="stop", when="before")
+            with pytest.raises(PublishError):
+                fleet.update(folder, 1, timeout_s=1.2)
+            expected = f"was not answered, all together within {limit} s"
+            wait_until(lambda fleet=fleet, expected=expected: expected in str(fleet.states()[0].error))
+            fake.wake()
 
 
 def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: FakeServer, tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
-from holdfast.engine.servers import SGLangServer, TransformersServer
+from holdfast.engine.servers import SGLangServer
 from holdfast.engine.servers.api import (
     GenerationHyperparameters,
     ModelRequest,
@@ -17,7 +16,7 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
-from holdfast.utils.errors import PoisonedServerError, PublishError, SlowServerError, WrongContentError
+from holdfast.utils.errors import PoisonedServerError, SlowServerError, WrongContentError
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, step, tiny_model
 
@@ -109,17 +108,3 @@ def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: 
         fake.wake()
         server.update_weights_from_disk(folder, version)
         assert server.status() == ServerStatus(weights_label(folder, version), paused=False) and not paused(fake)
-
-
-def test_transformers_serve_loads_a_folder_anew_and_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with FakeServer("transformers", tmp_path) as fake:
-        server: Any = TransformersServer(fake.url)
-        folder = publish_hashed(tmp_path / "w", 1)
-        assert server.update_weights_from_disk(folder, 1) == server.update_weights_from_disk(folder, 1) == 1
-        assert fake.calls() == ["POST /reset", "POST /load_model"] * 2
-        assert caplog.text.count("tells no log-probabilities; what it serves cannot be checked") == 1
-        Path(folder, "manifest.json").unlink()
-        with pytest.raises(PublishError, match=r"the load ended with \[{'status': 'error'.*expected .*'ready'"):
-            server.update_weights_from_disk(folder, 1)
