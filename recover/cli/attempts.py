@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import CheckpointNotFoundError
-from ..storage.journal import JOURNAL_NAME, read_journal
+from ..storage.journal import JOURNAL_NAME, last_start, read_journal
 from .places import Run
 
 _BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
@@ -89,12 +89,14 @@ def read_attempts(run: Run) -> list[Attempt]:
         raise CheckpointNotFoundError(
             f"there is no {path}: nothing is known of the attempts of this run, which an older version has written"
         )
-    return list_attempts(read_journal(run.trial_root, EVENTS))
+    return list_attempts(read_journal(run.trial_root, (*_BOUNDS, "step"), ends_of="step"))
 
 
 def last_attempt(trial_root: Path) -> Attempt | None:
-    """The last attempt that a journal tells of, without its steps, a month of which may be behind its beginning."""
-    return next(reversed(list_attempts(read_journal(trial_root, _BOUNDS))), None)
+    """The last attempt in a journal, without its steps. Its number counts from the last attempt that has loaded."""
+    begin = last_start(trial_root)
+    events = read_journal(trial_root, _BOUNDS, since=0 if begin is None else begin[0])
+    return next(reversed(list_attempts(events)), None)
 
 
 def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
@@ -141,12 +143,12 @@ def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> Attempt:
     return Attempt(
         number,
         began=event["time"],
-        host=event.get("host", ""),
-        pid=event.get("pid", 0),
-        world_size=event.get("world_size", 0),
+        host=event.get("host") or "",
+        pid=event.get("pid") or 0,
+        world_size=event.get("world_size") or 0,
         resumed=event.get("step"),
-        load_s=event.get("load_s", 0.0),
-        process_started=event.get("process_started", event["time"]),
+        load_s=event.get("load_s") or 0.0,
+        process_started=event.get("process_started") or event["time"],
         loaded=loaded,
     )
 

@@ -3,7 +3,6 @@
 torch is imported when a conversion begins, so that ``--help`` is there at once.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +28,13 @@ _FORMATS = ("hf", "generation", "dcp", "areal")
 @click.option("--engine", metavar="NAME", help="Which of several in SRC; what to call it in a generation.")
 @click.option("--step", type=int, help="Of a generation: its last step, counted from 0, if SRC does not say it.")
 @click.option("--steps-per-epoch", type=int, help="Of a generation, if SRC does not say it.")
-@click.option("--parameters", type=click.Path(path_type=Path), help="JSON: names of the parameters of each group.")
 @json_option
-def convert_command(source: str, target: str, as_json: bool, parameters: Path | None, **options: Any) -> None:
+def convert_command(source: str, target: str, as_json: bool, **options: Any) -> None:
     """Make DST of the checkpoint in SRC: complete and compared with SRC, or not at all.
 
-    SRC is a folder of verl (model_world_size_*_rank_*.pt), Accelerate (save_state), transformers or TRL
-    (checkpoint-N), torch.distributed.checkpoint under any root (torchtitan, AReaL, scripts), Holdfast, or of a Hugging
-    Face model; what it is is seen by its files. Nothing in it is run.
+    SRC is a folder of verl (model_world_size_*_rank_*.pt), AReaL or Holdfast, with optimizer state; or of weights: a
+    Hugging Face model, a checkpoint of Trainer or TRL, save_state of Accelerate, or torch.distributed.checkpoint under
+    any root. The files in it say which. Nothing in it is run.
 
     \b
     --to hf          weights that from_pretrained loads
@@ -48,23 +46,11 @@ def convert_command(source: str, target: str, as_json: bool, parameters: Path | 
     """
     from ..convert import convert
 
-    names = None if parameters is None else _read_names(parameters)
-    done = convert(source, target, parameters=names, progress=not as_json, **options)
+    done = convert(source, target, progress=not as_json, **options)
     if as_json:
         print_json(asdict(done))
     else:
         click.echo(_described(done))
-
-
-def _read_names(path: Path) -> list[list[str]]:
-    try:
-        names = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{path} cannot be read as JSON: {error}", param_hint="--parameters") from error
-    lists = isinstance(names, list) and all(isinstance(group, list) for group in names)
-    if not lists or not all(isinstance(name, str) for group in names for name in group):
-        raise click.BadParameter("expected a list of names for each parameter group", param_hint="--parameters")
-    return names
 
 
 def _described(done: "Conversion") -> str:

@@ -1,20 +1,23 @@
 """``holdfast diff``: in which tensors two generations or exports differ, and by how much."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from .copies import local_copy
+from .folders import Folder, LocalFolder
 from .output import json_option, number_text, print_json, print_table
-from .places import find_generation, is_url, local_path
+from .places import is_url, local_path, read_generation
 
 if TYPE_CHECKING:
     from .tensors import Tensors
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,15 +58,7 @@ def diff_command(ctx: click.Context, a: str, b: str, engine: str | None, exit_co
     Bits are compared; how much values differ is computed in float64. Digests are not looked at (`holdfast verify`
     does), but of a copy at a URL, which is fetched into the folder for temporary files (TMPDIR).
     """
-    from .tensors import the_engine
-
-    with ExitStack() as stack:
-        sides = [stack.enter_context(_local(text)) for text in (a, b)]
-        exports = [(side / "config.json").is_file() for side in sides]
-        if engine is None and any(exports) and not all(exports):
-            engine = the_engine(sides[exports.index(False)], None)
-        opened = (_opened(side, export, engine) for side, export in zip(sides, exports, strict=True))
-        found, same = _compare(*map(stack.enter_context, opened))
+    found, same = _read(a, lambda one: _read(b, lambda other: _compare_folders(one, other, engine)))
     if as_json:
         print_json({"a": a, "b": b, "equal_tensors": same, "differences": [asdict(one) for one in found]})
     else:
@@ -77,15 +72,24 @@ def diff_command(ctx: click.Context, a: str, b: str, engine: str | None, exit_co
         ctx.exit(1)
 
 
-@contextmanager
-def _local(text: str) -> Iterator[Path]:
-    """A folder of this machine; of a URL, a copy that is removed afterwards."""
+def _read(text: str, read: Callable[[Folder], T]) -> T:
+    """Call ``read`` with a Hugging Face folder of this machine, or with a generation as `read_generation` does."""
     path = local_path(text)
     if not is_url(text) and (path / "config.json").is_file():
-        yield path
-        return
-    with local_copy(find_generation(text)) as folder:
-        yield folder
+        return read(LocalFolder(path))
+    return read_generation(text, read)
+
+
+def _compare_folders(a: Folder, b: Folder, engine: str | None) -> tuple[list[Difference], int]:
+    from .tensors import the_engine
+
+    with ExitStack() as stack:
+        sides = [stack.enter_context(local_copy(folder)) for folder in (a, b)]
+        exports = [(side / "config.json").is_file() for side in sides]
+        if engine is None and any(exports) and not all(exports):
+            engine = the_engine(sides[exports.index(False)], None)
+        opened = (_opened(side, export, engine) for side, export in zip(sides, exports, strict=True))
+        return _compare(*map(stack.enter_context, opened))
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """``holdfast export``: a Hugging Face folder from a generation, without its trainer, its model's code or a GPU."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ...utils.errors import CheckpointNotFoundError
+from ...utils.files import is_free
+from ...utils.manifest import require_outside_commits
 from .dtypes import dtype_option
+from .folders import Folder
 from .output import json_option, print_json, seconds_text, size_text
-from .places import find_generation, generation_argument
+from .places import generation_argument, read_generation
 
 
 @click.command("export", short_help="A Hugging Face folder from a generation.")
@@ -46,15 +50,37 @@ def export_command(
     A generation with LoRA adapters has no base. With --adapters merged that is read from the folder that the run began
     with, compared with the digest in GEN, and has the adapters added; --adapters peft needs no base.
     """
+    options = {"dtype": dtype, "config": config, "engine": engine, "adapters": adapters, "base": base}
+    where, seconds = read_generation(generation, partial(_export, target=target, **options))
+    files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
+    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(
+            f"exported {where} to {target}: {size_text(report['bytes'])} in {report['files']} files, "
+            f"{seconds_text(report['seconds'])}"
+        )
+
+
+def _export(
+    folder: Folder,
+    target: Path,
+    dtype: str | None,
+    config: Path | None,
+    engine: str | None,
+    adapters: str | None,
+    base: Path | None,
+) -> tuple[str, float]:
+    """Export one generation. Return its path or URL, and the seconds that the export took."""
     from ..convert import convert
     from ..convert.adapters import write_peft
-    from ..convert.dcp import stored_adapters
-    from ..convert.generation import engine_folder
+    from ..convert.dcp import engine_folder, stored_adapters
     from .copies import local_copy
 
-    folder = find_generation(generation)
-    if target.exists():
+    if not is_free(target):
         raise click.UsageError(f"{target} exists already and is never written over; choose another --to")
+    require_outside_commits(target)
     with local_copy(folder) as path:
         stored = stored_adapters(engine_folder(path, engine))
         if stored is None and (adapters or base):
@@ -69,15 +95,7 @@ def export_command(
             model = config or (_config_of(folder.path) if stored is None else stored.base_folder(base))
             given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
             seconds = convert(path, target, to="hf", dtype=dtype or _own_dtype(model), **given).seconds
-    files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
-    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(
-            f"exported {folder.where} to {target}: {size_text(report['bytes'])} in {report['files']} files, "
-            f"{seconds_text(report['seconds'])}"
-        )
+    return folder.where, seconds
 
 
 def _config_of(path: Path | None) -> Path:
@@ -107,6 +125,6 @@ def _exports(trial: Path) -> Iterator[Path]:
 def _own_dtype(base: Path) -> str:
     """What the run itself exports as: the dtype of the folder that its model was made from."""
     from ...engine.hf.dtypes import base_dtype
-    from ..convert.architecture import Architecture
+    from ..convert.checkpoint import Architecture
 
     return str(base_dtype(Architecture.read(base).model, base)).removeprefix("torch.")

@@ -7,7 +7,7 @@ import click
 
 from ...utils.errors import CheckpointError, CheckpointNotFoundError, MirrorError
 from ..storage.generations import GenerationStore
-from ..storage.journal import read_journal
+from ..storage.journal import last_start
 from ..storage.retention import RetentionRules, reasons_to_keep
 from .output import json_option, print_json, print_table, size_text, time_text
 from .places import Run, run_argument
@@ -76,18 +76,18 @@ def _describe(place: Run, step: int) -> dict[str, Any] | None:
 
 
 def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) -> None:
-    starts = list(read_journal(store.root.parent, ["start"]))
+    start = last_start(store.root.parent)
     pins = store.pins()
     sound = {entry["step"]: entry["metrics"] for entry in entries if entry["problem"] is None}
     reasons: dict[int, list[str]] = {step: [] for step in sound}
-    if starts:
-        with contextlib.suppress(TypeError, KeyError):  # of another version
-            reasons = reasons_to_keep(sound, RetentionRules(**starts[-1]["keep"]))
+    if start is not None:
+        with contextlib.suppress(TypeError, KeyError, ValueError):  # of another version
+            reasons = reasons_to_keep(sound, RetentionRules(**start[1]["keep"]))
     for entry in entries:
         step = entry["step"]
         entry["pinned"] = step in pins
         entry["kept"] = (["pinned"] if step in pins else []) + reasons.get(step, [])
-        entry["rules_known"] = bool(starts)
+        entry["rules_known"] = start is not None
 
 
 def _look_at_mirror(place: Run, mirror: str, entries: list[dict[str, Any]]) -> None:

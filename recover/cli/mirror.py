@@ -9,11 +9,12 @@ import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.folder_lock import FolderLock
+from ...utils.manifest import require_outside_commits
 from ..storage.generations import Generation, GenerationStore
-from ..storage.journal import read_journal
+from ..storage.journal import last_start
 from .in_use import no_job_option, require_unused
 from .output import json_option, print_json, print_table, seconds_text, size_text
-from .places import LOCK_NAME, Run, local_path, run_argument
+from .places import LOCK_NAME, Run, holds_run, is_url, local_path, run_argument
 
 if TYPE_CHECKING:
     from ..storage.mirror import Mirror
@@ -71,6 +72,7 @@ def mirror_push(
     """
     place = Run(run)
     store, there = place.require_store(), mirror_of(place, url)
+    _refuse_run_folder(there)
     here = {generation.step: generation for generation in store.generations()}
     if missing := sorted(set(steps) - here.keys()):
         raise CheckpointNotFoundError(f"{store.root} has no generation of step {missing[0]}")
@@ -97,6 +99,7 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
 
     Every byte is compared with its digest; the generation appears when all of it is sound.
     """
+    require_outside_commits(local_path(target))
     there = open_mirror(source)
     if step is None:
         step = next(iter(there.steps()), None)
@@ -130,8 +133,8 @@ def open_mirror(url: str) -> "Mirror":
 
 def recorded_mirror(place: Run) -> str | None:
     """The URL of the mirror that a run on this machine was last started with."""
-    starts = list(read_journal(place.trial_root, ["start"]))
-    return starts[-1].get("mirror") if starts else None
+    start = last_start(place.trial_root)
+    return None if start is None else start[1].get("mirror")
 
 
 class _Held:
@@ -147,6 +150,22 @@ class _Held:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _refuse_run_folder(there: "Mirror") -> None:
+    """
+    Raises:
+        ConfigError: the URL is a folder of this machine in which a run, or a generation, keeps its own files.
+    """
+    if is_url(there.url):
+        return
+    folder = local_path(there.url)
+    require_outside_commits(folder)
+    if holds_run(folder):
+        raise ConfigError(
+            f"{there.url} is where the run in {folder.parent} keeps its own generations: a copy there would become one "
+            "of them. Choose another --url; `holdfast mirror pull` brings a copy into the folder of a run"
+        )
 
 
 def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:

@@ -8,17 +8,18 @@ from typing import Any, TypeVar
 
 import click
 
-from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ...utils.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME
-from ..storage.generations import GenerationStore
+from ..storage.generations import TRACKER_NAME, GenerationStore
 from .folders import Folder, LocalFolder, RemoteFolder
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 LOCK_NAME = "recover.lock"
 _STEP = re.compile(r"global_step_(\d+)")
-_AT = re.compile(r"(.+)@(\d+|newest)")
+_AT = re.compile(r"(.+)@(\d+|newest)", re.DOTALL)
 _OF_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging-")
 """How the names begin of what a run puts into its folder of generations."""
 
@@ -103,9 +104,13 @@ class Run:
         Raises:
             CheckpointNotFoundError: there is none.
         """
-        if not (steps := self.steps()):
-            raise CheckpointNotFoundError(f"{self.where} has no generation yet")
-        return self.folder(steps[0])
+        while steps := self.steps() or self.steps():  # a run may replace its only one while the folder is listed
+            try:
+                return self.folder(steps[0])
+            except CheckpointNotFoundError:
+                if self.store is None or self.store.path_of(steps[0]).is_dir():
+                    raise
+        raise CheckpointNotFoundError(f"{self.where} has no generation yet")
 
 
 def find_generation(text: str) -> Folder:
@@ -125,6 +130,22 @@ def find_generation(text: str) -> Folder:
     if not folder.sizes():
         raise CheckpointNotFoundError(f"there is nothing at {folder.where}")
     return folder
+
+
+def read_generation(text: str, read: Callable[[Folder], T]) -> T:
+    """Call ``read`` with the generation that GEN names. If a run deletes it meanwhile, look GEN up again.
+
+    Raises:
+        CheckpointNotFoundError: there is no such thing, or not any more.
+        HoldfastError, OSError: raised by ``read``, and the generation is still there.
+    """
+    while True:
+        folder = find_generation(text)
+        try:
+            return read(folder)
+        except (HoldfastError, OSError):
+            if folder.path is None or folder.path.is_dir():
+                raise
 
 
 def names_generation(text: str) -> bool:
@@ -175,6 +196,12 @@ def is_url(text: str) -> bool:
 def local_path(text: str) -> Path:
     """The folder of this machine that an argument names."""
     return Path(text.removeprefix("file://"))
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is the one in which a run, also one that has just begun, keeps its generations."""
+    real = Path(os.path.realpath(folder))
+    return real.name == "recover" and ((real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists())
 
 
 def _recover_root(path: Path) -> Path:

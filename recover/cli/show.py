@@ -3,6 +3,7 @@
 import io
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from ...utils.files import bytes_digest
 from ..info import INFO_NAME
 from .folders import Folder
 from .output import json_option, number_text, print_json, print_table, size_text
-from .places import find_generation, generation_argument
+from .places import generation_argument, read_generation
 
 _METADATA = "/.metadata"
 
@@ -27,7 +28,7 @@ def show_command(generation: str, tensors: bool, as_json: bool) -> None:
     Only what is small is read, at a URL too. Files that are read as a whole are compared with their digests; parameter
     groups, scheduler and counters are ranges of the tensor files, of which `holdfast verify` compares every byte.
     """
-    found = describe(find_generation(generation), tensors)
+    found = read_generation(generation, partial(describe, list_tensors=tensors))
     if as_json:
         print_json(found)
         return

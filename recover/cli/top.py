@@ -86,7 +86,7 @@ def look(place: Run, stats: Path | None) -> dict[str, Any]:
         "blocked_share": _share(saves, recent),
         "generation": _newest(store),
     }
-    return found | _stats_of(root, stats, found["step"])
+    return found | _stats_of(root, stats)
 
 
 def _share(saves: list[dict[str, Any]], recent: list[dict[str, Any]]) -> float | None:
@@ -110,14 +110,16 @@ def _newest(store: Any) -> dict[str, Any] | None:
     return None
 
 
-def _stats_of(root: Path, stats: Path | None, step: int | None) -> dict[str, Any]:
+def _stats_of(root: Path, stats: Path | None) -> dict[str, Any]:
     """The last numbers that the run has logged, and the mean of recent seconds by what they went to."""
     path = stats or next((root / name for name in _STATS if (root / name).is_file()), None)
     if path is None:
         return {"stats": None, "spent_s": {}}
     lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))[-_LAST_STEPS:]
     names = list(dict.fromkeys(name for line in lines for name in line if name.endswith("_s")))
-    spent = {name.removesuffix("_s"): _mean([line.get(name, 0.0) for line in lines]) for name in names}
+    numbers = {name: [line.get(name, 0.0) for line in lines] for name in names}
+    numbers = {name: found for name, found in numbers.items() if all(isinstance(one, int | float) for one in found)}
+    spent = {name.removesuffix("_s"): _mean(found) for name, found in numbers.items()}
     last = {name: value for name, value in lines[-1].items() if name not in names} if lines else None
     return {"stats": last, "spent_s": spent}
 

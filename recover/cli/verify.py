@@ -4,8 +4,9 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ from ..info import INFO_NAME
 from .folders import Folder, LocalFolder, RemoteFolder
 from .main import DAMAGED
 from .output import json_option, print_json, print_table, size_text
-from .places import Run, find_generation, is_url, local_path, names_generation
+from .places import Run, is_url, local_path, names_generation, read_generation
 
 CONFIG = "config.json"
 
@@ -36,7 +37,7 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
 
     The exit code is 1 if anything is damaged.
     """
-    reports = [report for folder in _folders(where) if (report := _verify(folder, threads)) is not None]
+    reports = _reports(where, threads)
     if as_json:
         print_json({"folders": reports})
     else:
@@ -48,19 +49,19 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
         ctx.exit(DAMAGED)
 
 
-def _folders(where: str) -> Iterator[Folder]:
+def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
     if names_generation(where):
-        yield find_generation(where)
-        return
+        return [read_generation(where, partial(_verify, threads=threads))]
     if (export := _export(where)) is not None:
-        yield export
-        return
+        return [_verify(export, threads)]
     run = Run(where)
     if not (steps := run.steps()):
         raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
+    reports = []
     for step in steps:
         with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile by the run
-            yield run.folder(step)
+            reports.append(_verify(run.folder(step), threads))
+    return reports
 
 
 def _export(where: str) -> Folder | None:
@@ -72,8 +73,12 @@ def _export(where: str) -> Folder | None:
     return LocalFolder(path) if (path / CONFIG).is_file() else None
 
 
-def _verify(folder: Folder, threads: int | None) -> dict[str, Any] | None:
-    """What was found of a folder; None if a run has deleted it meanwhile."""
+def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
+    """Report on one folder.
+
+    Raises:
+        CheckpointNotFoundError: a run has deleted it meanwhile.
+    """
     started = time.monotonic()
     report: dict[str, Any] = {"where": folder.where, "files": 0, "bytes": 0, "digests": True, "problems": []}
     try:
@@ -85,7 +90,7 @@ def _verify(folder: Folder, threads: int | None) -> dict[str, Any] | None:
         raise
     except (CheckpointError, OSError) as error:  # a disk that cannot read one file may well read the others
         if folder.path is not None and not folder.path.is_dir():
-            return None
+            raise CheckpointNotFoundError(f"{folder.where} was deleted while it was read") from error
         report["problems"].append(str(error).replace(f"{folder.where}: ", ""))
     report["seconds"] = round(time.monotonic() - started, 4)
     return report

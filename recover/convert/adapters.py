@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...engine.api import export_dtype
 from ...engine.dcp.base_model import base_fingerprint, pack_share, same_base
-from ...engine.dcp.bit_sum import BitSum
+from ...engine.dcp.bit_sum import bit_sum
 from ...engine.dcp.fingerprint import BlockSampler
 from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
 from ...engine.lazy_tensor import LazyTensor
@@ -27,7 +27,7 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.files import write_durably
 from ...utils.manifest import verify_folder
-from .architecture import Architecture
+from .checkpoint import Architecture
 from .weights import read_model_folder, store_once
 
 
@@ -71,7 +71,7 @@ class StoredAdapters:
             )
         self.config, self._scaling = about["config"], about["scaling"]
         self._prefix = ROOT if any(name.startswith(ROOT) for name in model) else ""
-        plain = {name.removeprefix(self._prefix): tensor for name, tensor in model.items()}
+        plain = {name.removeprefix(self._prefix).replace(".base_layer.", "."): each for name, each in model.items()}
         self.pairs: dict[str, tuple[LazyTensor, LazyTensor]] = {}
         for layer in self._scaling:
             names = [f"{layer}.lora_{part}.{about['name']}.weight" for part in "AB"]
@@ -154,22 +154,25 @@ class StoredAdapters:
         )
 
     def _fingerprint(self, frozen: Mapping[str, LazyTensor]) -> str:
-        sampler, bits = BlockSampler(), BitSum()
+        sampler, bits = BlockSampler(), 0
         for name, tensor in frozen.items():
             layer, _, own = name.rpartition(".")
             known = self._prefix + (f"{layer}.base_layer.{own}" if layer in self.pairs else name)
             for first, values in tensor.blocks():
                 sampler.add(f"model.{known}", tensor.numel, first, values)
-                bits.add(f"model.{known}", first, values)
-        return base_fingerprint([pack_share(int(sampler.sums["model"]), bits.total())])
+                bits += bit_sum(f"model.{known}", values, (first // tensor.row_elements,))
+        return base_fingerprint([pack_share(int(sampler.sums["model"]), bits)])
 
 
 def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:
-    """Make a folder of PEFT; it appears complete and compared with its source, or not at all. Seconds that took.
+    """Make a folder of PEFT, which appears complete and compared with its source, or not at all.
+
+    Returns:
+        the seconds that it took.
 
     Args:
-        source: generation of the adapters; every byte of it is verified.
-        adapters: of it.
+        source: generation of the adapters. Every byte is verified.
+        adapters: the adapters of ``source``.
         target: folder to make.
         dtype: one of `EXPORT_DTYPES`; None: as they are.
 

@@ -1,17 +1,80 @@
-"""`Checkpoint`: what a reader finds in a folder and a writer makes a folder of; no values are in memory."""
+"""`Checkpoint`: the training state that a reader finds and a writer stores, without the values in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from ...engine.compat.transformers_private import build_from_config
 from ...engine.lazy_tensor import LazyTensor
+from ...engine.model_folder import read_raw_config
+from ...engine.tensors import first_names
+from ...engine.training.model import UNUSABLE, describe_unusable
+from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState
-from .architecture import Architecture
 
 OptimizerEntries = Mapping[str, Mapping[str, Any]]
 """Parameter -> entry -> `LazyTensor`, or a plain value."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The model of a ``config.json`` without memory: names, order and ties of its tensors.
+
+    Attributes:
+        model: built from the config on the meta device, in float32, of the class that the config names.
+        folder: the folder of the config.
+    """
+
+    model: PreTrainedModel
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path) -> "Architecture":
+        """Build the model of ``folder/config.json``. Code in the folder is not run.
+
+        Raises:
+            ConfigError: there is no config, it cannot be used, or transformers has no such class.
+        """
+        names = read_raw_config(folder).get("architectures") or []
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} has no config.json; name a folder of the model in Hugging Face format")
+        known: Any = getattr(transformers, names[0], None) if len(names) == 1 else None
+        if known is None:
+            raise ConfigError(
+                f"{folder}/config.json names architectures {names}; expected one that transformers has (code that "
+                "comes with a model is not run)"
+            )
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # unset, it asks on the terminal
+            with torch.device("meta"):
+                return cls(build_from_config(known, config, torch.float32), folder)
+        except UNUSABLE as error:
+            raise ConfigError(f"{folder}/config.json cannot be used: {describe_unusable(error)}") from error
+
+    @classmethod
+    def find(cls, *folders: Path | None) -> "Architecture | None":
+        """Read the first folder that has a ``config.json``; None if none has."""
+        found = (folder for folder in folders if folder is not None and (folder / "config.json").is_file())
+        return next((cls.read(folder) for folder in found), None)
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        """Names in the order of ``model.parameters()``, a tied one once: the order of an optimizer of all of them."""
+        return [name for name, _ in self.model.named_parameters()]
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other name of a tied parameter -> its first name."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        first = {id(param): name for name, param in first_names(named).items()}
+        return {name: first[id(param)] for name, param in named.items() if first[id(param)] != name}
 
 
 @dataclass
@@ -19,19 +82,19 @@ class Checkpoint:
     """The training state of one model.
 
     Attributes:
-        format: what wrote it, for people.
+        format: the format of the source, for people.
         model: parameter or buffer -> values; a tied tensor once.
-        optimizer: state by parameter; empty where there is none.
+        optimizer: state by parameter; empty without an optimizer.
         groups: hyperparameters of each parameter group, and as ``params`` the names in it; None without an optimizer.
-        aliases: other name of a tied tensor -> the one it has in ``model``.
-        scheduler: its ``state_dict()``; None where there is none.
-        step: steps that were trained, less one; None where nothing says.
-        epoch_steps: steps an epoch; None where nothing says.
-        rng: generators of each rank; empty where there are none.
-        ranks: how many had written it.
-        architecture: the model without memory; None where no config is known.
-        notes: what a person should know of how it was read.
-        ignored: what the folder holds besides, which is not converted.
+        aliases: other name of a tied tensor -> its name in ``model``.
+        scheduler: its ``state_dict()``; None if the source has none.
+        step: last trained step, counted from 0; None if the source does not say it.
+        epoch_steps: steps an epoch; None if the source does not say it.
+        rng: generators of each rank; empty if the source has none.
+        ranks: number of ranks that wrote the source.
+        architecture: the model without memory; None if no config is known.
+        states_are_complete: a parameter without state is known to be frozen, as in Holdfast's own folders.
+        ignored: names of what the folder holds besides, which is not converted.
     """
 
     format: str
@@ -45,60 +108,72 @@ class Checkpoint:
     rng: list[RngState] = field(default_factory=list)
     ranks: int = 1
     architecture: Architecture | None = None
-    notes: list[str] = field(default_factory=list)
+    states_are_complete: bool = False
     ignored: list[str] = field(default_factory=list)
+
+    def set_optimizer(self, what: str, state: OptimizerEntries, groups: list[dict[str, Any]]) -> None:
+        """Add the optimizer of another trainer, by names.
+
+        Args:
+            what: the source, for messages.
+            state: state by parameter.
+            groups: hyperparameters of each group, and the names in it as ``params``.
+
+        Raises:
+            CheckpointMismatchError: the state is not of this model.
+        """
+        grouped = {name for group in groups for name in group["params"]}
+        if strangers := [name for name in state if name not in self.model or name not in grouped]:
+            raise CheckpointMismatchError(
+                f"{what} has state for {strangers[0]!r}, which is not a parameter of the model in one of its groups"
+            )
+        for name, entries in state.items():
+            for key, value in entries.items():
+                shape = self.model[name].shape
+                if isinstance(value, LazyTensor) and key in _LIKE_PARAMETER and value.shape != shape:
+                    raise CheckpointMismatchError(
+                        f"{what}: {key} of {name} has shape {list(value.shape)}, the parameter {list(shape)}: the "
+                        "optimizer was made of other parameters, or in another order than model.parameters()"
+                    )
+        self.optimizer, self.groups = state, groups
+
+    def require_states(self) -> None:
+        """Raise `CheckpointMismatchError` if a parameter in a group has no state, which a load would look for.
+
+        The files of other trainers do not tell whether the state was lost, the parameter is frozen, or it has never had
+        a gradient.
+        """
+        names = [name for group in self.groups or () for name in group["params"]]
+        without = [name for name in names if not self.optimizer.get(name)]
+        keeps_state = self.optimizer or any("betas" in group for group in self.groups or ())  # plain SGD keeps none
+        if without and keeps_state and not self.states_are_complete:
+            raise CheckpointMismatchError(
+                f"the optimizer of {self.format} has no state for {len(without)} of its {len(names)} parameters "
+                f"({without[0]} ...): lost, frozen, or never updated. A load would look for it. Convert the weights "
+                "alone: --to hf"
+            )
+
+
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "grad_avg")
+"""What torch's optimizers keep in the shape of the parameter."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a reader is told.
+    """Arguments of a reader besides the folder.
 
     Attributes:
-        root: of DCP data (see `holdfast.engine.dcp.roots`); None: the only one there is.
-        config: folder with the ``config.json`` of the model; None: that in the source, if there is one.
-        parameters: names of the parameters of each group, in the order in which the optimizer was given them; None: by
-            the rule of the source.
+        root: root of DCP data (see `holdfast.engine.dcp.roots`); None takes the only one.
+        config: folder with the ``config.json`` of the model; None takes the config in the source, if it has one.
         files: closes what a reader opens.
-        merge: whether adapters without their base are merged into it, which leaves out optimizer state.
-        base: folder of that base; None: the one that the source names.
-        engine: the only engine that is asked for; None, or one that the source does not have: all.
+        merge: merge adapters without their base into that base, and leave out optimizer state.
+        base: folder of that base; None takes the one that the source names.
+        engine: the only engine to read; None, or an engine that the source does not have, reads all.
     """
 
     root: str | None
     config: Path | None
-    parameters: Sequence[Sequence[str]] | None
     files: ExitStack
     merge: bool = False
     base: Path | None = None
     engine: str | None = None
-
-
-class Format(NamedTuple):
-    """One format of a source.
-
-    Attributes:
-        name: for messages.
-        marks: what a folder of it holds, for messages.
-        reader: how it is recognised and read.
-    """
-
-    name: str
-    marks: str
-    reader: "Reader"
-
-
-class Reader(Protocol):
-    """One reader; a module with these functions is one."""
-
-    def recognises(self, folder: Path) -> bool:
-        """Whether ``folder`` is of this format, by the names of its files."""
-        ...
-
-    def read(self, folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-        """Engine name -> what is in ``folder``; ``default`` where it has no names.
-
-        Raises:
-            CheckpointCorruptError, CheckpointMismatchError: files are missing, damaged, or could run code.
-            ConfigError: it cannot be known what is meant; the message says what to give.
-        """
-        ...

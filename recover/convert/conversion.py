@@ -12,11 +12,11 @@ Disk: the target, once. Reading: the source once, the target once.
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,35 +25,65 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ...engine.api import EXPORT_DTYPES
 from ...utils.atomic_folder import staged_folder
 from ...utils.config import require_choice, require_range
-from ...utils.errors import ConfigError
+from ...utils.errors import CheckpointNotFoundError, ConfigError
 from ...utils.files import require_free_space
-from ...utils.manifest import FileEntry, write_manifest
+from ...utils.manifest import MANIFEST_NAME, FileEntry, require_outside_commits, verify_folder, write_manifest
 from ...utils.remote import FETCH_FIRST, require_local
+from ..saving.snapshot import manifest_facts
+from . import dcp, hugging_face, verl
 from .check import Digests, compare, compare_plain, require_all_written, tensors_of
 from .checkpoint import Checkpoint, ReadOptions
-from .run_target import RunTarget, last_step, what_starts_anew, write_generation
-from .sources import read_source
-from .targets import Seen, write_areal, write_dcp, write_hf
+from .targets import (
+    Seen,
+    last_step,
+    staged_generation,
+    what_starts_anew,
+    write_areal,
+    write_dcp,
+    write_generation,
+    write_hf,
+)
 
 TARGETS = ("hf", "generation", "dcp", "areal")
 
 
+class _Source(NamedTuple):
+    """One format of a source. ``marks`` names the files that show it, for messages."""
+
+    marks: str
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path, ReadOptions], dict[str, Checkpoint]]
+
+
+_SOURCES = (
+    _Source("model_world_size_<N>_rank_<r>.pt, in it or in its actor/ or critic/ (verl)", verl.recognises, verl.read),
+    _Source("recover_info.json and manifest.json (a generation of Holdfast)", dcp.is_generation, dcp.read_generation),
+    _Source(
+        "model.safetensors, pytorch_model.bin or pytorch_model_fsdp_0/ (models, Trainer and TRL, Accelerate)",
+        hugging_face.recognises,
+        hugging_face.read,
+    ),
+    _Source(".metadata (torch.distributed.checkpoint: AReaL, Holdfast, others)", dcp.recognises, dcp.read),
+)
+"""Formats, tried in this order."""
+
+
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
         source: folder that was read.
-        format: what it is.
+        format: format of the source, for people.
         target: folder that was made.
-        to: its format.
-        tensors: tensors that were written and compared.
-        bytes: of their values.
-        optimizer: whether their optimizer state is among them.
-        step: of a generation, its last step, counted from 0.
-        notes: what a person should know: how the step was found, say.
+        to: format of the target.
+        tensors: number of tensors that were written and compared.
+        bytes: bytes of their values.
+        optimizer: whether optimizer state is among them.
+        step: last step of a generation, counted from 0.
+        notes: what a person should know, for example how the step was found.
         lacks: part of a run that the source does not have -> what becomes of it.
-        ignored: what the source holds besides, which is not converted.
+        ignored: names of what the source holds besides, which is not converted.
         seconds: how long it took.
     """
 
@@ -82,7 +112,6 @@ def convert(
     engine: str | None = None,
     step: int | None = None,
     steps_per_epoch: int | None = None,
-    parameters: Sequence[Sequence[str]] | None = None,
     merge: bool = False,
     base: str | os.PathLike[str] | None = None,
     progress: bool = False,
@@ -90,32 +119,30 @@ def convert(
     """Make ``target`` of the checkpoint in ``source``; it appears complete and compared with the source, or not at all.
 
     Args:
-        source: folder of verl (a worker's, or a step's), Accelerate, transformers or TRL, torch.distributed.checkpoint
-            under any root (torchtitan, AReaL, scripts), Holdfast, or of a Hugging Face model. What it is is seen by
-            what is in it. Nothing in it is run.
+        source: folder of verl (of a worker or of a step), AReaL or Holdfast, with optimizer state; or weights: of a
+            Hugging Face model, of Trainer, TRL or Accelerate, or torch.distributed.checkpoint under any root. The files
+            in it say which. Nothing in it is run.
         target: folder to make. With ``generation`` the folder of a run, ``<fileroot>/<experiment>/<trial>``.
         to: ``hf`` (weights that ``from_pretrained`` loads), ``dcp`` (what `load_dcp` loads), ``generation`` (what
             `RecoverHandler.load` resumes from), or ``areal`` (what AReaL's engine loads, optimizer included).
         dtype: ``float32``, ``bfloat16`` or ``float16`` for floating-point weights; None: as they are. Optimizer state
             stays as it is. An engine of Holdfast trains float32.
         root: of DCP data, see `load_dcp`; None: the only one there is.
-        config: folder with the model's ``config.json``, where the source has none: for ``hf``, for tied weights, and
-            for the order of parameters.
+        config: folder with the ``config.json`` of the model, if the source has none: for ``hf`` and for tied weights.
         engine: of a source with several, which one; of a generation with one, what to call it (``default``).
         step: of a generation, its last step counted from 0, where the source does not say it.
-        steps_per_epoch: of a generation, likewise.
-        parameters: names of the parameters of each group, in the order in which the optimizer was given them, where the
-            source has numbers and its rule is not known.
+        steps_per_epoch: steps an epoch of a generation, if the source does not say it.
         merge: with ``hf``, merge adapters whose base the source left out into that base.
         base: folder of it; None: the one that the source names. It must be what the source's digest says.
         progress: show a bar on stderr.
 
     Raises:
         ConfigError: an argument is wrong, the source is of no known format, or it is ambiguous; the message says what
-            to give.
+            to give. ``target`` lies in a committed folder.
         CheckpointNotFoundError, CheckpointCorruptError: the source is not there, incomplete, damaged, or holds what
             could only be read by running code.
-        CheckpointMismatchError: its parts are not of one model, or not of that of ``config``.
+        CheckpointMismatchError: its parts are not of one model, or not of the model of ``config``; or its optimizer has
+            no state for a parameter.
         CheckpointExistsError: ``target`` exists.
         CheckpointWriteError: the file system refused, or has no room.
         FolderInUseError: a job uses the run's folder.
@@ -129,31 +156,72 @@ def convert(
         raise ConfigError(f"merge and base are for to='hf', where adapters become part of the weights; to is {to!r}")
     folder = require_local(source, "converting", FETCH_FIRST, "source")
     final = require_local(target, "converting", "convert to one, and copy that", "target")
+    require_outside_commits(final)
     with ExitStack() as files:
         given = [None if each is None else Path(each) for each in (config, base)]
-        options = ReadOptions(root, given[0], parameters, files, merge, given[1], engine)
-        checkpoints = _chosen(read_source(folder, options), to, engine)
+        options = ReadOptions(root, given[0], files, merge, given[1], engine)
+        checkpoints = _chosen(_read_source(folder, options), to, engine)
+        _require_trained(folder, checkpoints, to)
         if to != "hf" and dtype is not None:
             checkpoints = {name: _cast(each, EXPORT_DTYPES[dtype]) for name, each in checkpoints.items()}
         first = next(iter(checkpoints.values()))
+        tensors = [tensor for each in checkpoints.values() for _, tensor in tensors_of(each, with_optimizer=to != "hf")]
         done = Conversion(
             str(folder),
             first.format,
             str(final),
             to,
-            sum(1 for _ in _wanted(checkpoints, to)),
-            sum(tensor.nbytes for tensor in _wanted(checkpoints, to)),
+            len(tensors),
+            sum(tensor.nbytes for tensor in tensors),
             to != "hf" and any(each.optimizer for each in checkpoints.values()),
-            notes=[note for each in checkpoints.values() for note in each.notes],
             ignored=[name for each in checkpoints.values() for name in (*each.ignored, *_without_optimizer(each, to))],
         )
         require_free_space(final.parent, done.bytes, "make room, or convert to another disk")
-        with _bar(progress, f"{first.format} to {to}", 2 * done.bytes) as bar:
+        bar = files.enter_context(_Bar(progress, f"{first.format} to {to}", 2 * done.bytes))
+        with _no_empty_folders_left(final / "recover" if to == "generation" else final.parent):
             if to == "generation":
                 done = _to_generation(checkpoints, final, options, (step, steps_per_epoch), bar, done)
             else:
                 _to_folder(first, final, to, None if dtype is None else EXPORT_DTYPES[dtype], options, bar)
     return replace(done, seconds=time.monotonic() - began)
+
+
+@contextmanager
+def _no_empty_folders_left(folder: Path) -> Iterator[None]:
+    """If the block fails, remove ``folder`` and its parents as far as the block made them and left them empty."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def _read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
+    """Engine name -> what ``folder`` holds, which is verified first if it has a manifest."""
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {folder}")
+    for source in _SOURCES:
+        if source.recognises(folder):
+            if (folder / MANIFEST_NAME).is_file():
+                verify_folder(folder)
+            return source.read(folder, options)
+    found, known = sorted(path.name for path in folder.iterdir())[:12], "; ".join(source.marks for source in _SOURCES)
+    raise ConfigError(f"{folder} is of no format that can be converted: it holds {found}. Looked for: {known}")
+
+
+def _require_trained(folder: Path, checkpoints: Mapping[str, Checkpoint], to: str) -> None:
+    """A load must find what it looks for: an optimizer in a generation, and the state of each of its parameters."""
+    if to == "generation" and all(each.groups is None for each in checkpoints.values()):
+        found = sorted({name for each in checkpoints.values() for name in each.ignored})
+        raise ConfigError(
+            f"{folder} holds weights and {found or 'nothing else'}, but no optimizer state that can be converted, "
+            "which a run resumes with: start a run from the weights instead (--to hf)"
+        )
+    for checkpoint in checkpoints.values() if to != "hf" else ():
+        checkpoint.require_states()
 
 
 def _chosen(found: dict[str, Checkpoint], to: str, engine: str | None) -> dict[str, Checkpoint]:
@@ -176,11 +244,6 @@ def _cast(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
         for name, tensor in checkpoint.model.items()
     }
     return replace(checkpoint, model=cast)
-
-
-def _wanted(checkpoints: Mapping[str, Checkpoint], to: str) -> Iterator[Any]:
-    for checkpoint in checkpoints.values():
-        yield from (tensor for _, tensor in tensors_of(checkpoint, with_optimizer=to != "hf"))
 
 
 def _without_optimizer(checkpoint: Checkpoint, to: str) -> list[str]:
@@ -217,23 +280,15 @@ def _to_generation(
 ) -> Conversion:
     last, how = last_step(checkpoints, *place)
     lacks = what_starts_anew(checkpoints, place[1])
-    target = RunTarget(final)
-    try:
-        staging = target.open(last.global_step)
-        try:
-            written = {name: Digests(bar.advance) for name in checkpoints}
-            seen: dict[str, Seen] = {name: digests.seen for name, digests in written.items()}
-            info, entries = write_generation(checkpoints, staging, last, lacks, seen)
-            bar.say("comparing")
-            for name, checkpoint in checkpoints.items():
-                _compare(f"{final}, {name}", staging / name, checkpoint, written[name], options, bar, plain=True)
-            path = target.commit(staging, info, entries)
-        except BaseException:
-            target.discard(staging)
-            raise
-    finally:
-        target.close()
-    notes = [*done.notes, f"step {last.global_step}, {how}"]
+    with staged_generation(final, last.global_step) as (staging, commit):
+        written = {name: Digests(bar.advance) for name in checkpoints}
+        seen: dict[str, Seen] = {name: digests.seen for name, digests in written.items()}
+        info, entries = write_generation(checkpoints, staging, last, lacks, seen)
+        bar.say("comparing")
+        for name, checkpoint in checkpoints.items():
+            _compare(f"{final}, {name}", staging / name, checkpoint, written[name], options, bar, plain=True)
+        path = commit(entries, manifest_facts(info))
+    notes = [f"step {last.global_step}, {how}"]
     return replace(done, target=str(path), step=last.global_step, notes=notes, lacks=lacks)
 
 
@@ -247,47 +302,42 @@ def _compare(
     *,
     plain: bool,
 ) -> None:
-    """Read a folder back that was written, and compare it with what was read; ``plain``: hyperparameters, too."""
+    """Read the target back and compare it with the source; ``plain`` compares hyperparameters, too."""
     require_all_written(what, checkpoint, written.values(), with_optimizer=plain)
     config = None if checkpoint.architecture is None else checkpoint.architecture.folder
     with ExitStack() as files:
-        again = replace(options, root=None, config=config, parameters=None, files=files)
-        (target,) = read_source(staging, again).values()
+        again = replace(options, root=None, config=config, files=files)
+        (target,) = _read_source(staging, again).values()
         compare(what, checkpoint, written.values(), target, Digests(bar.advance))
         if plain:
             compare_plain(what, checkpoint, target)
 
 
 class _Bar:
-    """A progress bar, or none."""
+    """A progress bar on stderr, which prints nothing unless it is ``shown``."""
 
-    def __init__(self, progress: Progress | None, what: str, n_bytes: int) -> None:
-        self._progress = progress
-        self._what = what
-        self._task = None if progress is None else progress.add_task(what, total=n_bytes)
+    def __init__(self, shown: bool, what: str, n_bytes: int) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._what, self._task = what, self._progress.add_task(what, total=n_bytes)
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
 
     def advance(self, n_bytes: int) -> None:
         """Count bytes."""
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, n_bytes)
+        self._progress.advance(self._task, n_bytes)
 
     def say(self, doing: str) -> None:
-        """Add what is being done."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=f"{self._what}, {doing}")
-
-
-@contextmanager
-def _bar(shown: bool, what: str, n_bytes: int) -> Iterator[_Bar]:
-    if not shown:
-        yield _Bar(None, what, n_bytes)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bar(progress, what, n_bytes)
+        """Show the current phase."""
+        self._progress.update(self._task, description=f"{self._what}, {doing}")

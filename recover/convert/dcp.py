@@ -1,11 +1,11 @@
-"""Folders of torch.distributed.checkpoint under any root: torchtitan's, AReaL's, plain scripts', Holdfast's own.
+"""Folders of torch.distributed.checkpoint under any root, and generations of Holdfast, which have one for each engine.
 
-Optimizer states go by the names of parameters (``get_optimizer_state_dict``, flattened or not) or by numbers
-(``optimizer.state_dict()``). What is not a tensor is an archive of ``torch.save``, read with an allow-list; Holdfast
-has JSON in tensors instead.
+Weights are read under any root. Optimizer state is read from folders of Holdfast and of AReaL, which both have it by
+names below ``dcp.optim``. Hyperparameters are JSON in tensors in folders of Holdfast. In folders of AReaL they are
+objects of ``torch.save``, read with an allow-list. From other folders only the weights are read, and what stands beside
+them is named.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +20,89 @@ from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
 from ...engine.lazy_tensor import LazyTensor
 from ...engine.tensors import Box
-from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.config import require_choice
+from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
+from ...utils.manifest import MANIFEST_NAME
 from ...utils.safe_json import unpack_json
+from ..info import INFO_NAME, RecoverInfo
 from .adapters import LeftOut, StoredAdapters
-from .architecture import Architecture, find_architecture
-from .checkpoint import Checkpoint, ReadOptions
-from .parameter_order import Rule, name_states, plain_group
+from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .weights import store_once, strip_module
 
-_SCHEDULES = ("scheduler", "lr_scheduler", "lr_schedulers")
-_STEPS = ("train_state.step", "global_step", "step")
+_OPTIM = f"{ROOT}.optim."
 
 
 def recognises(folder: Path) -> bool:
-    """Whether it has torch's ``.metadata``."""
+    """Whether the folder has torch's ``.metadata``."""
     return (folder / ".metadata").is_file()
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Model, optimizer and schedule below one root; see `checkpoint.Reader`."""
-    return {"default": read_folder(folder, options)}
-
-
-def read_folder(folder: Path, options: ReadOptions) -> Checkpoint:
-    """`read`, of one engine.
+    """The model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it.
 
     Raises:
-        ConfigError: it holds trained parameters without their base.
+        ConfigError: the folder has several roots, or holds trained parameters without their base.
+        CheckpointCorruptError: the folder is damaged, or could run code.
+        CheckpointMismatchError: the optimizer is not of the model.
     """
-    architecture = find_architecture(options.config, folder)
+    return {"default": _read_folder(folder, options)}
+
+
+def is_generation(folder: Path) -> bool:
+    """Whether a `RecoverHandler` or a conversion made the folder."""
+    return (folder / INFO_NAME).is_file() and (folder / MANIFEST_NAME).is_file()
+
+
+def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
+    """Every engine of a generation, or the one in ``options``, with step and generators; see `read`."""
+    info, engines = RecoverInfo.read(folder), _engines(folder)
+    asked = [path for path in engines if path.name == options.engine]  # the others may be of another base
+    found = {path.name: _read_folder(path, options) for path in asked or engines}
+    beside = [name for name in ("data.pt",) if (folder / name).is_file()]
+    if any(folder.glob("state/*.pt")):
+        beside.append("state/ (objects given to the handler, the driver's generators)")
+    for checkpoint in found.values():
+        checkpoint.format = "Holdfast generation"
+        checkpoint.step = info.last_step_info.global_step
+        checkpoint.epoch_steps = info.last_step_info.steps_per_epoch
+        checkpoint.ranks = info.world_size
+        checkpoint.ignored += beside
+    return found
+
+
+def engine_folder(folder: Path, engine: str | None) -> Path:
+    """The folder of one engine of a generation; ``folder`` itself if it is no generation but holds tensors.
+
+    Raises:
+        ConfigError: the generation has several engines, and none is named, or none of that name.
+    """
+    if recognises(folder):
+        return folder
+    found = {path.name: path for path in _engines(folder)}
+    if engine is None and len(found) > 1:
+        raise ConfigError(f"the source holds {sorted(found)}; say which one: engine=, --engine")
+    require_choice("engine", engine, (None, *found))
+    if not found:
+        raise CheckpointNotFoundError(f"{folder} holds no engine")
+    return found[engine] if engine is not None else next(iter(found.values()))
+
+
+def _engines(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and recognises(path)]
+
+
+def _read_folder(folder: Path, options: ReadOptions) -> Checkpoint:
+    architecture = Architecture.find(options.config, folder)
     layout = read_layout(folder)
     if (left_out := _left_out(folder, layout)) is not None:
         return _with_base(folder, layout, *left_out, options)
     root = _root(folder, layout, options.root, architecture)
     found = _model_of(folder, layout, root, architecture)
     found.format = f"DCP, root {root.name!r}"
-    prefix = f"{root.name}." if root.name else ""
-    if root.optim is not None:
-        read_optimizer(found, folder, root.optim, options, layout)
-    if root.name == ROOT:
+    if f"{ROOT}.param_groups" in layout.tensors and root.name == ROOT:
         _add_own(found, folder, layout)
-    found.scheduler = found.scheduler or _schedule(folder, layout, prefix)
-    steps = (_value(folder, layout, f"{prefix}{name}") for name in _STEPS)
-    found.step = next((int(step) - 1 for step in steps if isinstance(step, int | float) and step >= 1), None)
-    taken = (root.model, root.optim or root.model, *(f"{prefix}{name}" for name in (*_SCHEDULES, *_STEPS)))
-    if root.name != ROOT and root.model != prefix:
-        left = {name for name in layout.names() if not name.startswith(taken)}
-        found.ignored += sorted({".".join(name.split(".")[:2]) for name in left})[:8]
+    elif root.optim != _OPTIM or not _add_areal(found, folder, layout):
+        found.ignored += _beside(layout, root)
     return found
 
 
@@ -76,55 +112,40 @@ def read_weights(folder: Path, root: str, architecture: Architecture | None) -> 
     return _model_of(folder, layout, _root(folder, layout, root, architecture), architecture)
 
 
-def read_optimizer(
-    found: Checkpoint, folder: Path, prefix: str, options: ReadOptions, layout: FolderLayout | None = None
-) -> None:
-    """Add the optimizer state that stands under ``prefix``.
+def _beside(layout: FolderLayout, root: Root) -> list[str]:
+    """Names next to the model, whose values are not converted."""
+    prefix = f"{root.name}." if root.name else ""
+    others = (name for name in layout.names() if not root.canonical(name).startswith(f"{ROOT}.model."))
+    return sorted({name.removeprefix(prefix).partition(".")[0] for name in others})
 
-    Raises:
-        ConfigError: it goes by numbers, and which parameters they are of is not known.
-        CheckpointMismatchError: it is of another model.
-    """
-    layout = layout or read_layout(folder)
-    state: dict[Any, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+
+def _optimizer_state(folder: Path, layout: FolderLayout) -> dict[str, dict[str, Any]]:
+    """Parameter -> entry -> value, as stored below ``dcp.optim.state``."""
+    state: dict[str, dict[str, Any]] = {}
+    prefix = f"{_OPTIM}state."
     for name in (*layout.tensors, *layout.objects):  # as stored: `names` is a set, whose order differs by process
-        kind, _, rest = name.removeprefix(prefix).partition(".")
-        if not name.startswith(prefix) or kind not in ("state", "param_groups"):
-            continue
-        of, _, key = rest.rpartition(".")
-        value = _lazy(folder, layout, name) if kind == "state" and name in layout.tensors else None
-        into = state if kind == "state" else groups
-        into.setdefault(of, {})[key] = _value(folder, layout, name) if value is None else value
-    if all(str(number).isdigit() for number in state) and state:
-        state = {int(number): entries for number, entries in state.items()}
-    listed = _groups(groups, list(state))
-    shapes = {name: tensor.shape for name, tensor in found.model.items()}
-    rules = [Rule("model.parameters()", [list(found.model)])]
-    if found.architecture is not None:
-        rules = [Rule("model.parameters()", [found.architecture.parameters])]
-    if options.parameters is not None:
-        rules = [Rule("the names that were given", options.parameters)]
-    what = f"{folder}: {prefix.removesuffix('.')}"
-    found.optimizer, named = name_states(what, {"state": state, "param_groups": listed}, shapes, rules)
-    found.groups = named if groups else None
+        if name.startswith(prefix):
+            of, _, key = name.removeprefix(prefix).rpartition(".")
+            stored = _lazy(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+            state.setdefault(of, {})[key] = stored
+    return state
 
 
-def _groups(groups: Mapping[str, Mapping[str, Any]], names: list[Any]) -> list[dict[str, Any]]:
-    """Groups as a list; flattened ones (hyperparameters of each parameter) put together where they are equal."""
-    if not groups:
-        return [{"params": names}]
-    if all(number.isdigit() for number in groups):
-        return [dict(groups[number]) for number in sorted(groups, key=int)]
-    listed: list[dict[str, Any]] = []
-    for name, values in groups.items():
-        own = plain_group(values)
-        same = next((group for group in listed if {k: v for k, v in group.items() if k != "params"} == own), None)
-        if same is None:
-            listed.append(own | {"params": [name]})
-        else:
-            same["params"].append(name)
-    return listed
+def _add_areal(found: Checkpoint, folder: Path, layout: FolderLayout) -> bool:
+    """Add the optimizer as torch's ``get_state_dict`` names it, which AReaL saves; False if it is named otherwise."""
+    prefix, groups = f"{_OPTIM}param_groups.", dict[str, dict[str, Any]]()
+    for name in (*layout.tensors, *layout.objects):
+        if name.startswith(prefix):
+            number, _, key = name.removeprefix(prefix).partition(".")
+            groups.setdefault(number, {})[key] = _value(folder, layout, name)
+    state = _optimizer_state(folder, layout)
+    if not groups or not all(number.isdigit() for number in groups) or any(name.isdigit() for name in state):
+        return False
+    listed = [groups[number] for number in sorted(groups, key=int)]
+    if not all(isinstance(group.get("params"), list) for group in listed):
+        return False
+    found.set_optimizer(f"{folder}: {_OPTIM.removesuffix('.')}", state, listed)
+    return True
 
 
 def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Architecture | None) -> Root:
@@ -155,12 +176,12 @@ def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut
     adapters = StoredAdapters(folder, found.model, left_out)
     architecture = Architecture.read(adapters.base_folder(options.base))
     found.model, found.aliases = adapters.merged(architecture, options.files)
-    found.architecture = find_architecture(options.config) or architecture
+    found.architecture = Architecture.find(options.config) or architecture
     return found
 
 
 def stored_adapters(folder: Path) -> StoredAdapters | None:
-    """The adapters of a folder that holds them without their base; None where it holds all weights.
+    """The adapters of a folder that holds them without their base; None if it holds all weights.
 
     Raises:
         ConfigError: see `StoredAdapters`.
@@ -173,7 +194,7 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 
 def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None:
-    """What stands in the place of frozen parameters, and the root of those that are there; None where all are."""
+    """Root of the trained parameters, and what describes the frozen ones; None if all parameters are in the folder."""
     for name in (name for name in layout.tensors if name.rpartition(".")[2] == BASE):
         prefix = name.removesuffix(BASE)
         if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
@@ -230,17 +251,8 @@ def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
     return None
 
 
-def _schedule(folder: Path, layout: FolderLayout, prefix: str) -> dict[str, Any] | None:
-    for schedule in _SCHEDULES:
-        below = [name for name in (*layout.tensors, *layout.objects) if name.startswith(f"{prefix}{schedule}.")]
-        keys = {name.removeprefix(f"{prefix}{schedule}."): name for name in below}
-        if "last_epoch" in keys and not any("." in key for key in keys):
-            return {key: _value(folder, layout, name) for key, name in keys.items()}
-    return None
-
-
 def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
-    """What Holdfast stores as JSON, and generators."""
+    """Add what Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
     packed = {
         key: unpack_json(_lazy(folder, layout, f"{ROOT}.{key}").rows(0, layout.tensors[f"{ROOT}.{key}"].shape[0]), key)
         for key in ("param_groups", "optim_plain", "optim_local", "scheduler")
@@ -248,9 +260,10 @@ def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
     }
     if "optim_local" in packed:
         raise ConfigError(f"{folder} holds an optimizer that works on each rank's shard; only Holdfast can load it")
-    found.groups = packed.get("param_groups", found.groups)
+    found.groups, optimizer = packed["param_groups"], _optimizer_state(folder, layout)
     for name, entries in packed.get("optim_plain", {}).items():
-        found.optimizer = {**found.optimizer, name: {**found.optimizer.get(name, {}), **entries}}
+        optimizer.setdefault(name, {}).update(entries)
+    found.optimizer, found.states_are_complete = optimizer, True
     found.scheduler = packed.get("scheduler")
     ranks: dict[str, dict[str, torch.Tensor]] = {}
     for name in sorted(layout.tensors):

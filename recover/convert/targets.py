@@ -1,21 +1,30 @@
-"""What is written: DCP folders of Holdfast and of AReaL, Hugging Face folders. Generations are in `run_target`."""
+"""Writers of Hugging Face folders, DCP folders of Holdfast and of AReaL, and generations in the folder of a run."""
 
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...engine.api import HFExportOptions
+from ...engine.api import HFExportOptions, StepInfo
+from ...engine.dcp.fingerprint import BlockSampler, combine_samples
 from ...engine.dcp.param_groups import hyperparameters
 from ...engine.dcp.state import ROOT, rank_key
 from ...engine.dcp.stream import Entry, write_entries
 from ...engine.hf.sidecars import adopt_base
 from ...engine.hf.stream import write_lazily
 from ...engine.lazy_tensor import LazyTensor
-from ...utils.errors import CheckpointMismatchError, ConfigError
-from ...utils.manifest import FileEntry
+from ...utils.errors import CheckpointExistsError, CheckpointMismatchError, ConfigError
+from ...utils.folder_lock import FolderLock
+from ...utils.manifest import FileEntry, write_entry
+from ...utils.rng import rng_digest
 from ...utils.safe_json import pack_json
+from ...utils.safe_torch import pack_plain
+from ..info import INFO_NAME, EngineFacts, RecoverInfo
+from ..process_state import rank_state_name, write_process
+from ..storage.generations import GenerationStore
 from .checkpoint import Checkpoint
 
 Seen = Callable[[str, int, torch.Tensor], None]
@@ -25,39 +34,24 @@ _TORCH_DEFAULTS = {
     **{"foreach": None, "fused": None, "maximize": False, "capturable": False, "differentiable": False},
     "decoupled_weight_decay": True,
 }
-"""What torch's AdamW has in its groups besides what Holdfast keeps; a loader that has them wants them."""
+"""Hyperparameters in the groups of torch's AdamW that Holdfast does not keep. A loader asks for them."""
 
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
-    """A folder as `save_dcp` writes it: what `load_dcp` and a `RecoverHandler` read, at any world size.
-
-    Raises:
-        ConfigError: the hyperparameters are not known, without which nothing of an optimizer is stored.
-    """
-    if checkpoint.optimizer and checkpoint.groups is None:
-        raise ConfigError(
-            "the source has optimizer state without hyperparameters (param_groups: rate, betas), which a DCP folder of "
-            "Holdfast holds together: load the source with load_dcp, which keeps the rates that the script sets, or "
-            "convert the weights alone with --to hf"
-        )
+    """Write a folder as `save_dcp` does: what `load_dcp` and a `RecoverHandler` read, at any world size."""
     return write_entries(folder, _dcp_entries(checkpoint), _below(ROOT, seen))
 
 
 def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
-    """A folder as AReaL's engine writes it with ``dcp.save({"dcp": DCPState(model, optimizer)})``.
+    """Write a folder as AReaL's engine does with ``dcp.save({"dcp": DCPState(model, optimizer)})``.
 
     Its loader asks for each hyperparameter by name, and for tied tensors under every name.
-
-    Raises:
-        ConfigError: the hyperparameters are not known.
     """
-    if checkpoint.optimizer and checkpoint.groups is None:
-        raise ConfigError("the source says nothing of the optimizer's hyperparameters, which AReaL's loader asks for")
     return write_entries(folder, _areal_entries(checkpoint), _below(ROOT, seen))
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, seen: Seen) -> None:
-    """A folder that ``from_pretrained`` loads, with the config, tokenizer and other small files of the model's.
+    """Write a folder that ``from_pretrained`` loads, with config, tokenizer and other small files of the model.
 
     Raises:
         ConfigError: no config is known.
@@ -128,3 +122,144 @@ def _areal_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
     for number, group in enumerate(checkpoint.groups or ()):
         for key, value in ({"initial_lr": group.get("lr")} | _TORCH_DEFAULTS | group).items():
             yield Entry((ROOT, "optim", "param_groups", number, key), value)
+
+
+_LOCK_WAIT_S = 1.0
+_ANEW = {
+    "data": "the dataloader starts at its beginning: put it to its place yourself, or train on other samples",
+    "generators": "random generators stay as the script seeded them",
+    "schedule": "the learning-rate schedule starts anew, from the rates that were saved",
+    "epochs": "the steps of an epoch are not known: the place in the epoch is counted by those of the new run",
+}
+
+
+Commit = Callable[[Iterable[FileEntry], Mapping[str, Any]], Path]
+"""Called with the files of a generation and the facts of its manifest. Returns the folder of the generation."""
+
+
+@contextmanager
+def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
+    """Yield a staging folder in a run and the function that commits it. The run is locked.
+
+    If the block fails, the staging folder is removed, and the lock file too unless it was there before.
+
+    Args:
+        run: folder of the run, ``<fileroot>/<experiment>/<trial>``.
+        step: step of the generation.
+
+    Raises:
+        FolderInUseError: a job uses the run.
+        CheckpointExistsError: the run holds generations already.
+    """
+    store, lock = GenerationStore(run / "recover"), FolderLock(run / "recover.lock")
+    had_lock = lock.path.exists()
+    lock.acquire(_LOCK_WAIT_S)
+
+    def commit(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Path:
+        lock.confirm()
+        return store.commit(staging, step, entries, facts).path
+
+    try:
+        if found := store.generations():
+            raise CheckpointExistsError(
+                f"{store.root} holds {found[0].path.name} already; convert into the folder of a new trial"
+            )
+        store.sweep()
+        staging = store.open_staging(step)
+        try:
+            yield staging, commit
+        except BaseException:
+            store.discard(staging)
+            raise
+    except BaseException:
+        if not had_lock:  # removed while it is held: a job that waits for it notices before it commits
+            lock.path.unlink(missing_ok=True)
+        raise
+    finally:
+        lock.release()
+
+
+def last_step(checkpoints: Mapping[str, Checkpoint], step: int | None, epoch_steps: int | None) -> tuple[StepInfo, str]:
+    """The step of the generation, and how it is known.
+
+    Raises:
+        ConfigError: neither the source nor the caller says it.
+    """
+    first = next(iter(checkpoints.values()))
+    how = "as given" if step is not None else "as the source says"
+    if step is None and (step := first.step) is None:
+        step, how = (
+            optimizer_steps(first) - 1,
+            "by the optimizer's updates; give step= (--step) if a step makes several",
+        )
+    if step < 0:
+        raise ConfigError("how many steps were trained is not known: give step= (--step), the last one counted from 0")
+    return StepInfo.at(step, epoch_steps or first.epoch_steps or step + 1), how
+
+
+def what_starts_anew(checkpoints: Mapping[str, Checkpoint], epoch_steps: int | None) -> dict[str, str]:
+    """Part of a run that the source lacks -> how the run starts without it."""
+    some = list(checkpoints.values())
+    lacking = {
+        "data": True,
+        "generators": not some[0].rng,
+        "schedule": any(each.groups is not None and each.scheduler is None for each in some),
+        "epochs": epoch_steps is None and some[0].epoch_steps is None,
+    }
+    return {part: _ANEW[part] for part, lacks in lacking.items() if lacks}
+
+
+def write_generation(
+    checkpoints: Mapping[str, Checkpoint],
+    staging: Path,
+    last: StepInfo,
+    lacks: Mapping[str, str],
+    seen: Mapping[str, Seen],
+) -> tuple[RecoverInfo, list[FileEntry]]:
+    """Write every file of a generation but its manifest.
+
+    Raises:
+        ConfigError: the hyperparameters of an optimizer are not known.
+    """
+    entries: list[FileEntry] = []
+    facts: dict[str, EngineFacts] = {}
+    first = next(iter(checkpoints.values()))
+    for name, checkpoint in checkpoints.items():
+        if checkpoint.groups is not None and not (checkpoint.groups and "lr" in checkpoint.groups[0]):
+            raise ConfigError(f"{name} has parameter groups without a rate (lr); load it with load_dcp")
+        sampler = BlockSampler()
+        (staging / name).mkdir()
+        files = write_dcp(checkpoint, staging / name, _sampled(checkpoint, sampler, seen[name]))
+        entries += [FileEntry(f"{name}/{file.name}", file.bytes, file.digest) for file in files]
+        facts[name] = _facts(checkpoint, sampler)
+    rng: dict[str, str] = {}
+    for rank, state in enumerate(first.rng):
+        data = pack_plain("generators", {"rng": state, "user": {}})
+        entries.append(write_process(staging, rank_state_name(rank), data))
+        rng[Path(rank_state_name(rank)).stem] = rng_digest(state)
+    converted = {"from": first.format, **lacks}
+    info = RecoverInfo(last, uuid.uuid4().hex, first.ranks, engines=facts, rng=rng, converted=converted)
+    entries.append(write_entry(staging, INFO_NAME, info.to_json()))
+    return info, entries
+
+
+def _sampled(checkpoint: Checkpoint, sampler: BlockSampler, seen: Seen) -> Seen:
+    numels = {f"model.{name}": tensor.numel for name, tensor in checkpoint.model.items()}
+    for name, values in checkpoint.optimizer.items():
+        numels |= {f"optim.state.{name}.{key}": getattr(value, "numel", 0) for key, value in values.items()}
+
+    def both(name: str, first: int, values: torch.Tensor) -> None:
+        sampler.add(name, numels.get(name, 0), first, values)
+        seen(name, first, values)
+
+    return both
+
+
+def _facts(checkpoint: Checkpoint, sampler: BlockSampler) -> EngineFacts:
+    combined = combine_samples([sampler.sums])
+    if checkpoint.groups is None:
+        return EngineFacts(None, None, None, {"model": str(combined["model"])}, False)
+    schedule = 0 if checkpoint.scheduler is None else checkpoint.scheduler.get("last_epoch", 0)
+    fingerprints = {part: str(combined[part]) for part in ("model", "optim")}
+    rate = float(checkpoint.groups[0]["lr"])
+    return EngineFacts(optimizer_steps(checkpoint), rate, schedule, fingerprints, bool(combined["moved"]))

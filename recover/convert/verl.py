@@ -1,38 +1,50 @@
 """Checkpoints of verl's FSDP workers: a file of each rank for model, optimizer, and schedule with generators.
 
 ``model_world_size_<N>_rank_<r>.pt`` is ``model.state_dict()``, with a DTensor a parameter; ``optim_...`` is
-``optimizer.state_dict()`` by numbers, which go by the order of ``model.parameters()``; ``extra_state_...`` has
-``lr_scheduler`` and ``rng``. The config lies in ``huggingface/``. verl counts steps from 1: ``global_step_8`` is the
-state after 8 steps.
+``optimizer.state_dict()`` by numbers, in the order of ``model.parameters()``; ``extra_state_...`` has ``lr_scheduler``
+and ``rng``. The config lies in ``huggingface/``. verl counts steps from 1: ``global_step_8`` is the state after 8
+steps.
+
+The name of a file says which rank wrote it, and a wrong name would put its rows elsewhere. So the coordinate that each
+DTensor's mesh holds is compared with the rank in the name, and the size of each shard with what FSDP cuts for it.
 """
 
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...engine.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from .architecture import Architecture, find_architecture
-from .checkpoint import Checkpoint, ReadOptions
-from .generators import of_keys
-from .parameter_order import Rule, name_states
-from .torch_files import from_ranks, read_file, shared_names
+from ...utils.rng import RngState, check_rng
+from .checkpoint import Architecture, Checkpoint, ReadOptions
+from .weights import read_file, shared_names
 
 _MODEL = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_RNG = {"python": "random", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"}
 _ENGINES = ("actor", "critic", "ref")
+_CUDA_STATE_BYTES = 16
 
 
 def recognises(folder: Path) -> bool:
-    """Whether it is of one worker, or a step with a folder for each."""
+    """Whether the folder is of one worker, or of a step with a folder for each worker."""
     return bool(_workers(folder))
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Each worker that the folder holds; see `checkpoint.Reader`."""
+    """Worker -> its checkpoint; ``default`` for the folder of one worker.
+
+    Raises:
+        CheckpointCorruptError: files are missing, damaged, under the name of another rank, or could run code.
+        CheckpointMismatchError: the files are not of one model, or of FSDP1.
+        ConfigError: the files of several runs are mixed, or the order of the optimizer's parameters is not known.
+    """
     return {name: _read_worker(path, options) for name, path in _workers(folder).items()}
 
 
@@ -55,20 +67,21 @@ def _read_worker(folder: Path, options: ReadOptions) -> Checkpoint:
     if any(list(state) != names for state in states):
         raise CheckpointCorruptError(f"{folder}: the model files of the ranks do not have the same tensors")
     tied = shared_names(states[0])
-    architecture = find_architecture(options.config, folder / "huggingface")
-    model = {name: from_ranks(name, [state[name] for state in states]) for name in names if name not in tied}
     found = Checkpoint(
         f"verl, {world_size} ranks",
-        model,
+        {name: from_ranks(name, [state[name] for state in states]) for name in names if name not in tied},
         aliases=tied,
         ranks=world_size,
-        architecture=architecture,
+        architecture=Architecture.find(options.config, folder / "huggingface"),
         step=_step(folder),
     )
     if (folder / f"optim_world_size_{world_size}_rank_0.pt").exists():
-        _add_optimizer(found, folder, world_size, options, architecture)
+        _add_optimizer(found, folder, world_size)
     if (folder / f"extra_state_world_size_{world_size}_rank_0.pt").exists():
-        _add_extra(found, folder, world_size)
+        extras = _files(folder, "extra_state", world_size)
+        found.scheduler = extras[0].get("lr_scheduler")
+        if all("rng" in extra for extra in extras):
+            found.rng = [_generators(extra["rng"], rank, f"{folder}, rank {rank}") for rank, extra in enumerate(extras)]
     return found
 
 
@@ -98,37 +111,54 @@ def _step(folder: Path) -> int | None:
     return next((int(match[1]) - 1 for match in matches if match), None)
 
 
-def _add_optimizer(
-    found: Checkpoint, folder: Path, world_size: int, options: ReadOptions, architecture: Architecture | None
-) -> None:
-    version = _fsdp_version(folder)
-    if version == 1:
+def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
+    if _fsdp_version(folder) == 1:
         raise CheckpointMismatchError(
             f"{folder} is of FSDP1 (fsdp_config.json), whose optimizer keeps flat shards that do not say which "
             "parameters they are of; convert --to hf, or train with strategy fsdp2 (verl: actor.strategy=fsdp2)"
         )
+    what = f"{folder}/optim_world_size_{world_size}_rank_*.pt"
     states = _files(folder, "optim", world_size)
     _require_alike(folder, states)
-    merged = {
-        "param_groups": states[0]["param_groups"],
-        "state": {
-            number: {
-                key: from_ranks(f"optimizer state {number}.{key}", [state["state"][number][key] for state in states])
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in entries.items()
-            }
-            for number, entries in states[0]["state"].items()
-        },
+    groups = states[0]["param_groups"]
+    names = _names(what, groups, found)
+    if strangers := [number for number in states[0]["state"] if number not in names]:
+        raise CheckpointMismatchError(
+            f"{what} has state for parameter {strangers[0]!r}, which is in none of its groups"
+        )
+    state = {
+        names[number]: {
+            key: from_ranks(f"optimizer state {number}.{key}", [state["state"][number][key] for state in states])
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in entries.items()
+        }
+        for number, entries in states[0]["state"].items()
     }
-    shapes = {name: tensor.shape for name, tensor in found.model.items()}
-    rules = [Rule("model.parameters()", [list(found.model)])]
-    if architecture is not None:
-        rules = [Rule("model.parameters()", [architecture.parameters]), *rules]
-    if options.parameters is not None:
-        rules = [Rule("the names that were given", options.parameters)]
-    what = f"{folder}/optim_world_size_{world_size}_rank_*.pt"
-    found.optimizer, found.groups = name_states(what, merged, shapes, rules)
+    named = [_plain(group) | {"params": [names[number] for number in group["params"]]} for group in groups]
+    found.set_optimizer(what, state, named)
+
+
+def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) -> dict[Any, str]:
+    """Number of a parameter -> its name: verl gives ``model.parameters()`` to its optimizer, as one group."""
+    numbers = [number for group in groups for number in group["params"]]
+    orders = [found.architecture.parameters] if found.architecture is not None else []
+    order = next((each for each in (*orders, list(found.model)) if len(each) == len(numbers)), None)
+    if len(groups) != 1 or order is None:
+        raise ConfigError(
+            f"{what} numbers its parameters, in groups of {[len(group['params']) for group in groups]}; expected one "
+            f"group of the {len(found.model)} parameters of the model. Which they are is not known: convert --to hf"
+        )
+    return dict(zip(numbers, order, strict=True))
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group as plain values: a rate may be kept as a tensor."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
@@ -153,8 +183,132 @@ def _fsdp_version(folder: Path) -> int | None:
         return None
 
 
-def _add_extra(found: Checkpoint, folder: Path, world_size: int) -> None:
-    extras = _files(folder, "extra_state", world_size)
-    found.scheduler = extras[0].get("lr_scheduler")
-    if all("rng" in extra for extra in extras):
-        found.rng = [of_keys(extra["rng"], _RNG, rank, f"{folder}, rank {rank}") for rank, extra in enumerate(extras)]
+def _generators(saved: Any, rank: int, source: str) -> RngState:
+    """The generators of a rank: what Python, numpy and torch return of theirs, in the form that a generation has."""
+    try:
+        _, words, gauss = saved["random"]
+        kind, key, position, has_gauss, cached = saved["numpy"]
+        if kind != "MT19937":
+            raise ValueError(f"numpy's generator is {kind}")
+        state = {
+            "python": torch.tensor(words, dtype=torch.int64),
+            "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
+            "numpy": torch.from_numpy(np.append(np.asarray(key).astype(np.int64), int(position))),
+            "numpy_gauss": torch.tensor([1.0, float(cached)] if has_gauss else [0.0, 0.0], dtype=torch.float64),
+            "torch": saved["cpu"].clone(),
+        }
+        cuda = saved.get("cuda")
+        rows = [cuda] if isinstance(cuda, torch.Tensor) else list(cuda or ())
+        if devices := [row.clone() for row in rows if row.numel() == _CUDA_STATE_BYTES]:
+            own = rank % len(devices)  # the rank's own device first
+            state["cuda"] = torch.stack([*devices[own:], *devices[:own]])
+        check_rng(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointCorruptError(f"{source} does not hold the state of random generators: {error}") from error
+    return state
+
+
+def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
+    """Put a tensor together of the part that each rank saved: DTensors on a mesh, or the same plain tensor on all.
+
+    Args:
+        name: for messages.
+        parts: in the order of the ranks in the names of their files.
+
+    Raises:
+        CheckpointCorruptError: a part is another rank's, or not of the size that FSDP cuts for its rank.
+        CheckpointMismatchError: the parts are cut in a way that cannot be put together without process groups.
+    """
+    first, sharded = parts[0], [part for part in parts if isinstance(part, DTensor)]
+    if len(sharded) == len(parts):
+        try:
+            return _from_shards(name, sharded)
+        except AttributeError as error:  # a mesh as another version of torch pickles it
+            raise CheckpointMismatchError(
+                f"{name} was saved by a version of torch whose DTensors torch {torch.__version__} cannot read: {error}"
+            ) from error
+    if sharded:
+        raise CheckpointCorruptError(f"{name} is a DTensor on some ranks only")
+    if any(not _equal(first, part) for part in parts[1:]):
+        raise CheckpointMismatchError(
+            f"{name} is a plain tensor {list(first.shape)} that differs by rank: flat shards, as FSDP1 keeps them, "
+            "say nothing of which parameter they are of. Save it with FSDP2, or as a full state dict"
+        )
+    return LazyTensor.of(first)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
+def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
+    """A grid of blocks: along each dim that a mesh dim shards, one a coordinate; of replicas the first counts."""
+    first = parts[0]
+    shape, placements, mesh = tuple(first.shape), first.placements, first.device_mesh.mesh
+    dims = [placement.dim for placement in placements if type(placement) is Shard]
+    if any(type(placement) not in (Shard, Replicate) for placement in placements) or len(set(dims)) < len(dims):
+        raise CheckpointMismatchError(
+            f"{name} is placed as {placements}; expected shards of different dims, and replicas. Save it as a full "
+            "state dict, or in torch.distributed.checkpoint's format"
+        )
+    if sorted(mesh.flatten().tolist()) != list(range(len(parts))):
+        raise CheckpointMismatchError(f"{name} is on a mesh of {mesh.numel()} ranks; {len(parts)} ranks saved theirs")
+    cuts = {p.dim: _cuts(shape[p.dim], n) for n, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Shard)}
+    blocks: dict[tuple[int, ...], torch.Tensor] = {}
+    for coordinate in product(*(range(size) for size in mesh.shape)):
+        rank = int(mesh[coordinate])
+        part = parts[rank]
+        _require_own(name, rank, part, first, coordinate)
+        place = {p.dim: at for p, at in zip(placements, coordinate, strict=True) if isinstance(p, Shard)}
+        ends = [cuts[dim][place[dim] : place[dim] + 2] if dim in cuts else (0, shape[dim]) for dim in range(len(shape))]
+        local, expected = part.to_local(), [last - begin for begin, last in ends]
+        if list(local.shape) != expected or local.dtype != first.dtype:
+            raise CheckpointCorruptError(
+                f"the shard of rank {rank} of {name} is {list(local.shape)} {local.dtype}; expected {expected} "
+                f"{first.dtype}, as FSDP cuts {list(shape)}. Were files of ranks renamed?"
+            )
+        blocks.setdefault(tuple(begin for begin, _ in ends), local)
+    return _from_blocks(shape, first.dtype, blocks)
+
+
+def _cuts(length: int, count: int) -> list[int]:
+    """Cuts of a dim into ``count`` shards by ``torch.chunk``, as FSDP2 makes them. The last shards may be empty."""
+    chunk = -(-length // count)
+    return [min(number * chunk, length) for number in range(count + 1)]
+
+
+def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]) -> None:
+    """Refuse a part of another tensor than rank 0 has, or of another rank by the coordinate in its mesh."""
+    if (part.shape, part.placements) != (first.shape, first.placements) or not torch.equal(
+        part.device_mesh.mesh, first.device_mesh.mesh
+    ):
+        raise CheckpointCorruptError(f"ranks 0 and {rank} do not have parts of the same tensor {name}")
+    own = part.device_mesh.get_coordinate()
+    if own is not None and tuple(own) != coordinate:
+        raise CheckpointCorruptError(
+            f"the file of rank {rank} holds {name} of rank {int(part.device_mesh.mesh[tuple(own)])}: its name is not "
+            "the one that verl gave it. Put the files of the ranks back under their names"
+        )
+
+
+def _from_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, blocks: Mapping[tuple[int, ...], torch.Tensor]
+) -> LazyTensor:
+    """A tensor of blocks that stand side by side; ``blocks`` goes by where each begins."""
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        if not shape:
+            return next(iter(blocks.values()))
+        found = torch.empty((last - first, *shape[1:]), dtype=dtype)
+        for begin, block in blocks.items():
+            low, high = max(first, begin[0]), min(last, begin[0] + block.shape[0])
+            if low < high:
+                target = found[low - first : high - first]
+                for dim in range(1, len(shape)):
+                    target = target.narrow(dim, begin[dim], block.shape[dim])
+                target.copy_(block[low - begin[0] : high - begin[0]])
+        return found
+
+    return LazyTensor(shape, dtype, rows)

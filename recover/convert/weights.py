@@ -1,11 +1,17 @@
-"""Weight files of a folder, tensor by tensor: safetensors, one ``.bin``, or what a model makes of them."""
+"""Tensors of weight files, one by one: safetensors, files of ``torch.save``, and the parameters that a model builds
+from them."""
 
+import codecs
+import logging
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...engine.hf.file_io import WeightReader
 from ...engine.hf.load_plan import loaded_elements, plan_loading
@@ -14,12 +20,57 @@ from ...engine.hf.quantized import refuse_quantized
 from ...engine.hf.safetensors_layout import TensorSlot
 from ...engine.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
-from .architecture import Architecture
-from .torch_files import read_file, shared_names
+from ...utils.safe_torch import map_plain
+from .checkpoint import Architecture
+
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+_ARRAYS: Sequence[Any] = (
+    *(np.ndarray, np.dtype, type(np.dtype(np.uint32)), codecs.encode),
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+)
+"""Types in the state of numpy's generator, which trainers save as it is."""
+
+
+def read_file(path: Path) -> Any:
+    """Map what ``torch.save`` wrote: tensors, DTensors, numbers, strings, arrays and containers of them.
+
+    Raises:
+        CheckpointCorruptError: the file is missing, damaged, or asks for a type that could run code, which is named.
+    """
+    try:
+        with _quiet_meshes():
+            return map_plain(path, *_ARRAYS)
+    except FileNotFoundError as error:
+        raise CheckpointCorruptError(f"{path} is missing") from error
+
+
+@contextmanager
+def _quiet_meshes() -> Iterator[None]:
+    """Without torch's warning that there is no process group for the mesh of a DTensor: none is wanted."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Name of a tensor in the same memory as an earlier one -> the earlier name. So tied tensors are stored once."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride()
+        if local.numel() and first.setdefault(key, name) != name:
+            found[name] = first[key]
+    return found
 
 
 def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
-    """The tensors of ``model.safetensors``, or of the files of its index, under their names in the files."""
+    """The tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
     reader = files.enter_context(WeightReader(folder))
     return {name: _of_slot(reader, slot) for name, slot in reader.layout().items()}
 

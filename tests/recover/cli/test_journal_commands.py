@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -145,6 +146,46 @@ def test_a_torn_line_of_a_journal_spoils_no_other(tmp_path: Path) -> None:
     journal.close()
     whole = [json.loads(line) for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
     assert [entry["step"] for entry in whole] == [0, 1]
+
+
+_DAMAGED = (
+    '{"event": "step"}',
+    '{"event": "step", "time": "noon", "step": 4}',
+    '{"event": "step", "time": 1e300, "step": 4}',
+    '{"event": "step", "time": 1790000000.0, "step": "4"}',
+    '{"event": "save", "time": 1790000000.0, "step": 4}',
+    '{"event": "start", "time": 1790000000.0, "step": 1, "world_size": [1], "host": 7, "keep": {"last": "x"}}',
+    '{"event": "start", "time": 1790000000.0, "process_started": null, "load_s": "soon"}',
+    '{"event": "end", "time": NaN, "how": 1}',
+    '{"event": "failed", "time": 1790000000.0, "error": {}}',
+    '{"event": ' + "[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("line", _DAMAGED, ids=range(len(_DAMAGED)))
+def test_a_damaged_line_of_a_journal_is_left_out_by_every_command(finished: Path, tmp_path: Path, line: str) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "t"))
+    before = answer("why", run)["attempts"]
+    with open(run / "journal.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert answer("why", run)["attempts"] == before
+    top = answer("top", run)
+    assert (top["step"], top["ended"]) == (7, "closed")
+    assert [one["kept"] for one in answer("ls", run)["generations"]] == [
+        one["kept"] for one in answer("ls", finished)["generations"]
+    ]
+
+
+def test_a_journal_that_is_a_pipe_blocks_neither_the_run_nor_a_command(tmp_path: Path) -> None:
+    (tmp_path / "e" / "t").mkdir(parents=True)
+    os.mkfifo(tmp_path / "e" / "t" / "journal.jsonl")
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        tiny = Tiny()
+        handler.load(tiny.state)
+        tiny.step()
+        assert handler.dump(tiny.state, step_info(0))
+    for command in ("ls", "why", "top"):
+        assert holdfast(command, tmp_path / "e" / "t")[0] == 0
 
 
 def test_a_journal_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:

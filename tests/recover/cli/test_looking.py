@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.recover.cli.folders import Folder, LocalFolder
+from holdfast.recover.cli.places import Run, read_generation
 from holdfast.recover.storage.generations import GenerationStore
-from holdfast.utils.files import file_digest
+from holdfast.utils.errors import CheckpointNotFoundError
+from holdfast.utils.files import file_digest, remove_folder
 from tests.recover.cli.commands import answer, flip_byte, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,6 +76,61 @@ def test_a_folder_recover_with_other_things_in_it_is_no_run(tmp_path: Path) -> N
         assert (code, out) == (2, "") and err == (
             f"error: {path} is not the folder of a run: it has neither generations nor a recover/ for them\n"
         )
+
+
+def test_a_generation_that_the_run_deletes_while_it_is_read_is_looked_up_again(
+    run: Path, store: GenerationStore
+) -> None:
+    read: list[str] = []
+
+    def interrupted(folder: Folder) -> int:
+        read.append(folder.name)
+        if len(read) == 1:
+            remove_folder(store.path_of(7))
+        return folder.info().last_step_info.global_step
+
+    assert read_generation(f"{run}@newest", interrupted) == 5 and read == ["global_step_7", "global_step_5"]
+    read.clear()
+    remove_folder(store.path_of(5))
+    store.path_of(3).rename(store.path_of(7))
+    with pytest.raises(CheckpointNotFoundError, match="no generation of step 7"):
+        read_generation(f"{run}@7", interrupted)
+
+
+class _RetiresStep7(LocalFolder):
+    """A folder that its run removes as soon as a command has found it, if it is of step 7."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if path.name == "global_step_7":
+            remove_folder(path)
+
+
+@pytest.mark.parametrize("command", ["verify", "export", "diff"])
+def test_a_command_reads_the_next_generation_if_the_newest_is_removed_meanwhile(
+    command: str, run: Path, store: GenerationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.recover.cli.places.LocalFolder", _RetiresStep7)
+    options = {"verify": [], "export": ["--to", run / "x"], "diff": [f"{run}@5"]}[command]
+    found = answer(command, f"{run}@newest", *options)
+    assert not store.path_of(7).exists()
+    if command == "verify":
+        assert [Path(each["where"]).name for each in found["folders"]] == ["global_step_5"]
+    elif command == "export":
+        assert (run / "x" / "model.safetensors").stat().st_size > 10_000
+    else:
+        assert found["differences"] == []
+
+
+def test_the_newest_generation_is_looked_up_again_if_it_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = iter([[], [9, 7], [], [7]])  # a listing of the folder is not one moment
+    monkeypatch.setattr(Run, "steps", lambda _: next(listed))
+    assert Run(str(run)).newest().name == "global_step_7"
+
+
+def test_the_folder_of_a_run_may_have_a_line_break_in_its_name(run: Path, tmp_path: Path) -> None:
+    trial = run.rename(tmp_path / "two\nlines")
+    assert answer("show", f"{trial}@7")["generation"]["step"] == 7
 
 
 def test_show_tells_what_a_generation_holds(finished: Path) -> None:

@@ -166,6 +166,33 @@ def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Pa
     assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0  # its own copy again
 
 
+def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(run: Path, store: GenerationStore) -> None:
+    """A file more than the manifest names, and the next start would set the generation aside as damaged."""
+    generation, before = store.path_of(3), _tree(run)
+    inside = f"is in {generation}, which is committed with a manifest.json"
+    for command in (
+        ("export", generation, "--to", generation / "hf"),
+        ("convert", generation, generation / "actor_dcp", "--to", "dcp"),
+        ("convert", generation, generation / "e" / "t", "--to", "generation"),
+        ("mirror", "push", run, "--step", "1", "--url", f"file://{generation}"),
+        ("mirror", "push", run, "--step", "1", "--url", f"file://{generation}/copies"),
+        ("mirror", "pull", f"file://{run.parent.parent / 'mirror'}", generation / "run"),
+    ):
+        code, _, err = holdfast(*command)
+        assert code == 2 and inside in err, err
+    code, _, err = holdfast("mirror", "push", run, "--step", "1", "--url", f"file://{store.root}")
+    assert code == 2 and f"is where the run in {run} keeps its own generations" in err
+    assert _tree(run) == before and store.verify(generation)
+
+
+def test_a_folder_that_is_empty_takes_an_export(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o700)
+    assert holdfast("export", f"{run}@3", "--to", tmp_path / "there")[0] == 0
+    assert (tmp_path / "there" / "config.json").is_file() and (tmp_path / "there").stat().st_mode & 0o777 == 0o700
+    code, _, err = holdfast("export", f"{run}@3", "--to", tmp_path / "there")
+    assert code == 2 and "exists already" in err
+
+
 def _tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -265,6 +292,7 @@ def test_an_export_is_refused_where_something_is_of_another_model_or_nothing_say
         code, _, err = holdfast("export", f"{run}@7", "--to", tmp_path / "x", "--config", other)
         assert code == 2 and "config.json" in err
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
     assert holdfast("export", f"{run}@7", "--to", tmp_path / "there")[0] == 2
     assert holdfast("export", f"{run}@7", "--to", tmp_path / "x", "--engine", "critic")[0] == 2
     flip_byte(run / "recover" / "global_step_7" / "default" / "__0_0.distcp", 3000)

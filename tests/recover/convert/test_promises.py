@@ -25,7 +25,8 @@ from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.convert import convert, targets
-from holdfast.recover.convert.torch_files import from_ranks, read_file
+from holdfast.recover.convert.verl import from_ranks
+from holdfast.recover.convert.weights import read_file
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -113,12 +114,6 @@ def test_a_target_without_a_tensor_of_the_source_is_not_made(tmp_path: Path, mon
     assert not (tmp_path / "c").exists()
 
 
-def test_a_schedule_without_an_optimizer_is_named_as_ignored(tmp_path: Path) -> None:
-    state = {"model": Host().model.state_dict(), "lr_scheduler": {"last_epoch": 3}}
-    dcp.save(state, checkpoint_id=str(tmp_path / "c"))
-    assert convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path)).ignored == ["schedule"]
-
-
 def test_a_model_folder_with_a_manifest_is_verified_before_it_is_read(tmp_path: Path) -> None:
     Host().model.save_pretrained(folder := tmp_path / "v00000001")
     write_manifest(folder, file_entries(folder, [path.name for path in folder.iterdir()]), {"weight_version": 1})
@@ -150,12 +145,31 @@ def test_a_source_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
 
 
+@pytest.mark.parametrize("there", ["nothing", "the folder of a run", "its lock"])
+def test_a_refused_conversion_leaves_what_was_there(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_dcp(tmp_path / "source", Host().train(1).state)
+    run = tmp_path / "runs" / "e" / "t"
+    if there != "nothing":
+        (run / "logs").mkdir(parents=True)
+    if there == "its lock":
+        (run / "recover.lock").touch()
+    before = sorted(tmp_path.rglob("*"))
+    entries = targets._dcp_entries
+    monkeypatch.setattr(targets, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    for target, to in ((run, "generation"), (run / "a" / "b", "dcp")):
+        with pytest.raises(CheckpointCorruptError, match="was not written"):
+            convert(tmp_path / "source", target, to=to)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.slow
 def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) -> None:
     host = Host().train(1)
     save_dcp(tmp_path / "source", host.state)
     with pytest.raises(CheckpointExistsError, match="never written over"):
-        convert(tmp_path / "source", tmp_path / "source", to="areal")
+        convert(tmp_path / "source", tmp_path, to="areal")
     config = RecoverConfig("e", "t", str(tmp_path), freq_steps=1, async_save=False)
     with RecoverHandler(config, SPEC) as handler:
         handler.load(host.state)
@@ -170,19 +184,10 @@ def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) 
 
 def test_what_a_source_lacks_is_told_and_the_run_starts_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = Host().train(3)
-    dcp.save({"app": dict(DCPState(host.model, host.optimizer).state_dict())}, checkpoint_id=str(tmp_path / "script"))
-    source, target = tmp_path / "script", tmp_path / "e" / "t"
-    done = convert(source, tmp_path / "weights", to="hf", config=config_folder(tmp_path))
-    assert not done.optimizer and done.lacks == {}
-    with pytest.raises(ConfigError, match="optimizer state without hyperparameters"):
-        convert(source, target, to="generation", config=tmp_path / "config")
-    with pytest.raises(ConfigError, match=r"optimizer state without hyperparameters .* load the source with load_dcp"):
-        convert(source, tmp_path / "moments", to="dcp", config=tmp_path / "config")
-    assert not (tmp_path / "moments").exists()
-    areal = tmp_path / "areal"
+    areal, target, config_of_model = tmp_path / "areal", tmp_path / "e" / "t", config_folder(tmp_path)
     save_dcp(tmp_path / "ours", DCPState(host.model, host.optimizer))
-    convert(tmp_path / "ours", areal, to="areal", config=tmp_path / "config")
-    done = convert(areal, target, to="generation", config=tmp_path / "config")
+    assert convert(tmp_path / "ours", areal, to="areal", config=config_of_model).lacks == {}
+    done = convert(areal, target, to="generation", config=config_of_model)
     assert done.step == 2 and done.notes == [
         "step 2, by the optimizer's updates; give step= (--step) if a step makes several"
     ]

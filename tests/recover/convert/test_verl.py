@@ -1,6 +1,7 @@
 """Checkpoints of verl's FSDP workers: every tensor, schedule and generator, at any number of ranks."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,66 @@ def test_an_engine_of_several_must_be_named(saved: tuple[Path, dict[str, torch.T
     assert_same(host.tensors(), saved[1])
     assert_same(other.tensors(), saved[1])
     assert not dist.is_initialized()
+
+
+def _copy_renamed(source: Path, target: Path, kinds: tuple[str, ...], swap: tuple[int, int]) -> Path:
+    """A copy of the files of a worker in which two ranks have each other's names on files of these kinds."""
+    shutil.copytree(source, target)
+    for kind in kinds:
+        one, other = (target / f"{kind}_world_size_2_rank_{rank}.pt" for rank in swap)
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+    return target
+
+
+@pytest.mark.parametrize("kinds", [("model", "optim"), ("model",), ("optim",)])
+def test_files_of_ranks_that_have_each_others_names_are_refused(
+    kinds: tuple[str, ...], saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    swapped = _copy_renamed(saved[0] / "global_step_2" / "actor", tmp_path / "actor", kinds, (0, 1))
+    with pytest.raises(CheckpointCorruptError, match=r"the file of rank 0 .* rank 1|rank 0 holds .* of rank 1"):
+        convert(swapped, tmp_path / "c", to="dcp")
+    assert not (tmp_path / "c").exists()
+
+
+def _save_without_coordinates(rank: int, world_size: int, root: str) -> None:
+    """As a version of torch would whose meshes do not say which rank saved them."""
+    host = Host(ranks=True)
+    state = host.model.state_dict()
+    for tensor in state.values():
+        vars(tensor.device_mesh)["_coordinate_on_dim"] = None
+    torch.save(state, Path(root) / f"model_world_size_{world_size}_rank_{rank}.pt")
+
+
+def test_shards_of_other_sizes_than_fsdp_cuts_are_refused(tmp_path: Path) -> None:
+    """33 rows on two ranks are 17 and 16, as torch.chunk cuts them: 16 and 17 are the files of other ranks."""
+    (tmp_path / "actor").mkdir()
+    run_ranks(_save_without_coordinates, 2, str(tmp_path / "actor"))
+    convert(tmp_path / "actor", tmp_path / "c", to="dcp")
+    swapped = _copy_renamed(tmp_path / "actor", tmp_path / "swapped", ("model",), (0, 1))
+    with pytest.raises(CheckpointCorruptError, match=r"the shard of rank 0 .*\[16, 16\].*\[17, 16\]"):
+        convert(swapped, tmp_path / "d", to="dcp")
+
+
+@pytest.mark.parametrize("to", ["generation", "dcp"])
+def test_an_optimizer_that_lacks_a_parameter_is_refused_by_its_name(
+    to: str, saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    actor = tmp_path / "global_step_2" / "actor"
+    shutil.copytree(saved[0] / "global_step_2" / "actor", actor)
+    for path in actor.glob("optim_*.pt"):
+        state = torch.load(path, weights_only=False)
+        del state["state"][3]
+        torch.save(state, path)
+    with pytest.raises(CheckpointMismatchError, match=r"no state for 1 of its 24 parameters \(model\.layers\.0\."):
+        convert(actor, tmp_path / "e" / "t", to=to)
+    assert convert(actor, tmp_path / "hf", to="hf").tensors == 24
+
+
+def test_schedule_and_generators_without_an_optimizer_are_named_as_left_out(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    left = shutil.ignore_patterns("optim_*")
+    shutil.copytree(saved[0] / "global_step_2" / "actor", tmp_path / "actor", ignore=left)
+    assert convert(tmp_path / "actor", tmp_path / "c", to="dcp").ignored == ["schedule", "generators"]

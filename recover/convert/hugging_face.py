@@ -1,0 +1,101 @@
+"""Weights in folders of Hugging Face's libraries: models, ``checkpoint-<N>`` of Trainer and TRL, ``save_state`` of
+Accelerate.
+
+Only weights are read: ``model.safetensors`` or its index, a ``.bin``, or ``pytorch_model_fsdp_0/`` in the format of
+torch.distributed.checkpoint. Optimizers, schedules, generators and places in the data that lie beside them are named as
+not converted, and their files are never opened. Accelerate and FSDP save under the names of ``model.state_dict()``;
+the files of a model have the names of its architecture's file format.
+"""
+
+import re
+from pathlib import Path
+
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from .checkpoint import Architecture, Checkpoint, ReadOptions
+from .dcp import read_weights
+from .weights import read_bin, read_model_folder, read_safetensors, store_once, strip_module
+
+_TRAINER = "trainer_state.json"
+_SHARDED = "pytorch_model_fsdp_0"
+_SAFE = ("model.safetensors", "model.safetensors.index.json")
+_BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
+_RANKED = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
+_TRAINING = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state|custom_checkpoint).*"
+    r"|trainer_state\.json|training_args\.bin|(model|pytorch_model(_fsdp)?)_[1-9].*"
+)
+"""What belongs to a training state, or to a second model."""
+
+
+def recognises(folder: Path) -> bool:
+    """Whether the folder holds weights of a model or of an adapter."""
+    names = {path.name for path in folder.iterdir()}
+    weights = {*_SAFE, *_BINS, _SHARDED, _TRAINER, "adapter_model.safetensors"}
+    return bool(names & weights) or any(map(_RANKED.fullmatch, names))
+
+
+def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
+    """The weights of the folder, as ``default``.
+
+    Raises:
+        ConfigError: the folder holds weights twice, an adapter, or files that only Accelerate can put together.
+        CheckpointCorruptError: a file is damaged, or could run code.
+        CheckpointMismatchError: the weights are not of the model of the config.
+    """
+    names = {path.name for path in folder.iterdir()}
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise ConfigError(
+            f"{folder} holds an adapter (LoRA), not a model: merge it into its base (PeftModel.merge_and_unload, "
+            "save_pretrained) and convert that, or load it with PEFT"
+        )
+    found = [name for name in (*_SAFE, *_BINS) if name in names]
+    if _SHARDED in names and found:
+        raise ConfigError(
+            f"{folder} holds weights twice, {_SHARDED} and {found[0]}: move away those that are not meant"
+        )
+    if _SHARDED not in names and not found:
+        ranked = sorted(name for name in names if _RANKED.fullmatch(name))
+        raise ConfigError(
+            f"{folder} holds {ranked[0]}: a file of each rank, which only Accelerate on as many ranks reads; save it "
+            "with use_dcp=True, or as FULL_STATE_DICT"
+            if ranked
+            else f"{folder} holds a training state without weights"
+        )
+    architecture = Architecture.find(options.config, folder)
+    accelerate = _SHARDED in names or any(
+        re.match(r"random_states_\d+\.pkl|(optimizer|scheduler)\.bin", name) for name in names
+    )
+    if _SHARDED in names:
+        checkpoint = read_weights(folder / _SHARDED, options.root or "", architecture)
+    else:
+        own_names = accelerate and _TRAINER not in names
+        checkpoint = _read_files(folder, found[0], options, architecture, own_names=own_names)
+    checkpoint.format = "transformers Trainer" if _TRAINER in names else "Accelerate" if accelerate else "Hugging Face"
+    checkpoint.ignored = sorted(found[1:] + [name for name in names if _TRAINING.fullmatch(name)])
+    return {"default": checkpoint}
+
+
+def _read_files(
+    folder: Path, name: str, options: ReadOptions, architecture: Architecture | None, *, own_names: bool
+) -> Checkpoint:
+    tied: dict[str, str] = {}
+    if name in _BINS:
+        tensors, tied = read_bin(folder / name)
+    elif own_names or architecture is None:
+        tensors = read_safetensors(folder, options.files)
+    else:
+        tensors = read_model_folder(folder, architecture, options.files)
+    tied = {alias.removeprefix("module."): first.removeprefix("module.") for alias, first in tied.items()}
+    model, aliases = store_once(strip_module(tensors), tied if architecture is None else architecture.aliases)
+    if own_names and architecture is not None:
+        _require_model(folder, model, architecture)
+    return Checkpoint("", model, aliases=aliases | tied, architecture=architecture)
+
+
+def _require_model(folder: Path, model: dict, architecture: Architecture) -> None:
+    if strangers := sorted(model.keys() - architecture.model.state_dict().keys()):
+        raise CheckpointMismatchError(
+            f"{folder} has {strangers[0]!r}, which its model does not ({len(strangers)} such)"
+        )
+    if missing := [name for name in architecture.parameters if name not in model]:
+        raise CheckpointMismatchError(f"{folder} lacks {missing[0]!r} ({len(missing)} missing)")
