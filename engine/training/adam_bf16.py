@@ -83,6 +83,10 @@ def initial_state(param: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def round_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A float32 tensor in bfloat16, each number rounded up with the probability of how near it is to the upper one."""
+    """Round a float32 tensor to bfloat16, away from 0 with a probability in proportion to how near that neighbour is.
+
+    NaN and infinities stay. A number whose neighbour would be infinite is rounded to the nearest.
+    """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator, device=values.device)
-    return ((values.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    rounded = ((values.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite() & rounded.isfinite(), rounded, values).to(torch.bfloat16)

@@ -14,12 +14,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -27,7 +28,7 @@ from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..api import ParallelStrategy
-from ..compat.torch_private import abort_process_group, foreach_mul_, foreach_norm
+from ..compat.torch_private import abort_process_group, fill_missing_gradients, foreach_mul_, foreach_norm
 from ..config import TrainEngineConfig
 from ..devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from .model import COMPUTE_DTYPES
@@ -38,6 +39,11 @@ LEAVE_TOGETHER_S = 5.0
 """How long a rank that destroys its groups waits for the others to come and do the same, with NCCL."""
 ABORT_S = 10.0
 """How long NCCL may take to abort."""
+GLOO_PATIENCE_S = 1.0
+"""How long to wait for gloo's threads to let go of tensors."""
+
+_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
+"""Parameters of each sharded model whose gradient on this rank is zeros alone; see `fill_missing_gradients`."""
 
 
 @dataclass
@@ -167,7 +173,7 @@ def _abort() -> None:
         logger.error("NCCL has not let go within %g s of the abort; its memory is freed when the process ends", ABORT_S)
 
 
-def _let_gloo_finish(patience_s: float = 1.0) -> None:
+def _let_gloo_finish() -> None:
     """Wait until no thread of gloo still lets go of the tensors of a collective that has already returned.
 
     It needs the interpreter for that, and one that gets its turn after the interpreter has begun to end calls
@@ -176,7 +182,7 @@ def _let_gloo_finish(patience_s: float = 1.0) -> None:
     mesh, which holds its group. A thread that slept all the while this one slept, and the interpreter was free, does
     not wait for it.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + GLOO_PATIENCE_S
     before = _gloo_threads()
     while time.monotonic() < deadline:
         time.sleep(0.01)  # longer than a thread waits before it asks for the interpreter again
@@ -205,7 +211,8 @@ def shard_model(
     """Shard in place with FSDP2: one group of parameters a block, and one for the rest (embedding, norm, head).
 
     Parameters stay float32; each group is gathered and computed with in ``config.dtype`` and its gradient summed in
-    ``config.grad_reduce_dtype``.
+    ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a tower) gets their
+    gradients, as long as all ranks go forward and back through the same blocks.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(
@@ -218,7 +225,18 @@ def shard_model(
         if isinstance(module, blocks):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if mesh.size() > 1:
+        filled = _filled[model] = set()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                fill_missing_gradients(module, filled)
     return mesh
+
+
+def unreached(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that have a gradient, but which no backward since the last step reached on this rank."""
+    filled = _filled.get(model, set())
+    return [param for param in model.parameters() if param.grad is not None and param in filled]
 
 
 def clip_grad_norm(
@@ -226,8 +244,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradient down to ``max_norm`` if it is longer; nothing here waits for the device.
 
-    One all-reduce: the loss, and what turned out about the weights it was divided by, travel with the norms of the
-    parameters' gradients. Those are combined as torch's ``clip_grad_norm_`` does.
+    One all-reduce: the loss, what turned out about the weights it was divided by, and which parameters were not
+    reached travel with the norms of the parameters' gradients. Those are combined as torch's ``clip_grad_norm_`` does.
 
     Args:
         model: sharded by `shard_model`.
@@ -237,15 +255,23 @@ def clip_grad_norm(
         correction: how much more it should have been because of this rank (see `WeighedBatch`).
 
     Returns:
-        ``[2]`` float64 on the device: the loss over all ranks, and the norm of the gradient before it was scaled down.
+        ``[2 + n]`` float64 on the device: the loss over all ranks, the norm of the gradient before it was scaled down,
+        and for each of the n parameters that are `unreached` here the number of ranks that did not reach it.
     """
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    params = [param for param in model.parameters() if param.grad is not None]
+    grads = [param.grad for param in params]
     assert all(isinstance(grad, DTensor) and all(cut.is_shard() for cut in grad.placements) for grad in grads)
     local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
     norms = torch.stack(foreach_norm(local, 2.0))
-    sums = torch.cat([norms.square().double(), loss.double()[None], loss.new_full((1,), correction).double()])
+    n_grads, filled = len(grads), _filled.get(model, set())
+    missing = [index for index, param in enumerate(params) if param in filled]
+    n_without = norms.new_zeros(n_grads, dtype=torch.float64)
+    for index in missing:  # one write each, but no copy from the host, which would wait
+        n_without[index] = 1.0
+    squares, numbers = norms.square().double(), (loss.double()[None], loss.new_full((1,), correction).double())
+    sums = torch.cat([squares, n_without, *numbers])
     dist.all_reduce(sums, group=grads[0].device_mesh.get_group())  # type: ignore[union-attr]
     factor = weight / (weight + sums[-1])  # exactly 1 without a correction
-    norm = torch.linalg.vector_norm(sums[:-2].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
+    norm = torch.linalg.vector_norm(sums[:n_grads].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
     foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype))
-    return torch.stack([sums[-2] * factor, norm.double()])
+    return torch.stack([sums[-2] * factor, norm.double(), *(sums[n_grads + index] for index in missing)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.distributed import all_agree
 from ...utils.errors import ConfigError
@@ -22,7 +22,7 @@ from ..collective_errors import collective_broke
 from ..compat.torch_private import count_forward_hooks
 from ..rl.logprobs import next_tokens, score_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
+from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -81,15 +81,17 @@ def scoring(
 def find_scoring_head(
     model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> ScoringHead | None:
-    """The model's head, if its output is the logits and nothing is done with them; else None, and a line says so.
+    """Find the model's head, if its output is the logits and nothing is done with them; else None, and a line says so.
 
-    All ranks of the model's mesh call it. It takes the memory of a float32 shard and two short forwards, and touches
-    neither the model nor torch's generators.
+    All ranks of the model's mesh call it, best before the model has memory. A twin takes the float32 shard of a model
+    with a few layers, or, if such a one does not work, with all of them, for two short forwards. The model and torch's
+    generators are not touched.
     """
-    head = _linear_head(model)
-    problem = "its head is no plain linear layer" if head is None else _difference(model, device, group)
-    if head is not None and problem is None:
-        return ScoringHead(head, count_forward_hooks(model))
+    problem = "its head is no plain linear layer"
+    if (head := _linear_head(model)) is not None:
+        for config in (with_few_layers(model.config), model.config):
+            if (problem := _difference(model, config, device, group)) is None:
+                return ScoringHead(head, count_forward_hooks(model))
     name = unsharded_class(model).__name__
     logger.info("losses of %s are computed from whole [tokens, vocabulary] logits: %s", name, problem)
     return None
@@ -106,12 +108,14 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None) -> str | None:
-    """How what a scoring twin answers differs from what its logits say; None if it does not, on any rank."""
-    mb = _one_sequence(probe_tokens(model.config, _TOKENS), device)
-    ids, dtype, problem = mb.data["input_ids"], twin_dtype(model.config), None
+def _difference(
+    model: PreTrainedModel, config: PretrainedConfig, device: torch.device, group: dist.ProcessGroup | None
+) -> str | None:
+    """The difference between the scores of a twin and those of its logits; None if there is none on any rank."""
+    mb = _one_sequence(probe_tokens(config, _TOKENS), device)
+    ids, dtype, problem = mb.data["input_ids"], twin_dtype(config), None
     try:
-        with twin_of(model, model.config, dtype, device) as twin:
+        with twin_of(model, config, dtype, device) as twin:
             logits = twin(input_ids=ids[None], use_cache=False).logits[0]
             expected = torch.stack(token_logprobs(logits.float(), ids, mb.cu_seqlens), dim=-1)
             with scoring(_linear_head(twin), mb, 1.0, packed=True):  # type: ignore[arg-type]

@@ -9,23 +9,17 @@ agree on the number of micro-batches and on what the whole batch weighs in the l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from ...utils.distributed import gather_numbers_of, get_rank
 from ...utils.errors import BatchError
-from ...utils.logging import get_logger
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
-from .partition import partition_within, split_until
+from .partition import partition_within, split_until, warn_of_long_rows
 from .trajectories import join_trajectories
 
-logger = get_logger(__name__)
-
-LONG_ROW_TOKENS = 16384
-"""A row of several sequences that is longer, and that nothing limits, is warned about."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -42,6 +36,7 @@ class MicroBatch:
         indices: ``[n]`` int64, the rows of the original batch; empty for a dummy.
         lengths: tokens of each sequence, on the host.
         row_tokens: how many tokens a packed row is filled up to; 0: as it is.
+        longest: most tokens of a sequence that fills up a row; 0: as many as the longest of ``lengths``.
         is_dummy: one token with loss mask 0, there only so that this rank joins its peers' collectives.
     """
 
@@ -49,6 +44,7 @@ class MicroBatch:
     indices: torch.Tensor
     lengths: tuple[int, ...]
     row_tokens: int = 0
+    longest: int = 0
     is_dummy: bool = False
 
     @property
@@ -73,11 +69,12 @@ class MicroBatch:
         return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead))
 
     def first_token(self) -> "MicroBatch":
-        """A dummy: the first token, with every other number 0."""
+        """A dummy: the first token, with every other number 0. Its row is filled up like this one's."""
         data = {key: torch.zeros_like(tensor[:1]) for key, tensor in self.data.items()}
         data |= {key: self.data[key][:1] for key in ("input_ids", "attention_mask")}
         data["cu_seqlens"] = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)
-        return MicroBatch(data, self.indices[:0], lengths=(1,), is_dummy=True)
+        longest = self.longest or max(self.lengths)
+        return MicroBatch(data, self.indices[:0], (1,), self.row_tokens, longest, is_dummy=True)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -87,17 +84,26 @@ class MicroBatch:
         return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
     def row(self) -> "MicroBatch":
-        """What a model that can be packed gets: the tokens alone, filled up to ``row_tokens`` with zeros, which are a
-        sequence of their own behind the others."""
+        """The input of a model that can be packed: the tokens, filled up to ``row_tokens`` with zeros.
+
+        The zeros are sequences behind the others, none longer than the longest of these, whose positions the model
+        takes.
+        """
         n_more = self.row_tokens - self.n_tokens
         data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
         if n_more <= 0:
             return replace(self, data=data)
+        longest = self.longest or max(self.lengths)
         numbers = torch.arange(n_more, device=self.position_ids.device)
+        ends = torch.arange(self.n_tokens, self.row_tokens, longest, device=self.cu_seqlens.device)[1:]
         more = {"input_ids": numbers.new_zeros(n_more), "attention_mask": numbers.new_ones(n_more)}
-        more |= {"position_ids": numbers, "cu_seqlens": self.cu_seqlens.new_full((1,), self.row_tokens)}
+        more |= {
+            "position_ids": numbers % longest,
+            "cu_seqlens": torch.cat([ends, ends.new_full((1,), self.row_tokens)]),
+        }
         filled = {key: torch.cat([data[key], more[key].to(data[key].dtype)]) for key in data}
-        return replace(self, data=filled, lengths=(*self.lengths, n_more))
+        whole, rest = divmod(n_more, longest)
+        return replace(self, data=filled, lengths=(*self.lengths, *[longest] * whole, *[rest] * (rest > 0)))
 
     def padded(self) -> Batch:
         """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that cannot be packed.
@@ -181,7 +187,11 @@ class WeighedBatch:
 
 
 def split_batch(
-    batch: Trajectories, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None, row_tokens: int = 0
+    batch: Trajectories,
+    spec: MicroBatchSpec,
+    group: dist.ProcessGroup | None = None,
+    row_tokens: int = 0,
+    max_model_len: int | None = None,
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, as many on every rank of ``group``.
 
@@ -195,12 +205,14 @@ def split_batch(
         spec: limits and algorithm.
         group: ranks that must agree on the number; None is the default group (or no other rank at all).
         row_tokens: of each micro-batch, see `MicroBatch`.
+        max_model_len: most tokens of a sequence; None: no limit.
 
     Raises:
-        BatchError: see `validate_batch` and `join_trajectories`, or ``spec.granularity`` does not divide the number of
-            sequences; the other ranks raise `PeerError`.
+        BatchError: see `validate_batch` and `join_trajectories`; or ``spec.granularity`` does not divide the number of
+            sequences; or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`.
     """
-    return _cut_together(batch, spec, lambda data: torch.zeros(()), group, row_tokens).micro_batches
+    cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), row_tokens, max_model_len)
+    return _cut_together(cutter, group).micro_batches
 
 
 def split_and_weigh(
@@ -209,6 +221,7 @@ def split_and_weigh(
     loss_weight_fn: LossWeightFn,
     group: dist.ProcessGroup | None = None,
     row_tokens: int = 0,
+    max_model_len: int | None = None,
 ) -> WeighedBatch:
     """`split_batch`, with the weight of each micro-batch; in the same small collective.
 
@@ -218,22 +231,15 @@ def split_and_weigh(
             rank cuts once more, because another one has more micro-batches, the others wait for the group's timeout,
             as for an error of the loss.
     """
-    weighed = _cut_together(batch, spec, loss_weight_fn, group, row_tokens)
+    weighed = _cut_together(_Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len), group)
     if not weighed.total > 0:
         raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
     return weighed
 
 
-def _cut_together(
-    batch: Trajectories,
-    spec: MicroBatchSpec,
-    loss_weight_fn: LossWeightFn,
-    group: dist.ProcessGroup | None,
-    row_tokens: int,
-) -> WeighedBatch:
-    cutter = _Cutter(batch, spec, loss_weight_fn, row_tokens)
+def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> WeighedBatch:
     rows = gather_numbers_of("cutting the batch into micro-batches", cutter.cut, 2, group)
-    cutter.cut_further(spec.rounded(max(int(n_mbs) for n_mbs, _ in rows)))
+    cutter.cut_further(max(int(n_mbs) for n_mbs, _ in rows))
     total, announced = sum(weight for _, weight in rows), rows[get_rank(group)][1]
     return WeighedBatch(cutter.micro_batches, cutter.weights, total, sum(cutter.weights) - announced)
 
@@ -249,9 +255,15 @@ class _Cutter:
     """
 
     def __init__(
-        self, batch: Trajectories, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, row_tokens: int
+        self,
+        batch: Trajectories,
+        spec: MicroBatchSpec,
+        loss_weight_fn: LossWeightFn,
+        row_tokens: int,
+        max_model_len: int | None,
     ) -> None:
-        self._given, self._spec, self._loss_weight_fn, self._row_tokens = batch, spec, loss_weight_fn, row_tokens
+        self._given, self._spec, self._loss_weight_fn = batch, spec, loss_weight_fn
+        self._row_tokens, self._max_model_len = row_tokens, max_model_len
         self._batch: Batch = {}
         self._lengths: list[int] = []
         self._unit_lengths: list[int] = []
@@ -264,6 +276,13 @@ class _Cutter:
         self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
         self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
+        if self._max_model_len is not None and max(self._lengths) > self._max_model_len:
+            longest = max(self._lengths)
+            raise BatchError(
+                f"row {self._lengths.index(longest)} of the batch has {longest} tokens; expected at most "
+                f"{self._max_model_len}, which is config key 'max_model_len' or, when that is null, the length of the "
+                "model's rotary frequencies; set it to the --max-model-len of the inference servers, or cut sequences"
+            )
         if len(self._lengths) % step:
             raise BatchError(
                 f"the batch has {len(self._lengths)} sequences, which config key 'mb_spec.granularity' ({step}) does "
@@ -274,10 +293,11 @@ class _Cutter:
         return len(self._bins), sum(self.weights)
 
     def cut_further(self, n_mbs: int) -> None:
-        """Cut into ``n_mbs``, of which those that there are no sequences for are dummies."""
+        """Cut into ``n_mbs`` or a few more, as the spec asks; where sequences are lacking, add dummies."""
+        n_mbs = self._spec.rounded(n_mbs)
         self._pack(split_until(self._bins, min(n_mbs, len(self._unit_lengths)), self._unit_lengths))
         if self._spec.max_tokens_per_mb is None:
-            _warn_of_long_rows([self._rows(units) for units in self._bins], self._lengths)
+            warn_of_long_rows([self._rows(units) for units in self._bins], self._lengths)
         n_dummies = n_mbs - len(self._bins)
         self.micro_batches += [self.micro_batches[0].first_token()] * n_dummies
         self.weights += [0.0] * n_dummies
@@ -295,23 +315,6 @@ class _Cutter:
     def _rows(self, units: Sequence[int]) -> list[int]:
         step = self._spec.granularity
         return [row for unit in units for row in range(unit * step, (unit + 1) * step)]
-
-
-def _warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-    longest = max((sum(lengths[row] for row in rows) for rows in bins if len(rows) > 1), default=0)
-    if longest > LONG_ROW_TOKENS:
-        _warn_of_row_longer_than(1 << (longest.bit_length() - 1))
-
-
-@cache
-def _warn_of_row_longer_than(n_tokens: int) -> None:
-    """Once a process for each power of two."""
-    logger.warning(
-        "several sequences are packed into a row of more than %d tokens, because config key "
-        "'mb_spec.max_tokens_per_mb' is null: with attn_impl sdpa or eager, attention takes %.2g GiB or more for the "
-        "mask alone; set the key (its default is %d)",
-        n_tokens, n_tokens**2 / 2**30, MicroBatchSpec().max_tokens_per_mb,
-    )  # fmt: skip
 
 
 def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> list[float]:

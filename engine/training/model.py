@@ -38,6 +38,7 @@ from ..compat.transformers_private import float32_patterns, has_head, initialize
 from ..config import TrainEngineConfig
 from ..model_folder import require_model_folder
 from .buffer_casts import casting_class
+from .rotary import fix_frequencies
 from .unsharded import unsharded_class
 from .value_model import build_value_model, value_model_class
 
@@ -57,7 +58,7 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
 
     Raises:
         ConfigError: ``path`` is no folder with a ``config.json``, has code of its own that is not trusted, or its
-            architecture has no such head or no such attention in transformers.
+            architecture has no such head or no such attention in transformers; or see `fix_frequencies`.
     """
     model = _construct(config, torch.float32)
     if config.disable_dropout:
@@ -76,16 +77,19 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
     try:
         with torch.device("meta"):
             if _is_made(factory, hf_config):
-                return factory.from_config(
+                model = factory.from_config(
                     hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
                 )
-            return build_value_model(hf_config, dtype, **options)
+            else:
+                model = build_value_model(hf_config, dtype, **options)
     except UNUSABLE as error:
         attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
             f"config key 'path': transformers cannot build the {hf_config.model_type} model of "
             f"{config.path}/config.json{attention}: {describe_unusable(error)}"
         ) from error
+    fix_frequencies(model, config.max_model_len)
+    return model
 
 
 def _factory(config: TrainEngineConfig) -> type[Any]:
@@ -226,6 +230,43 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
             if any(uses[id(param)] > 1 for param in module.parameters()):
                 wanted.discard(type(module).__name__)
     return tuple(found[name] for name in sorted(wanted & found.keys()))
+
+
+def untrained_by_text(model: PreTrainedModel) -> list[str]:
+    """Names of the outermost modules that no text reaches: vision and audio towers, and what maps them to tokens.
+
+    Found from the place of the language model: everything next to it in a multimodal body is for other inputs.
+    """
+    text = model.config.get_text_config(decoder=True)
+    named = dict(model.named_modules())
+    language_models = [name for name, module in named.items() if name and _is_model_of(module, text)]
+    if text is model.config or not language_models:
+        return []
+    body, _, last = min(language_models, key=len).rpartition(".")
+    if named[body] is model:  # its children may be heads, too
+        children = [(key, child) for key, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    else:
+        children = list(named[body].named_children())
+    others = [(key, child) for key, child in children if key != last and any(True for _ in child.parameters())]
+    return [f"{body}.{key}" if body else key for key, _ in others]
+
+
+def _is_model_of(module: nn.Module, config: PretrainedConfig) -> bool:
+    return isinstance(module, PreTrainedModel) and type(module.config) is type(config)
+
+
+def describe_parameters(model: PreTrainedModel) -> str:
+    """How many parameters there are, how many are trained, and which of these get no gradient from text."""
+
+    def count(module: nn.Module) -> int:
+        return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+    n_params, towers = sum(param.numel() for param in model.parameters()), untrained_by_text(model)
+    n_untouched = sum(count(model.get_submodule(name)) for name in towers)
+    text = f"{n_params} parameters, {count(model) - n_untouched} of them trained"
+    if n_untouched:
+        text += f"; text gives no gradient to the {n_untouched} of {', '.join(towers)}, which take memory all the same"
+    return text
 
 
 def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> list[str]:

@@ -28,6 +28,7 @@ from ..compat.transformers_private import attention_of, set_attention
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
 from .microbatch import MicroBatch
+from .rotary import length_boundaries, move_boundary
 from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
 
@@ -39,8 +40,9 @@ _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _WINDOW = re.compile(r"window(_size)?$|^attention_chunk_size$|^local_attention$|^index_(topk|block_size)")
 """Config keys that say how many tokens an attention sees, or into how many it cuts the row."""
 _WINDOW_TOKENS = 8
-_BEFORE, _LENGTH = 11, 24
-"""Tokens before the sequence, no multiple of a window, and of the sequence: several windows."""
+_LENGTHS = (11, 24, 6)
+"""Tokens of the sequences in a row: the first no multiple of a window, the second several windows, the last less than
+one. The last two are compared with themselves alone."""
 
 
 def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.Tensor:
@@ -94,7 +96,7 @@ def check_packing(
 ) -> None:
     """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
 
-    All ranks of the model's mesh call it. It takes the memory of a float32 shard and two short forwards (four, for a
+    All ranks of the model's mesh call it. It takes the memory of a float32 shard and three short forwards (six, for a
     model that cannot be packed), and touches neither the model nor torch's generators.
 
     Args:
@@ -113,18 +115,18 @@ def check_packing(
     cut_the_row = [key for key in windows if not _comes_out_alike(model, (key,), device, group)]
     key = min(cut_the_row or windows, key=windows.__getitem__)
     if max_row_tokens is None or max_row_tokens > windows[key]:
+        other_way = "" if key in length_boundaries(model.config) else ", or 'pack_sequences' to false"
         raise ConfigError(
             f"{name} computes packed sequences wrongly in rows of more than {windows[key]} tokens (its {key!r}); set "
-            f"config key 'mb_spec.max_tokens_per_mb' to {windows[key]} or less, or 'pack_sequences' to false"
+            f"config key 'mb_spec.max_tokens_per_mb' to {windows[key]} or less{other_way}"
         )
 
 
 def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """The windows of the config, by key, that are larger than those of a twin."""
-    values = vars(_text(config)).items()
-    return {
-        key: value for key, value in values if _WINDOW.search(key) and type(value) is int and value > _WINDOW_TOKENS
-    }
+    """Windows, and lengths beyond which rotary frequencies change, by config key; those larger than in a twin."""
+    lengths = {key: value for key, value in vars(_text(config)).items() if _WINDOW.search(key) and type(value) is int}
+    lengths |= length_boundaries(config)
+    return {key: value for key, value in lengths.items() if value > _WINDOW_TOKENS}
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:
@@ -137,7 +139,10 @@ def _comes_out_alike(
     """Whether a twin, its windows ``small`` of few tokens, computes a sequence behind another one as it does alone."""
     config = copy.deepcopy(model.config)
     for key in small:
-        setattr(_text(config), key, _WINDOW_TOKENS)
+        if key in length_boundaries(config):
+            move_boundary(config, key, _WINDOW_TOKENS)
+        else:
+            setattr(_text(config), key, _WINDOW_TOKENS)
     attention = attention_of(_text(config))
     alike = _difference_is_small(model, config, twin_dtype(config), device, group)
     if alike and attention == PACKED_ATTENTION and device.type == "cuda":  # another kernel
@@ -153,18 +158,20 @@ def _difference_is_small(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> bool:
-    text = _text(config)
-    most = getattr(text, "max_position_embeddings", None) or 0
-    length = min(_LENGTH, most) if most > 0 else _LENGTH
-    ids = probe_tokens(config, _BEFORE + length)[None].to(device)
-    positions = torch.cat([torch.arange(_BEFORE), torch.arange(length)])[None].to(device)
+    most = getattr(_text(model.config), "max_position_embeddings", None) or 0
+    lengths = [min(length, most) if most > 0 else length for length in _LENGTHS]
+    ids = probe_tokens(config, sum(lengths))[None].to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    differences = []
     with twin_of(model, config, dtype, device) as twin:
         try:
-            with _row_of(_BEFORE, length, device=device):
-                behind = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0, _BEFORE:].float()
-            # Ours is compared with transformers'; in bfloat16, where the two are rounded differently, with itself.
-            with nullcontext() if dtype == torch.float32 else _row_of(length, device=device):
-                alone = twin(input_ids=ids[:, _BEFORE:], use_cache=False).logits[0].float()  # at positions of its own
+            with _row_of(*lengths, device=device):
+                row = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+            for sequence, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
+                # Ours is compared with transformers'; in bfloat16, where the two are rounded differently, with itself.
+                with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
+                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions of its own
+                differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
             if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
                 raise
@@ -172,8 +179,7 @@ def _difference_is_small(
                 f"{unsharded_class(model).__name__} fails at a packed row ({type(error).__name__}: {error}); set "
                 "config key 'pack_sequences' to false"
             ) from error
-    difference = float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt())
-    return all_agree(difference <= _LIMITS[dtype], group)
+    return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
 
 
 def _row_of(*lengths: int, device: torch.device) -> AbstractContextManager[None]:

@@ -2,8 +2,15 @@
 
 import heapq
 from collections.abc import Sequence
+from functools import cache
 
+from ...utils.logging import get_logger
 from ..config import MicroBatchSpec
+
+logger = get_logger(__name__)
+
+LONG_ROW_TOKENS = 16384
+"""A row of several sequences that is longer, and that nothing limits, is warned about."""
 
 
 def partition(lengths: Sequence[int], n_bins: int, algorithm: str = "ffd") -> list[list[int]]:
@@ -84,3 +91,21 @@ def split_until(bins: list[list[int]], n_bins: int, lengths: Sequence[int]) -> l
         halves = partition([lengths[row] for row in heaviest], 2)
         bins += [[heaviest[i] for i in half] for half in halves]
     return bins
+
+
+def warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    """Warn if a bin of several sequences has more than `LONG_ROW_TOKENS` tokens."""
+    longest = max((sum(lengths[row] for row in rows) for rows in bins if len(rows) > 1), default=0)
+    if longest > LONG_ROW_TOKENS:
+        _warn_of_row_longer_than(1 << (longest.bit_length() - 1))
+
+
+@cache
+def _warn_of_row_longer_than(n_tokens: int) -> None:
+    """Once a process for each power of two."""
+    logger.warning(
+        "several sequences are packed into a row of more than %d tokens, because config key "
+        "'mb_spec.max_tokens_per_mb' is null: with attn_impl sdpa or eager, attention takes %.2g GiB or more for the "
+        "mask alone; set the key (its default is %d)",
+        n_tokens, n_tokens**2 / 2**30, MicroBatchSpec().max_tokens_per_mb,
+    )  # fmt: skip

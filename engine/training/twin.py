@@ -7,6 +7,7 @@ that starts at zero, a residual stream that drowns it, rounding in bfloat16). Th
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,19 +17,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...utils.distributed import get_rank
 from ..compat.transformers_private import attention_of, build_from_config
 from .model import give_memory
+from .rotary import fix_frequencies
 from .unsharded import unsharded_class
 
 NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
-"""What a model raises that does not know what to do with what it is asked: a packed row, a mask or a head of ours."""
+"""Errors of a model that cannot handle a packed row, our mask or our head."""
 
 
 @contextmanager
 def twin_of(
     model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[PreTrainedModel]:
-    """A model of the same class, sharded like ``model``, with random weights that hide nothing; gone afterwards.
+    """Build a model of the same class, sharded like ``model``, with random weights that hide nothing, and free it.
 
-    Products are computed in full precision meanwhile, and torch's generators are left as they were.
+    Inside, products are computed in full precision. Afterwards torch's generators are as before.
 
     Args:
         model: on meta or not; its parameters are not read.
@@ -44,8 +46,24 @@ def twin_of(
             _free(twin)
 
 
+def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with one layer of each kind, two at least, as far as lists with an entry for each layer tell the kinds."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    n_layers = getattr(text, "num_hidden_layers", None)
+    if type(n_layers) is not int or n_layers <= 2:
+        return config
+    lists = {key: value for key, value in vars(text).items() if isinstance(value, list) and len(value) == n_layers}
+    kinds = [repr([value[i] for value in lists.values()]) for i in range(n_layers)]
+    kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1})
+    for key, value in lists.items():
+        setattr(text, key, [value[i] for i in kept])
+    text.num_hidden_layers = len(kept)
+    return config
+
+
 def twin_dtype(config: PretrainedConfig) -> torch.dtype:
-    """What a twin computes in: float32, but for kernels of flash attention, which take no other than bfloat16."""
+    """The dtype of a twin: float32, or bfloat16 where kernels of flash attention take nothing else."""
     return torch.bfloat16 if "flash" in attention_of(config.get_text_config(decoder=True)) else torch.float32
 
 
@@ -63,13 +81,18 @@ def _build(
         twin, skeleton = (
             build_from_config(unsharded_class(model), copy.deepcopy(config), dtype).eval() for _ in range(2)
         )
+    for each in (twin, skeleton):
+        fix_frequencies(each, None)
     mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
-    for name, module in reversed(list(model.named_modules())):  # children first, as fully_shard wants it
-        if isinstance(module, FSDPModule):
-            fully_shard(twin.get_submodule(name), mesh=mesh)
+    sharded = {unsharded_class(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
+    for module in reversed(list(twin.modules())):  # children first, as fully_shard wants it
+        if type(module).__name__ in sharded:
+            fully_shard(module, mesh=mesh)
     for name in give_memory(twin, skeleton, device):
         twin.get_buffer(name).fill_(1)
-    experts = {value for key, value in vars(config.get_text_config(decoder=True)).items() if "expert" in key}
+    settings = vars(config.get_text_config(decoder=True)).items()
+    counts = [value if isinstance(value, list | tuple) else [value] for key, value in settings if "expert" in key]
+    experts = {count for each in counts for count in each if type(count) is int}
     own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + get_rank(), 0))
     for param in twin.parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
@@ -77,7 +100,7 @@ def _build(
             local.normal_(1.0, 0.1, generator=own)
         elif param.dim() == 2 or param.shape[0] not in experts:
             local.normal_(0.0, param.shape[-1] ** -0.5, generator=own)
-        else:  # equal experts: which of them rounding makes a router choose does not matter
+        else:  # equal experts: rounding may change the choice of a router, but not its result
             one = torch.empty(param.shape[1:], dtype=dtype, device=device)
             local.copy_(one.normal_(0.0, param.shape[-1] ** -0.5, generator=common).expand(local.shape))
     return twin
@@ -95,9 +118,23 @@ def _free(twin: PreTrainedModel) -> None:
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """Products in float32 without TensorFloat32 or bfloat16 inside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # precision was set by torch.backends alone, which this older function cannot tell
+        older = "highest"
+    backends: Any = torch.backends
+    matmuls = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [matmul.fp32_precision for matmul in matmuls]
+    if older != "highest":
+        torch.set_float32_matmul_precision("highest")
+    for matmul in matmuls:
+        matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if older != "highest":
+            torch.set_float32_matmul_precision(older)
+        for matmul, precision in zip(matmuls, before, strict=True):
+            matmul.fp32_precision = "none"  # as the setting for all products says, if that is the same
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision

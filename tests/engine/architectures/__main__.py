@@ -1,12 +1,15 @@
-"""Write docs/models.md: ``python -m tests.engine.architectures [model type ...]``; with names, only their rows anew."""
+"""Write docs/models.md: ``python -m tests.engine.architectures [name ...]``.
+
+Names are model types and released models; only their rows are judged and replaced. Without names, all are.
+"""
 
 import sys
 import time
 
-from tests.engine.architectures.checks import PADDED, YES
+from tests.engine.architectures.checks import GOOD
 from tests.engine.architectures.matrix import judge
-from tests.engine.architectures.page import PAGE, read, render
-from tests.engine.architectures.tiny import model_types
+from tests.engine.architectures.page import PAGE, other_model_types, read, render
+from tests.engine.architectures.released import model_names
 
 
 def main(names: list[str]) -> None:
@@ -14,11 +17,11 @@ def main(names: list[str]) -> None:
     results = {}
     if names:
         _, results = read(PAGE.read_text(encoding="utf-8"))
-    for number, model_type in enumerate(names or model_types(), start=1):
+    for number, name in enumerate(names or [*model_names(), *other_model_types()], start=1):
         started = time.monotonic()
-        results[model_type] = verdicts = judge(model_type)
-        poor = [f"{name} {verdict.word}" for name, verdict in verdicts.items() if verdict.word not in (YES, PADDED)]
-        print(f"{number:3d} {model_type}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
+        results[name] = verdicts = judge(name)
+        poor = [f"{check} {verdict.word}" for check, verdict in verdicts.items() if verdict.word not in GOOD]
+        print(f"{number:3d} {name}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
         if names:  # a row at a time: the others are there
             PAGE.write_text(render(results), encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")

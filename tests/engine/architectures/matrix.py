@@ -4,7 +4,7 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -14,35 +14,45 @@ import transformers
 
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import HoldfastError, PeerError
+from tests.engine.architectures.case import TIMEOUT_S, Case, Unsupported
 from tests.engine.architectures.checks import (
     CHECKS,
     NO,
     NONE,
     REFUSED,
-    TIMEOUT_S,
+    RELEASED_CHECKS,
     YES,
-    Case,
-    Unsupported,
+    Check,
     Verdict,
 )
 from tests.helpers import run_ranks
 
 Verdicts = dict[str, Verdict]
-"""By the name of the check."""
+"""Verdicts by the name of the check."""
 
 _JUDGING_S = 240.0
 _MOST_WORDS = 240
 _VERDICTS_NAME = "verdicts.jsonl"
 
 
-def judge(model_type: str) -> Verdicts:
-    """Every check of one architecture."""
+def checks_of(name: str) -> Mapping[str, Check]:
+    """The checks of a model type, or of a released model."""
+    return RELEASED_CHECKS if "/" in name else CHECKS
+
+
+def judge(name: str, checks: Sequence[str] | None = None) -> Verdicts:
+    """Verdicts on a model type, or on a released model.
+
+    Args:
+        name: of either.
+        checks: names of checks. None: all of `checks_of`.
+    """
     with tempfile.TemporaryDirectory(prefix="holdfast-architecture-") as folder:
         root = Path(folder)
-        while left := [name for name in CHECKS if name not in (found := _read(root))]:
+        while left := [check for check in checks or checks_of(name) if check not in (found := _read(root))]:
             trouble = ""
             try:
-                run_ranks(_judge, 2, model_type, root, left, timeout_s=_JUDGING_S)
+                run_ranks(_judge, 2, name, root, left, timeout_s=_JUDGING_S)
             except AssertionError as error:
                 trouble = str(error)
             if len(_read(root)) == len(found):  # not one check more than before
@@ -50,26 +60,26 @@ def judge(model_type: str) -> Verdicts:
         return _read(root)
 
 
-def _judge(rank: int, world_size: int, model_type: str, root: Path, names: Sequence[str]) -> None:
+def _judge(rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]) -> None:
     """On one rank: run checks and write what they came to, until the ranks no longer agree on where they are."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    case = Case(model_type, root, rank)
+    case = Case(name, root, rank)
     report = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * TIMEOUT_S))
     assert isinstance(report, dist.ProcessGroup)
     if rank == 0 and not case.folder.exists():
         _write_folder(case)
     dist.barrier(report)
-    for name in names:
-        if name in (found := _read(root)):
+    for check in checks:
+        if check in (found := _read(root)):
             return  # all others came to nothing
         if found.get("starts", Verdict(YES)).word != YES:
             verdicts = [Verdict(NONE)]
         else:
-            verdicts = gather_objects(_verdict(case, name), report)
+            verdicts = gather_objects(_verdict(case, check), report)
         if rank == 0:
-            _note(root, name, min(verdicts, key=_interest))
+            _note(root, check, min(verdicts, key=_interest))
         if len({verdict.word for verdict in verdicts}) > 1:
             return  # a rank may be inside of what the other has left
         dist.barrier(report)
@@ -79,13 +89,13 @@ def _write_folder(case: Case) -> None:
     try:
         case.write_folder()
     except Unsupported as error:
-        for name in CHECKS:
-            _note(case.root, name, Verdict(NONE, _in_words(str(error), case.root) if name == "starts" else ""))
+        for check in checks_of(case.name):
+            _note(case.root, check, Verdict(NONE, _in_words(str(error), case.root) if check == "starts" else ""))
 
 
-def _verdict(case: Case, name: str) -> Verdict:
+def _verdict(case: Case, check: str) -> Verdict:
     try:
-        return CHECKS[name](case)
+        return RELEASED_CHECKS[check](case)
     except Unsupported as error:
         word, why = NONE, str(error)
     except PeerError:
@@ -114,13 +124,13 @@ def _in_words(text: str, root: Path) -> str:
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."
 
 
-def _note(root: Path, name: str, verdict: Verdict) -> None:
+def _note(root: Path, check: str, verdict: Verdict) -> None:
     with open(root / _VERDICTS_NAME, "a", encoding="utf-8") as file:
-        file.write(json.dumps([name, verdict.word, verdict.why]) + "\n")
+        file.write(json.dumps([check, verdict.word, verdict.why]) + "\n")
 
 
 def _read(root: Path) -> Verdicts:
     if not (root / _VERDICTS_NAME).exists():
         return {}
     lines = (root / _VERDICTS_NAME).read_text(encoding="utf-8").splitlines()
-    return {name: Verdict(word, why) for name, word, why in map(json.loads, lines)}
+    return {check: Verdict(word, why) for check, word, why in map(json.loads, lines)}

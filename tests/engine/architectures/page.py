@@ -1,37 +1,53 @@
-"""docs/models.md: the verdicts as a table, written and read back."""
+"""docs/models.md: the verdicts as two tables, written and read back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import transformers
 
-from tests.engine.architectures.checks import CHECKS, NO, NONE, PADDED, REFUSED, SILENT, YES, Verdict
-from tests.engine.architectures.matrix import Verdicts
+from tests.engine.architectures import released, tiny
+from tests.engine.architectures.checks import (
+    CHECKS,
+    GOOD,
+    LOGITS,
+    NO,
+    NONE,
+    PADDED,
+    REFUSED,
+    RELEASED_CHECKS,
+    SILENT,
+    YES,
+    Verdict,
+)
+from tests.engine.architectures.matrix import Verdicts, checks_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
-_WORDS = (YES, NO, REFUSED, PADDED, NONE)
+_WORDS = (YES, NO, REFUSED, PADDED, LOGITS, NONE)
 _COLUMNS = {
     "starts": "`FSDPEngine.initialize` from the folder; a multimodal folder as a causal LM",
     "packed": f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing would let them see each other, so it "
-    "is refused, and the other columns are those of `pack_sequences: false`",
-    "log-probs": "`forward_batch` against the padded, unsharded model, float32: equal to 2e-5",
-    "HF float32, HF bfloat16": "all files of an export equal, byte for byte, those of `save_pretrained` of the "
+    "is refused, and the other columns are about `pack_sequences: false`",
+    "packed = alone": "`forward_batch` against transformers on each sequence by itself, float32: equal to 2e-5",
+    "long = alone": "the same for sequences on both sides of the original context length, with and without a long "
+    "neighbour; models without an original length take half of their context. LongRoPE: with the factors that vLLM "
+    "takes at this `max_model_len`",
+    "head": "log-probabilities and entropies come out of the head in chunks, equal to those of transformers' logits to "
+    f"2e-5. `{LOGITS}`: equal, but from whole logits, because the model changes what its head returns",
+    "HF float32, HF bfloat16": "all files of an export equal, byte for byte, the files of `save_pretrained` of the "
     "unsharded model in that dtype",
-    "step": "one `train_batch` with SGD against a step of the unsharded model: the loss equal to 2e-5, every weight to "
-    "a thousandth of the largest change",
+    "gradients": "one `train_batch` with SGD against a step of the unsharded model on padded rows: the loss equal to "
+    "2e-5, every tensor to a thousandth of its largest change",
     "DCP": "a checkpoint of two ranks is loaded by one: every bit of weights and optimizer state",
-    "bfloat16 step": "one `train_batch` with bfloat16 compute: finite, and the loss near that of float32",
+    "bfloat16 step": "one `train_batch` with bfloat16 compute: finite, and the loss near the one in float32",
     "critic": "a value head on the folder's body: it has the folder's weights, values are finite, a step is taken",
 }
 _HEAD = f"""\
 # Models
 
-What Holdfast does with each of the architectures that `AutoModelForCausalLM` of transformers {{version}} builds.
+What Holdfast does with the causal language models of transformers {{version}}.
 Written by `python -m tests.engine.architectures`: for each, a tiny random model as a folder, two ranks (gloo, CPU), and
 the unsharded model of transformers to compare with.
-
-{{summary}}
 
 | column | what is checked |
 |---|---|
@@ -41,32 +57,83 @@ the unsharded model of transformers to compare with.
 `{REFUSED}`: an error in words. `{NONE}`: does not apply, or transformers itself cannot do it. Reasons are at the end of
 each row.
 """
+_RELEASED = """\
+## Released models
+
+Their folders have the released `config.json` with fewer layers and smaller sizes. Each flag, rope setting, tie, list
+and MoE field is as in the public file that the row names, with the date of that file. A key that the file lacks takes
+the default of transformers. Files and reductions are in `tests/engine/architectures/released`.
+
+{summary}
+"""
+_OTHERS = """
+## Other architectures
+
+All other model types that `AutoModelForCausalLM` builds. Their configs are invented: transformers' defaults, made tiny.
+
+{summary}
+"""
+
+
+def other_model_types() -> list[str]:
+    """The model types that no released model is of, sorted."""
+    return sorted(set(tiny.model_types()) - {released.model_type(name) for name in released.model_names()})
 
 
 def render(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
-    """The page: model type -> verdicts."""
-    columns = ["model type", *CHECKS, "why"]
-    described = "\n".join(_row(list(pair)) for pair in _COLUMNS.items())
-    head = _HEAD.format(version=version, summary=_summary(results), columns=described)
-    lines = [head, _row(columns), "|---" * len(columns) + "|"]
-    for model_type, verdicts in sorted(results.items()):
-        reasons = "; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items() if verdict.why)
-        lines.append(_row([model_type, *(verdicts[name].word for name in CHECKS), reasons.replace("|", "/")]))
-    return "\n".join(lines) + "\n"
+    """The page: model type, or name of a released model, -> verdicts."""
+    described = "\n".join(_row(pair) for pair in _COLUMNS.items())
+    models = {name: verdicts for name, verdicts in results.items() if _is_released(name)}
+    others = {name: verdicts for name, verdicts in results.items() if not _is_released(name)}
+    parts = [
+        _HEAD.format(version=version, columns=described),
+        _RELEASED.format(summary=_summary(models, "models")),
+        *_table(_header(RELEASED_CHECKS, "model", "class", "source"), models),
+        _OTHERS.format(summary=_summary(others, "architectures")),
+        *_table(_header(CHECKS, "model type"), others),
+    ]
+    return "\n".join(parts) + "\n"
 
 
-def _summary(results: Mapping[str, Verdicts]) -> str:
+def _is_released(name: str) -> bool:
+    return "/" in name
+
+
+def _header(checks: Iterable[str], *first: str) -> list[str]:
+    return [*first, *checks, "why"]
+
+
+def _table(header: Sequence[str], results: Mapping[str, Verdicts]) -> list[str]:
+    lines = [_row(header), "|---" * len(header) + "|"]
+    for name, verdicts in sorted(results.items(), key=lambda item: item[0].lower()):
+        reasons = "; ".join(f"{check}: {verdict.why}" for check, verdict in verdicts.items() if verdict.why)
+        about = [released.class_name(name), _source(name)] if _is_released(name) else []
+        words = [verdicts[check].word for check in checks_of(name)]
+        lines.append(_row([name, *about, *words, reasons.replace("|", "/")]))
+    return lines
+
+
+def _source(name: str) -> str:
+    found = released.read(name)
+    source, _, where = found["source"].partition(" (")
+    if not source.startswith("https://github.com/"):
+        return f"{found['source']}, {found['date']}"
+    repository = "/".join(source.split("/")[3:5])
+    return f"[{repository}]({source}){where and f' ({where}'}, {found['date']}"
+
+
+def _summary(results: Mapping[str, Verdicts], what: str) -> str:
     judged = [verdicts for verdicts in results.values() if verdicts["starts"].word != NONE]
-    whole = sum(all(verdict.word in (YES, PADDED) for verdict in verdicts.values()) for verdicts in judged)
+    whole = sum(all(verdict.word in GOOD for verdict in verdicts.values()) for verdicts in judged)
     silent = sum(any(SILENT in verdict.why for verdict in verdicts.values()) for verdicts in judged)
     starts = sum(verdicts["starts"].word == YES for verdicts in judged)
     return (
-        f"Of {len(results)} architectures transformers itself runs {len(judged)} tiny ones; {starts} of them start, "
+        f"Transformers itself runs {len(judged)} of these {len(results)} {what} in tiny form: {starts} start, "
         f"{whole} do everything, and {silent} differ anywhere without an error."
     )
 
 
-def _row(cells: list[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -74,24 +141,27 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
     """The version of transformers and the verdicts of a page that `render` wrote.
 
     Raises:
-        ValueError: it did not.
+        ValueError: `render` did not write it.
     """
-    version = text.partition("of transformers ")[2].split(" ")[0]
-    _, header, table = text.partition(_row(["model type", *CHECKS, "why"]))
-    if not (version and header):
-        raise ValueError(f"no page of these columns: {list(CHECKS)}")
-    results = {}
-    for line in table.strip().splitlines()[1:]:
-        model_type, *words, reasons = (cell.strip() for cell in line.strip("|").split("|"))
-        if len(words) != len(CHECKS) or not set(words) <= set(_WORDS):
-            raise ValueError(f"not a row of the table: {line}")
-        results[model_type] = {
-            name: Verdict(word, _reason(reasons, name)) for name, word in zip(CHECKS, words, strict=True)
-        }
+    version = text.partition("of transformers ")[2].split("\n")[0].rstrip(".")
+    results: dict[str, Verdicts] = {}
+    for header in (_header(RELEASED_CHECKS, "model", "class", "source"), _header(CHECKS, "model type")):
+        _, found, table = text.partition(_row(header))
+        if not (version and found):
+            raise ValueError(f"no page of these columns: {header}")
+        for line in table.strip().partition("\n\n")[0].splitlines()[1:]:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            checks = checks_of(cells[0])
+            words, reasons = cells[-len(checks) - 1 : -1], cells[-1]
+            if len(cells) != len(header) or not set(words) <= set(_WORDS):
+                raise ValueError(f"not a row of the table: {line}")
+            results[cells[0]] = {
+                check: Verdict(word, _reason(reasons, check)) for check, word in zip(checks, words, strict=True)
+            }
     return version, results
 
 
-def _reason(reasons: str, name: str) -> str:
-    """What a row says of one check; reasons follow on each other in the order of the checks."""
-    _, found, rest = f"; {reasons}".partition(f"; {name}: ")
-    return min((rest.partition(f"; {other}: ")[0] for other in CHECKS), key=len) if found else ""
+def _reason(reasons: str, check: str) -> str:
+    """The reason for one check in a row. Reasons follow on each other in the order of the checks."""
+    _, found, rest = f"; {reasons}".partition(f"; {check}: ")
+    return min((rest.partition(f"; {other}: ")[0] for other in RELEASED_CHECKS), key=len) if found else ""

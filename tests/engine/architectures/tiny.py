@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-FIRST_TOKEN, LAST_TOKEN = 8, 79
+VOCAB_SIZE, FIRST_TOKEN, LAST_TOKEN = 96, 8, 79
 """Tokens of text; special ones (image, end of sequence ...) are smaller or larger."""
 
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -28,7 +28,9 @@ _LAYER_COUNTS = _each(
     "depth num_blocks conf_num_hidden_layers",
 )
 _SIZES: dict[str, int] = {
-    **_each(96, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size"),
+    **_each(
+        VOCAB_SIZE, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size"
+    ),
     **_LAYER_COUNTS,
     **_each(
         32,
@@ -86,7 +88,6 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 16, "per_layer_config": {}},
     "emu3": {"vocabulary_map": {"<image>": 90}},

@@ -1,5 +1,8 @@
 """AdamW with moments in bfloat16: the steps of AdamW, moments that can fall, and checkpoints that keep every bit."""
 
+import math
+import struct
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,36 @@ def test_a_number_is_rounded_to_a_neighbour_and_is_right_in_the_mean() -> None:
     exact = values[0].double()
     assert bool(((rounded.double() - exact).abs() <= exact.abs() * 2**-7).all())
     assert torch.allclose(rounded.double().mean(0), exact, rtol=4 * 2**-7 / 2000**0.5)
+
+
+LARGEST = (2 - 2**-7) * 2.0**127
+"""Of bfloat16."""
+
+
+def allowed_roundings(value: float) -> list[float]:
+    """Both neighbours in bfloat16, by exact fractions. Infinity only from half a step above the largest number on."""
+    if math.isnan(value) or math.isinf(value):
+        return [value]
+    exponent = max(math.frexp(value)[1] - 1, -126) if value else -126
+    step = Fraction(2) ** (exponent - 7)
+    below = abs(Fraction(value)) // step * step
+    magnitudes: set[Fraction | float] = {below, below if below == abs(Fraction(value)) else below + step}
+    if max(magnitudes) > LARGEST:
+        magnitudes = {LARGEST} if abs(value) < LARGEST + 2.0**119 else {LARGEST, math.inf}
+    return [math.copysign(float(m), value) for m in magnitudes]
+
+
+def test_every_edge_of_float32_is_rounded_to_a_neighbour_and_nan_stays_nan() -> None:
+    tops = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF]
+    lows = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    patterns = [sign << 31 | top << 16 | low for sign in (0, 1) for top in tops for low in lows]
+    bits = torch.tensor(patterns, dtype=torch.int64).to(torch.int32)
+    values = [struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in patterns]
+    for seed in range(200):
+        rounded = round_at_random(bits.view(torch.float32), torch.Generator().manual_seed(seed)).double().tolist()
+        for pattern, value, found in zip(patterns, values, rounded, strict=True):
+            allowed = allowed_roundings(value)
+            assert found in allowed or (math.isnan(value) and math.isnan(found)), f"{pattern:#010x} became {found}"
 
 
 def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:

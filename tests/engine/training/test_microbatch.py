@@ -77,16 +77,25 @@ def test_the_number_of_micro_batches_is_a_multiple_of_the_divisor(
     assert len(by_tokens) % divisor == 0 and all(mb.n_tokens <= 9 for mb in by_tokens)
 
 
-def test_a_row_is_filled_up_with_a_sequence_of_its_own_that_the_loss_does_not_see() -> None:
-    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=9)
+def test_a_row_is_filled_up_with_sequences_no_longer_than_its_own_that_the_loss_does_not_see() -> None:
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=12)
     assert mb.n_tokens == 5 and mb.cu_seqlens.tolist() == [0, 3, 5]
     row = mb.row()
-    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3] and row.cu_seqlens.tolist() == [0, 3, 5, 9]
-    assert row.data["input_ids"].tolist() == [*mb.data["input_ids"].tolist(), 0, 0, 0, 0]
-    assert row.lengths == (3, 2, 4) and row.cu_seqlens.dtype == mb.cu_seqlens.dtype
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]
+    assert row.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 12] and row.lengths == (3, 2, 3, 3, 1)
+    assert row.data["input_ids"].tolist() == [*mb.data["input_ids"].tolist(), *[0] * 7]
+    assert row.cu_seqlens.dtype == mb.cu_seqlens.dtype
     (longer,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=4)
     assert longer.row().n_tokens == 5, "a sequence that is too long stays whole"
-    assert mb.first_token().row().n_tokens == 1
+
+
+def test_a_dummy_has_the_shape_of_the_other_rows() -> None:
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=9)
+    for dummy in (mb.first_token(), mb.first_token().first_token()):
+        assert dummy.n_tokens == 1 and dummy.row().n_tokens == 9
+        assert dummy.row().lengths == (1, 3, 3, 2), "as long as sequences of the batch, not one token each"
+    (short,) = split_batch(make_batch([3, 2]), MicroBatchSpec())
+    assert short.first_token().row().n_tokens == 1
 
 
 def test_micro_batch_restarts_positions_and_masks_the_first_token_of_each_sequence() -> None:

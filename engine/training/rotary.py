@@ -1,0 +1,172 @@
+"""Rotary frequencies that are fixed by the configuration, so that a sequence never depends on its neighbours.
+
+Two kinds of scaling choose frequencies by length. transformers asks the longest sequence of a packed row or a padded
+batch, so a short sequence beside a long one gets other log-probabilities than alone:
+
+- ``longrope`` has short factors up to ``original_max_position_embeddings`` tokens and long factors beyond;
+- ``dynamic`` raises the base for sequences beyond ``max_position_embeddings``.
+
+Inference servers cannot change frequencies under their cache, so they choose once, when they start.
+`fix_frequencies` makes the choice of vLLM for a model:
+
+- ``longrope``: the long factors if ``max_model_len`` exceeds the original length, else the short ones.
+- ``dynamic``: the base as it is up to ``max_position_embeddings`` tokens. If ``max_model_len`` exceeds them, where vLLM
+  has no frequencies, the base for ``factor * max_position_embeddings`` tokens, as in SGLang.
+
+Without ``max_model_len`` the original length is the limit.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...utils.errors import ConfigError
+
+_LONGROPE = ("longrope", "su")
+_ORIGINAL, _MOST = "original_max_position_embeddings", "max_position_embeddings"
+
+
+def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
+    """Give every rotary module of ``model`` one set of frequencies for all lengths.
+
+    The modules get configs of their own. ``model.config``, which is exported, stays as it is.
+
+    Args:
+        model: on the meta device; its buffers are computed later, from the configs of their modules.
+        max_model_len: see `TrainEngineConfig`.
+
+    Raises:
+        ConfigError: the model chooses frequencies by length in code of its own, and ``max_model_len`` exceeds the
+            length up to which its choice is the same for all sequences.
+    """
+    modules = list(_rotary_modules(model))
+    for module in modules:
+        if any(_by_length(kind) for kind in _kinds(module).values()):
+            _fix(module, max_model_len)
+    boundaries = {} if modules else length_boundaries(model.config)
+    for key, boundary in boundaries.items():
+        if max_model_len is not None and max_model_len > boundary:
+            raise ConfigError(
+                f"config key 'max_model_len' is {max_model_len}, but the code of {type(model).__name__} chooses its "
+                f"rotary frequencies by the longest sequence of a micro-batch, beyond {boundary} tokens (its {key!r}); "
+                f"set 'max_model_len' to {boundary} or less"
+            )
+
+
+def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int | None:
+    """The most tokens that a sequence may have: ``max_model_len``, or without it the length of the frequencies.
+
+    Args:
+        model: after `fix_frequencies`.
+        max_model_len: see `TrainEngineConfig`.
+
+    Returns:
+        None if nothing limits sequences.
+    """
+    if max_model_len is not None:
+        return max_model_len
+    modules = list(_rotary_modules(model))
+    boundaries = [
+        _parameters(module.config, layer_type)[_ORIGINAL]
+        for module in modules
+        for layer_type, kind in _kinds(module).items()
+        if kind in _LONGROPE
+    ]
+    if not modules:
+        boundaries = list(length_boundaries(model.config).values())
+    return min(boundaries, default=None)
+
+
+def length_boundaries(config: PretrainedConfig) -> dict[str, int]:
+    """Config keys, each with the length beyond which transformers takes other frequencies. Empty for most models."""
+    text = config.get_text_config(decoder=True)
+    found = {}
+    for scaling in _scalings(text):
+        key = _ORIGINAL if _kind(scaling) in _LONGROPE else _MOST
+        if (length := getattr(text, key, None) or scaling.get(key) or getattr(text, _MOST, None)) is not None:
+            found[key] = int(length)
+    return found
+
+
+def move_boundary(config: PretrainedConfig, key: str, length: int) -> None:
+    """Change a config so that frequencies change beyond ``length`` tokens.
+
+    Args:
+        config: of a twin.
+        key: one of `length_boundaries`.
+        length: tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, key):
+        setattr(text, key, length)
+    for scaling in _scalings(text):
+        if key == _ORIGINAL and _kind(scaling) in _LONGROPE:
+            scaling |= {key: length, "attention_factor": 1.0}
+
+
+def _rotary_modules(model: nn.Module) -> Iterator[Any]:
+    """Modules that choose their frequencies as transformers does (its ``dynamic_rope_update``)."""
+    for module in model.modules():
+        if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PretrainedConfig):
+            yield module
+
+
+def _kinds(module: Any) -> dict[str | None, str]:
+    """Kinds of scaling by layer type, under None if all layers have the same."""
+    return module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+
+
+def _by_length(kind: str | None) -> bool:
+    return kind is not None and (kind in _LONGROPE or "dynamic" in kind)
+
+
+def _fix(module: Any, max_model_len: int | None) -> None:
+    module.config = copy.deepcopy(module.config)
+    for layer_type, kind in list(_kinds(module).items()):
+        if not _by_length(kind):
+            continue
+        parameters = _parameters(module.config, layer_type)
+        if kind not in _LONGROPE:
+            buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+            _describe_as_longrope(parameters, getattr(module, buffer).shape[-1], module.config.max_position_embeddings)
+            module.rope_type = "longrope" if layer_type is None else {**_kinds(module), layer_type: "longrope"}
+        is_long = max_model_len is not None and max_model_len > parameters[_ORIGINAL]
+        _take_one_of_both(parameters, "long" if is_long else "short")
+
+
+def _take_one_of_both(parameters: dict[str, Any], chosen: str) -> None:
+    for what in ("factor", "mscale"):  # the latter in PhiMoE alone
+        if f"{chosen}_{what}" in parameters:
+            parameters[f"short_{what}"] = parameters[f"long_{what}"] = parameters[f"{chosen}_{what}"]
+
+
+def _describe_as_longrope(parameters: dict[str, Any], n_frequencies: int, original: int) -> None:
+    # ``dynamic`` divides frequency i by a power of the stretch. Its base stays: some models look modules up by it.
+    factor, dim = parameters["factor"], 2 * n_frequencies
+    stretch = (factor * factor - (factor - 1)) ** (dim / (dim - 2))
+    parameters |= {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * n_frequencies,
+        "long_factor": [stretch ** (2 * i / dim) for i in range(n_frequencies)],
+        "attention_factor": 1.0,
+        _ORIGINAL: original,
+    }
+
+
+def _parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, Any]:
+    return config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]  # type: ignore[index]
+
+
+def _scalings(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """The entries of a config that describe a scaling by length, also under the names of older configs."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    for scaling in (given, *given.values()) if isinstance(given, dict) else ():
+        if isinstance(scaling, dict) and _by_length(_kind(scaling)) and not scaling.get("alpha"):
+            yield scaling
+
+
+def _kind(scaling: dict[str, Any]) -> str | None:
+    return scaling.get("rope_type") or scaling.get("type")

@@ -1,0 +1,123 @@
+"""Twins ask the architecture, whatever the configs hold and however the process computes, and are small."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, HunYuanMoEV1Config, LlamaConfig
+
+from holdfast.engine.training.twin import twin_of, with_few_layers
+from tests.engine.architectures.tiny import tiny_config
+from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.engine.test_fsdp_engine import make_batch, make_engine, reference
+from tests.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+BACKENDS: Any = torch.backends
+PRODUCTS = (BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul)
+
+
+def _with_tf32(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    BACKENDS.fp32_precision = "tf32"
+    found: dict[str, Any] = {}
+    for packed in (True, False):
+        engine = make_engine(folder, pack_sequences=packed)
+        found[f"head, packed {packed}"] = engine._scoring_head is not None
+        engine.destroy()
+    model = build_reference(tiny_qwen3())
+    with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")):
+        found["inside"] = [product.fp32_precision for product in PRODUCTS]
+    found["after"] = [product.fp32_precision for product in PRODUCTS]
+    BACKENDS.fp32_precision = "ieee"
+    found["set later"] = [product.fp32_precision for product in PRODUCTS]
+    return found
+
+
+def test_tf32_that_was_set_for_all_products_is_suspended_for_twins_alone(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    (found,) = run_ranks(_with_tf32, 1, str(tmp_path / "model"))
+    assert found == {
+        "head, packed True": True,
+        "head, packed False": True,
+        "inside": ["ieee"] * 2,
+        "after": ["tf32"] * 2,
+        "set later": ["ieee"] * 2,
+    }
+
+
+def _with_older_functions(rank: int, world_size: int) -> list[Any]:
+    model, found = build_reference(tiny_qwen3()), []
+    for precision in ("high", "medium", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        before = [product.fp32_precision for product in PRODUCTS]
+        with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")):
+            assert [product.fp32_precision for product in PRODUCTS] == ["ieee"] * 2
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert [product.fp32_precision for product in PRODUCTS] == before
+        found.append(torch.get_float32_matmul_precision())
+    return found
+
+
+def test_precision_that_was_set_by_the_older_function_comes_back() -> None:
+    assert run_ranks(_with_older_functions, 1) == [["high", "medium", "highest"]]
+
+
+def test_a_config_with_a_number_of_experts_for_each_layer_starts(tmp_path: Path) -> None:
+    """tencent/Hunyuan-A13B-Instruct has such a config."""
+    each = {"num_shared_expert": [1, 1, 1], "moe_topk": [2, 2, 2], "num_hidden_layers": 3}
+    config = HunYuanMoEV1Config(**{**tiny_config("hunyuan_v1_moe").to_dict(), **each})
+    model = write_model_folder(tmp_path / "model", config)
+    engine, batch = make_engine(tmp_path / "model"), make_batch((9, 4))
+    torch.testing.assert_close(engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5)
+    engine.destroy()
+
+
+@contextmanager
+def most_elements() -> Iterator[dict[str, int]]:
+    """Elements of all parameters that have memory, the most at any forward of a module."""
+    found = {"parameters": 0}
+
+    def count(*_: Any) -> None:
+        params = {id(thing): thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)}.values()
+        local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+        elements = sum(each.untyped_storage().nbytes() // each.element_size() for each in local if not each.is_meta)
+        found["parameters"] = max(found["parameters"], elements)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: count() if is_head(module) else None)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def is_head(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == 15
+
+
+def test_looking_for_the_head_takes_the_memory_of_two_layers_before_the_model_has_any(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3(layers=12, tied=False))
+    few = sum(param.numel() for param in build_reference(tiny_qwen3(layers=2, tied=False)).parameters())
+    gc.collect()
+    with most_elements() as found:
+        engine = make_engine(tmp_path / "model", pack_sequences=False)
+    assert engine._scoring_head is not None
+    assert 0 < found["parameters"] <= 1.2 * few
+    engine.destroy()
+
+
+def test_few_layers_are_one_of_each_kind_and_two_at_least() -> None:
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+    config: Any = LlamaConfig(num_hidden_layers=6)
+    config.layer_types, config.moe_topk = kinds, [1, 1, 1, 1, 2, 2]
+    few: Any = with_few_layers(config)
+    assert few.layer_types == ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
+    assert few.moe_topk == [1, 1, 1, 2] and few.num_hidden_layers == 4
+    assert config.layer_types == kinds and config.num_hidden_layers == 6
+    assert with_few_layers(GPT2Config(n_layer=48)).n_layer == 2

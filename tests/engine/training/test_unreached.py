@@ -1,0 +1,129 @@
+"""Ranks that reach different parameters in a backward: experts, towers, adapters.
+
+The reference is the same model without sharding, on one process that computes every rank's micro-batches.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.engine import TrainEngineConfig
+from holdfast.engine.training.counters import EngineCounters
+from holdfast.engine.training.distributed import shard_model
+from holdfast.engine.training.optimizer_step import clip_and_step
+from tests.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+MAX_NORM = 0.5
+STEPS: list[list[list[str]]] = [
+    [["a", "ab"], ["a", "ct"]],  # by rank, then by micro-batch: the experts that it reaches besides s, and t, a tower
+    [["ae", ""], ["e!", ""]],  # one loss is not finite
+    [["d", ""], ["", "z"]],
+    [["", "be"], ["", "b"]],
+]
+"""No backward of the first step reaches d; z has a gradient of zeros, which is a gradient."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abcdesz"})
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
+        x = x + self.frozen(x).tanh()
+        for name in (key for key in self.experts if key in f"{reached}s"):
+            x = x + (name != "z") * self.experts[name](x).tanh()
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.tower, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
+        x = self.embedding(x)
+        if "t" in reached:
+            x = x + self.tower(x)
+        for block in self.blocks:
+            x = block(x, reached)
+        return self.head(x).square().mean() * (math.inf if "!" in reached else 1.0)
+
+
+def make_model(only_adapters: bool) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    if only_adapters:
+        for name, param in model.named_parameters():
+            param.requires_grad_("experts" in name)
+    return model
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
+
+
+def inputs_of(step: int, rank: int, index: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + 10 * rank + index))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments; a parameter that was never updated has no moments."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = whole(param)
+        found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state.get(param, {}).items()}
+    return found
+
+
+def _sharded(rank: int, world_size: int, only_adapters: bool) -> list[Any]:
+    model: Any = make_model(only_adapters)
+    shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), torch.device("cpu"))
+    optimizer, counters, results = make_optimizer(model), EngineCounters(), []
+    for step, plan in enumerate(STEPS):
+        for index, reached in enumerate(plan[rank]):
+            (model(inputs_of(step, rank, index), reached) / len(plan[rank])).backward()
+        stats = clip_and_step(model, optimizer, MAX_NORM, counters, torch.zeros((), dtype=torch.float64))
+        results.append((stats["grad_norm"], stats["update_skipped"], state_of(model, optimizer)))
+    return results
+
+
+def unsharded(only_adapters: bool) -> list[Any]:
+    model = make_model(only_adapters)
+    optimizer, results = make_optimizer(model), []
+    for step, plan in enumerate(STEPS):
+        for rank, parts in enumerate(plan):
+            for index, reached in enumerate(parts):
+                (model(inputs_of(step, rank, index), reached) / (len(parts) * len(plan))).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        results.append((norm, not math.isfinite(norm), copy.deepcopy(state_of(model, optimizer))))
+    return results
+
+
+@pytest.mark.parametrize("only_adapters", [False, True], ids=["all trained", "adapters"])
+def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(only_adapters: bool) -> None:
+    expected = unsharded(only_adapters)
+    assert [skipped for _, skipped, _ in expected] == [False, True, False, False]
+    first, third = expected[0][2], expected[2][2]
+    assert "blocks.0.experts.d.weight/step" not in first and "blocks.0.experts.z.weight/step" in third
+    for results in run_ranks(_sharded, 2, only_adapters):
+        for (norm, skipped, state), (norm_there, skipped_there, state_there) in zip(results, expected, strict=True):
+            assert skipped == skipped_there and (skipped or norm == pytest.approx(norm_there, rel=1e-5))
+            assert state.keys() == state_there.keys()
+            for name, tensor in state_there.items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
