@@ -13,13 +13,13 @@
 or not, sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` goes to the handler as it is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ..engine.api import Stateful, StepInfo
-from ..utils.errors import CheckpointMismatchError, ConfigError
+from ..utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
 from .loader_notes import LoaderNotes, inner_sampler
@@ -49,8 +49,6 @@ class RecoverableLoader:
 
     Attributes:
         loader: the one it reads.
-        before_fetch: called when a batch is asked for, before anything is drawn or restored for it: all that were
-            handed out are used. For hosts that hide their loop; or None.
     """
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
@@ -73,7 +71,6 @@ class RecoverableLoader:
         self._steps = 0
         self._restored: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
-        self.before_fetch: Callable[[], None] | None = None
         if getattr(loader, "num_workers", 0):
             logger.warning(
                 "random numbers that dataset or collate_fn draw in the %d worker processes of the loader cannot be "
@@ -90,11 +87,6 @@ class RecoverableLoader:
     def epoch(self) -> int:
         """The one under way, or that of the next iteration."""
         return self._epoch + (self._restored is not None and self._is_over)
-
-    @property
-    def given(self) -> int:
-        """Batches of the epoch under way that were handed out."""
-        return self._given
 
     @property
     def steps_per_epoch(self) -> int:
@@ -119,8 +111,7 @@ class RecoverableLoader:
     def __iter__(self) -> Iterator[Any]:
         """The batches left of a restored epoch; else of the next one: an epoch that a loop has left early is over."""
         if self._restored is None:
-            self.end_epoch()
-        self._tell()
+            self._end_epoch()
         restored, self._restored = self._restored, None
         if restored is not None and self._is_over:
             self._exhaust(restored)
@@ -131,14 +122,6 @@ class RecoverableLoader:
             yield from self._count(iter(self.loader))
         else:
             yield from self._rest(restored)
-        self._finish()
-
-    def end_epoch(self) -> None:
-        """End the epoch under way, if there is one, as its last batch does."""
-        if not self._given:
-            return
-        if self._given == self._length():
-            next(self._batches, None)  # a loop that did not ask for more: the samplers draw what ends their order
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,6 +142,7 @@ class RecoverableLoader:
 
         Raises:
             CheckpointMismatchError: it is not of such a loader, or of one with another number of batches.
+            DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
         if state_dict.keys() != {"epoch", "given", "steps", "length", "notes"}:
             raise CheckpointMismatchError(f"a state with {sorted(state_dict)} is not one of RecoverableLoader")
@@ -167,6 +151,8 @@ class RecoverableLoader:
                 f"the loader has {self._length()} batches an epoch, the run was saved with {state_dict['length']}; "
                 "samples would be lost or repeated. Resume with the dataset, batch size and ranks of the run"
             )
+        if message := self._notes.other_dataset(state_dict["notes"]):
+            raise DatasetMismatchError(f"{message}. If it is the same data, give it a `fingerprint` attribute")
         self._restored = state_dict
         self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
 
@@ -175,7 +161,7 @@ class RecoverableLoader:
         notes, given = self._notes, self._given
         self._set_epoch()
         if not given:
-            notes.set_generators(restored["notes"])
+            notes.restore_sources(restored["notes"])
             notes.begin_epoch()
             yield from self._count(iter(self.loader))
             return
@@ -193,12 +179,7 @@ class RecoverableLoader:
             self._notes.settle()
             self._given += 1
             yield batch
-            self._tell()
         self._notes.settle()
-
-    def _tell(self) -> None:
-        if self.before_fetch is not None:
-            self.before_fetch()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
         """End an epoch that was over when it was saved, so that the samplers have drawn what they then had drawn."""
@@ -206,6 +187,14 @@ class RecoverableLoader:
         for _ in self._rest(restored):
             raise CheckpointMismatchError("the loader gives batches after the last one of the epoch that was saved")
         restore_rng(now)
+        self._finish()
+
+    def _end_epoch(self) -> None:
+        """End the epoch under way, if there is one, as its last batch does."""
+        if not self._given:
+            return
+        if self._given == self._length():
+            next(self._batches, None)  # a loop that did not ask for more: the samplers draw what ends their order
         self._finish()
 
     def _finish(self) -> None:

@@ -1,76 +1,148 @@
-"""What the batches of an epoch depend on, noted while a loader is read: a run resumed in it reads the same ones.
+"""What the batches of an epoch depend on, noted while a loader is read, so that a resumed run reads the same ones.
 
-A loader's order and contents may come from torch's global generator, from the sampler's own, or from an epoch number;
-who resumes in the middle of an epoch finds all of them elsewhere. So three things are noted:
+A loader's order and contents may come from torch's global generator, from generators and seeds of its samplers, or from
+an epoch number. All of them have other values by the middle of an epoch, and in another process. The notes hold:
 
-- the generators of the process, and of the samplers, when the epoch began: its order is drawn from them again;
-- the generators of the process before each batch was fetched: a collator or dataset that draws (masking, augmentation)
-  draws the same again for a batch that was fetched ahead, but not trained on, at the snapshot (accelerate is always one
-  ahead, to know the last);
-- from the first batch that is fetched after that on, the generators are those of the snapshot.
+- the generators of the process, and the generators and seeds of the samplers, when the epoch began and when its sampler
+  was first asked. A loader draws a seed for its workers in between, a persistent one only in its first epoch;
+- the generators of the process before each batch was fetched. A collator or dataset that draws (masking, augmentation)
+  draws the same again for a batch that was fetched ahead of the snapshot, but not trained on (accelerate always reads
+  one batch ahead, to know the last);
+- a digest of the indices read so far. A resumed run reads them over, and stops if they are others. Between two epochs
+  there are none to read over. Then the first batch is compared, if the sampler gave the same one in each epoch;
+- a fingerprint of the dataset as the process found it (see `probe_dataset`). A resumed run stops if it is another.
 
+From the first batch that was not fetched before the snapshot, the generators are those of the snapshot.
 Draws in the processes of ``num_workers`` cannot be noted.
 """
 
+import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset
 
+from ..engine.compat.torch_private import is_iterated
+from ..recover.data.epoch_order import draws_of, replace_iter, restore_draws
+from ..recover.data.fingerprint import probe_dataset
+from ..recover.data.position import same_state
+from ..utils.errors import CheckpointMismatchError
+from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
+
+logger = get_logger(__name__)
+
+Moment = dict[str, Any]
+"""State of what an epoch draws from: ``rng``, see `capture_rng`, and ``sources``, see `draws_of`, of the samplers."""
+
+_UNWATCHED = "holdfast_unwatched_iter"
 
 
 class LoaderNotes:
-    """Notes of one loader (torch's ``DataLoader``, or what accelerate made of one).
+    """Notes of one loader (torch's ``DataLoader``, or accelerate's version of one).
 
-    The class of its batch sampler becomes a subclass that tells of every batch before it is fetched.
+    Its batch sampler tells the notes of every batch before that is fetched (see `replace_iter`).
 
     Attributes:
-        can_skip: whether batches can be left out without reading them; not those of a stream.
+        can_skip: whether batches can be left out without reading them, which a stream does not allow.
     """
 
     def __init__(self, loader: Any) -> None:
         source = inner_sampler(loader)
-        self._samplers = list(_samplers(source))
+        # Weak: in a cycle of references, persistent workers are not told to end, and torch waits 5 s for each.
+        self._loader = weakref.proxy(getattr(loader, "base_dataloader", loader))
+        self._sources = [*_samplers(source), self._loader, *_streams(loader.dataset)]
+        self._persistent = bool(getattr(loader, "persistent_workers", False))
         self._numbered = not getattr(loader, "num_workers", 0)  # workers are asked ahead, and draw elsewhere
         self._share = _share(loader)
-        self._begin: RngState = {}
-        self._generators: list[torch.Tensor] = []
+        self._begin: Moment = {}
+        self._workers: Moment = {}  # when a persistent loader drew the seed of its workers
+        self._order: Moment = {}  # when the sampler was first asked
+        self._order_restored: Moment = {}
         self._fetch: tuple[int, RngState] | None = None
         self._plan: dict[int, Callable[[], None]] = {}
         self._skip = 0
-        self.can_skip = source is not None and not isinstance(loader.dataset, IterableDataset)
+        self._read = array("Q")  # for each batch a digest of the indices up to it; empty if they are not plain
+        self._expected: tuple[int, str] = 0, ""
+        self._first: dict[str, Any] = {}  # see `_note_first`
+        self._first_restored: dict[str, Any] = {}
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self._dataset = "" if is_stream else probe_dataset(loader.dataset, getattr(loader, "num_workers", 0))
+        self.can_skip = source is not None and not is_stream
         if source is not None:
-            _watch(source, self)
+            begin = getattr(type(source), _UNWATCHED, type(source).__iter__)  # of a loader that was watched before
+            watch = weakref.WeakMethod(self._watch)
+            replace_iter(
+                source,
+                lambda sampler: here(lambda: begin(sampler)) if (here := watch()) else begin(sampler),
+                **{_UNWATCHED: begin},
+            )
 
     def begin_epoch(self) -> None:
-        """An epoch begins: call it before the loader is iterated over."""
-        self._begin, self._generators = capture_rng(), self._sampler_generators()
-        self._fetch, self._plan, self._skip = None, {}, 0
+        """Note the draws before an epoch; call it before the loader is iterated over."""
+        self._begin, self._order, self._order_restored = self._moment(), {}, {}
+        self._fetch, self._plan, self._skip, self._expected = None, {}, 0, (0, "")
+        if self._workers and not is_iterated(self._loader):  # the run had started its workers before this epoch
+            self._order_restored = self._begin
+            self._restore(self._workers)
 
     def state_dict(self, given: int | None) -> dict[str, Any]:
-        """What `resume` needs, tensors and plain values, after ``given`` batches of the epoch; None: between epochs."""
+        """The tensors and plain values that `resume` needs.
+
+        Args:
+            given: batches of the epoch that were trained on; None between two epochs.
+        """
         if given is None:
-            return {"generators": self._sampler_generators()}
+            sources = self._moment()["sources"]
+            return {"sources": sources, "workers": self._workers, "dataset": self._dataset, "first": self._first}
         ahead = self._fetch[1] if self._fetch is not None and self._fetch[0] == given else {}
-        return {"begin": self._begin, "generators": self._generators, "ahead": ahead}
+        return {
+            "begin": self._begin["rng"],
+            "sources": self._begin["sources"],
+            "workers": self._workers,
+            "dataset": self._dataset,
+            "order": self._order,
+            "ahead": ahead,
+            "read": _last_digest(self._read[: given * self._share]),
+        }
+
+    def other_dataset(self, state: dict[str, Any]) -> str:
+        """An error message if the dataset is not the one of the state, or "" if it is, or cannot be compared."""
+        saved = state.get("dataset", "")
+        own = [", xxh3_128:" not in each for each in (saved, self._dataset)]  # a `fingerprint` that the user gave
+        if not (saved and self._dataset) or saved == self._dataset or own[0] != own[1]:
+            return ""
+        return (
+            f"the run was saved with a dataset of {saved}, this one has {self._dataset}: other samples, or another "
+            "order, so samples would be lost or repeated. Shuffle and prepare it with the seed of the run (TRL's "
+            "shuffle_dataset takes args.seed)"
+        )
 
     def resume(self, state: dict[str, Any], given: int, go_on: Callable[[], None], *, skip: bool = False) -> None:
-        """Have the next iteration be that of the epoch that was left after ``given`` batches.
+        """Have the next iteration continue an epoch after ``given`` batches.
 
         The generators of the process are those of the epoch's beginning from here on.
 
         Args:
             state: what `state_dict` returned.
             given: batches of the epoch that were trained on.
-            go_on: puts the generators of the process to where they were at the snapshot; called once, at the first
-                batch that was not fetched then, or by `settle`.
-            skip: leave out ``given`` batches here; else the host does, by reading on.
+            go_on: restores the generators of the process to the snapshot. It is called once, at the first batch that
+                was not fetched then, or by `settle`.
+            skip: leave out ``given`` batches here. Without it the host does, by reading on.
+
+        Raises:
+            CheckpointMismatchError: a sampler has another kind of generator; while batches are read: the first
+                ``given`` batches have other indices than in the run.
         """
-        self._begin, self._generators = state["begin"], state["generators"]
-        self.set_generators(state)
-        restore_rng(self._begin)
+        self.restore_sources(state)
+        self._begin = {"rng": state["begin"], "sources": self._saved_sources(state)}
+        self._order_restored = state.get("order", {})
+        self._restore(self._workers or self._begin)
+        self._expected = given * self._share, state.get("read", "")
         self._fetch, self._skip = None, given * self._share if skip else 0
         first, second = given * self._share, (given + 1) * self._share
         if ahead := state["ahead"] if self._numbered else {}:
@@ -79,36 +151,106 @@ class LoaderNotes:
             self._plan = {first: go_on}
 
     def settle(self) -> None:
-        """The first batch is there: what `resume` has planned happens now, if it has not yet."""
+        """Do what `resume` has planned and no batch has caused yet: the first batch is there."""
         for number in sorted(self._plan):
             self._plan.pop(number)()
 
-    def set_generators(self, state: dict[str, Any]) -> None:
-        """Put the samplers' own generators to where they were."""
-        for sampler, generator in zip(self._samplers, state["generators"], strict=False):
-            if isinstance(sampler.generator, torch.Generator) and len(generator):
-                sampler.generator.set_state(generator)
+    def restore_sources(self, state: dict[str, Any]) -> None:
+        """Put back the generators and seeds of the samplers.
 
-    def _sampler_generators(self) -> list[torch.Tensor]:
-        """Of each sampler that may have one; empty where it has none yet."""
-        found = (sampler.generator for sampler in self._samplers)
-        return [each.get_state() if each is not None else torch.empty(0, dtype=torch.uint8) for each in found]
+        Raises:
+            CheckpointMismatchError: a sampler has another kind of generator.
+        """
+        self._workers = state.get("workers", {})
+        self._first = self._first_restored = state.get("first", {})
+        for source, draws in zip(self._sources, self._saved_sources(state), strict=False):
+            restore_draws(source, draws)
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same, with a word before each."""
-        number = -1
-        for number, indices in enumerate(batches):
-            if number < self._skip:
-                continue
-            self._before(number)
-            yield indices
+    def _saved_sources(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        if "sources" in state:
+            return state["sources"]
+        saved, none = iter(state["generators"]), torch.empty(0)  # an older version wrote the samplers' alone
+        found = [next(saved, none) if hasattr(each, "generator") else none for each in self._sources]
+        return [{"generator": each} if len(each) else {} for each in found]
+
+    def _moment(self) -> Moment:
+        return {"rng": capture_rng(), "sources": [draws_of(source) for source in self._sources]}
+
+    def _restore(self, moment: Moment) -> None:
+        for source, draws in zip(self._sources, moment["sources"], strict=False):
+            restore_draws(source, draws)
+        restore_rng(moment["rng"])
+
+    def _watch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of a sampler, with a note before each."""
+        if self._order_restored:
+            self._restore(self._order_restored)
+        self._order, self._order_restored = self._order_restored or self._moment(), {}
+        if self._persistent:
+            self._workers = self._workers or self._begin
+        self._read, digest, number = array("Q"), xxhash.xxh3_64(), -1
+        for number, indices in enumerate(begin()):
+            self._compare(number)
+            if (numbers := _plain_bytes(indices)) is not None and len(self._read) == number:
+                digest.update(numbers)
+                self._read.append(digest.intdigest())
+            if number == 0:
+                self._note_first()
+            if number >= self._skip:
+                self._before(number)
+                yield indices
+        self._compare(max(number + 1, self._expected[0]))
         self._before(number + 1)
+
+    def _note_first(self) -> None:
+        first, last, restored = _last_digest(self._read[:1]), self._first.get("digest"), self._first_restored
+        changes = any(hasattr(source, "set_epoch") for source in self._sources)
+        drawn = changes or not same_state(self._order, self._moment())
+        again = False if drawn else first == last if last else None  # None: drawn from nothing, and only seen once
+        self._first, self._first_restored = {"digest": first, "again": again}, {}
+        if restored.get("again") is not False and restored.get("digest", first) != first:
+            if restored["again"]:
+                raise CheckpointMismatchError(self._other_order("first batch of the epoch has"))
+            logger.warning("%s", self._other_order("first batch of the epoch has"))
+
+    def _other_order(self, place: str) -> str:
+        names = ", ".join(type(source).__name__ for source in self._sources if source is not self._loader)
+        return (
+            f"{names}: the {place} other samples than in the run that is resumed, so samples would be lost or "
+            "repeated. Make the samplers with the arguments of the run. A sampler of your own should draw from a "
+            "generator in one of its attributes, or from an integer in an attribute named seed: both are saved"
+        )
+
+    def _compare(self, count: int) -> None:
+        expected, digest = self._expected
+        if digest and count == expected and (found := _last_digest(self._read)) and found != digest:
+            raise CheckpointMismatchError(self._other_order(f"first {expected} batches of the epoch have"))
 
     def _before(self, number: int) -> None:
         if number in self._plan:
             self._plan.pop(number)()
         if self._numbered and number % self._share == 0:
             self._fetch = (number // self._share, capture_rng())
+
+
+def persistent_state(loader: Any) -> list[dict[str, Any]] | None:
+    """Generators and seeds of a loader's samplers, see `draws_of`. None if it has no persistent workers running."""
+    loader = getattr(loader, "base_dataloader", loader)
+    if not isinstance(loader, DataLoader) or not is_iterated(loader):
+        return None
+    return [draws_of(source) for source in _samplers(inner_sampler(loader))]
+
+
+def restore_persistent(loader: Any, saved: list[dict[str, Any]]) -> None:
+    """Have a loader, not yet iterated over, go on as one whose persistent workers ran: `persistent_state` of that.
+
+    A loader draws a seed for its workers when they start. The run drew it before its snapshot, so a generator of its
+    own gives it here.
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    for source, draws in zip(_samplers(inner_sampler(loader)), saved, strict=False):
+        restore_draws(source, draws)
+    loader.generator = torch.Generator()
 
 
 def inner_sampler(source: Any) -> Any:
@@ -118,11 +260,15 @@ def inner_sampler(source: Any) -> Any:
 
 
 def _samplers(source: Any) -> Iterator[Any]:
-    """Those in a batch sampler, however wrapped, that have a place for a generator."""
     while source is not None:
-        if hasattr(source, "generator"):
-            yield source
+        yield source
         source = inner_sampler(source)
+
+
+def _streams(dataset: Any) -> Iterator[Any]:
+    while isinstance(dataset, IterableDataset):
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
 
 
 def _share(loader: Any) -> int:
@@ -130,9 +276,13 @@ def _share(loader: Any) -> int:
     return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 
-def _watch(source: Any, notes: LoaderNotes) -> None:
-    own = type(source)
-    begin = getattr(own, "unwatched_iter", own.__iter__)  # of a loader that was watched before
-    source.__class__ = type(
-        own.__name__, (own,), {"__iter__": lambda self: notes.watch(begin(self)), "unwatched_iter": begin}
-    )
+def _plain_bytes(indices: Any) -> bytes | None:
+    try:
+        numbers = np.asarray(indices)
+    except (TypeError, ValueError):  # ragged, or on a GPU
+        return None
+    return numbers.tobytes() if numbers.dtype.kind in "iubU" else None
+
+
+def _last_digest(read: array) -> str:
+    return f"{read[-1]:016x}" if read else ""

@@ -14,11 +14,11 @@ import torch
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..recover import RecoverConfig, RecoverHandler
 from ..utils.distributed import control_group, get_world_size
-from ..utils.errors import CheckpointMismatchError
+from ..utils.errors import CheckpointMismatchError, DatasetMismatchError
 from ..utils.logging import get_logger
-from .compat.transformers_private import history_of, is_exportable, restore_history, restore_state
+from .compat.transformers_private import evaluation_loaders, history_of, is_exportable, restore_history, restore_state
 from .compat.trl_private import forget_buffer, restore_kept
-from .loader_notes import LoaderNotes
+from .loader_notes import LoaderNotes, persistent_state, restore_persistent
 
 logger = get_logger(__name__)
 
@@ -45,6 +45,7 @@ class TrainerRun:
         self._handler: RecoverHandler | None = None
         self._notes: LoaderNotes | None = None
         self._saved: dict[str, Any] | None = None
+        self._evaluated: dict[str, Any] = {}  # persistent loaders that the run had started and this process has not
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
         self._between_epochs = True
         self.is_resuming = self.is_over = False
@@ -116,9 +117,9 @@ class TrainerRun:
         self._restore_kept(trained, as_before)
         saved, self._saved = self._saved["notes"], None
         if trained and "begin" in saved:
-            notes.resume(saved if as_before else saved | {"ahead": {}}, trained, handler.restore_rng)
+            notes.resume(saved if as_before else saved | {"ahead": {}, "read": ""}, trained, handler.restore_rng)
             return True
-        notes.set_generators(saved)
+        notes.restore_sources(saved)
         handler.restore_rng()
         notes.begin_epoch()
         return bool(trained)
@@ -137,6 +138,11 @@ class TrainerRun:
         ends = step.epoch_step == self._steps_per_epoch - 1 or control.should_epoch_stop or control.should_training_stop
         if not ends:
             self._dump(step)
+
+    def begin_evaluation(self, name: str, loader: Any) -> None:
+        """``loader`` is about to be read for the evaluation dataset ``name``."""
+        if (saved := self._evaluated.pop(name, None)) is not None and persistent_state(loader) is None:
+            restore_persistent(loader, saved)
 
     def end_epoch(self) -> None:
         """An epoch is over, or the run in its middle."""
@@ -164,17 +170,32 @@ class TrainerRun:
         trainer, notes = self._trainer, self._notes
         assert notes is not None, "a snapshot comes after `restore`"
         given = None if self._between_epochs else self._given()
+        running = {name: persistent_state(loader) for name, loader in evaluation_loaders(trainer).items()}
         return {
             "history": _plain(history_of(trainer)),
             "kept": {name: _plain(getattr(trainer, name)) for name in self._kept},
             "notes": notes.state_dict(given),
             "place": {"max_steps": trainer.state.max_steps, "cut": self._cut()},
+            "seed": trainer.args.seed,
+            "evaluated": self._evaluated | {name: state for name, state in running.items() if state is not None},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state; most of it is put back when the loop begins."""
-        self._saved = state_dict
-        state = self._trainer.state
+        """Take a state. Most of its values are put back when the loop begins.
+
+        Raises:
+            DatasetMismatchError: the dataset has other samples, or the same in another order.
+        """
+        assert self._notes is not None, "`restore` has made them"
+        if message := self._notes.other_dataset(state_dict["notes"]):
+            if not self._epochs_may_change:
+                raise DatasetMismatchError(f"{message}. With epochs_may_change=True the run goes on with this one")
+            logger.warning("%s", message)
+        self._saved, self._evaluated = state_dict, dict(state_dict.get("evaluated", {}))
+        state, args = self._trainer.state, self._trainer.args
+        if (seed := state_dict.get("seed", args.seed)) != args.seed:  # TRL makes the order of each evaluation from it
+            logger.info("args.seed is %d here: the run goes on with its own, %d", args.seed, seed)
+            args.seed = seed
         restore_state(self._trainer, state_dict["history"])
         if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
             logger.warning("the best checkpoint, %s, is gone: it is no longer tracked", state.best_model_checkpoint)

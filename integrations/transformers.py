@@ -72,7 +72,7 @@ def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> typ
 
     It takes what ``base`` takes, and by keyword ``recover``, a `RecoverConfig`, and ``epochs_may_change`` (False):
     resume also where the batch size or the number of processes has changed an epoch's number of steps, at the same part
-    of the epoch; that is not bit-identical.
+    of the epoch, or with another dataset. That is not bit-identical.
 
     Args:
         base: ``Trainer``, ``SFTTrainer``, ``GRPOTrainer`` ..., or a subclass.

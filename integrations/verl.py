@@ -17,6 +17,7 @@ from ..engine.dcp.load import load_dcp
 from ..engine.dcp.save import save_dcp
 from ..engine.dcp.state import DCPState
 from ..engine.hf.export import save_hf
+from ..recover.host_engine import HostEngine
 from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
@@ -40,7 +41,7 @@ class HoldfastCheckpointManager(BaseManager):
     """Saves and loads the model of one FSDP2 engine of verl, in the place of its ``FSDPCheckpointManager``.
 
     ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra`` (the schedule and the random
-    generators; with the optimizer only) and ``hf_model``.
+    generators; with the optimizer only) and ``hf_model``. ``tokenizer`` is verl's older name of ``processing_class``.
 
     Raises:
         ConfigError: the model is not sharded with FSDP2, or the contents cannot be saved.
@@ -53,10 +54,12 @@ class HoldfastCheckpointManager(BaseManager):
         lr_scheduler: Any = None,
         processing_class: Any = None,
         checkpoint_config: Any = None,
+        tokenizer: Any = None,
         **_: Any,
     ) -> None:
         if not isinstance(model, FSDPModule):
             raise ConfigError(f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2")
+        processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         for verb, contents in (("save", self.checkpoint_save_contents), ("load", self.checkpoint_load_contents)):
             if "model" not in contents or ("extra" in contents and "optimizer" not in contents):
@@ -121,9 +124,8 @@ class HoldfastCheckpointManager(BaseManager):
             self.processing_class.save_pretrained(hf)
 
     def _state(self, with_optim: bool, with_extra: bool) -> DCPState:
-        if not with_optim:
-            return DCPState(self.model)
-        return DCPState(self.model, self.optimizer, self.lr_scheduler if with_extra else None)
+        engine = HostEngine(self.model, self.optimizer, self.lr_scheduler if with_extra else None, self._group)
+        return engine.dcp_state(with_optim)
 
 
 def _named_by_tracker(saved: Path) -> int | None:

@@ -100,6 +100,13 @@ class TrainerSeam(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         _run_of(self).step_trained()
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's own, which goes on as in the run if that had started its persistent workers."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        if self.recovery is not None:
+            self.recovery.begin_evaluation(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+        return loader
+
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
         if self.recovery is not None and self.recovery.is_resuming:  # ``eval_on_start`` was before the first step
             return {}
@@ -109,6 +116,11 @@ class TrainerSeam(Trainer):
 def _run_of(trainer: TrainerSeam) -> "TrainerRun":
     assert trainer.recovery is not None, "the loop of a Trainer runs in `train`"
     return trainer.recovery
+
+
+def evaluation_loaders(trainer: Any) -> dict[str, Any]:
+    """The evaluation loaders with persistent workers that a Trainer keeps, by dataset."""
+    return getattr(trainer, "_eval_dataloaders", {})
 
 
 def history_of(trainer: Any) -> dict[str, Any]:

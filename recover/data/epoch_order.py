@@ -1,22 +1,27 @@
 """What the order of an epoch's samples was made from, noted when the epoch begins, so that it can be made again.
 
-A sampler makes an epoch's order of the epoch that it was told (``set_epoch``), or draws it from a generator (torch's
-``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). Neither is part of the state of torchdata's
-``StatefulDataLoader``, and in the middle of an epoch neither can be asked for any more: the generator has drawn, and a
-sampler that goes on to the next epoch by itself may have done so while batches were read ahead. So `note_order` has the
-sampler's ``__iter__`` write an `OrderNote`.
+A sampler makes an epoch's order from its seed and the epoch given to ``set_epoch``, or draws it from a generator
+(torch's ``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). None of them is part of the state of
+torchdata's ``StatefulDataLoader``, and the middle of an epoch is too late to ask for them: the generator has drawn, and
+a sampler that goes on to the next epoch by itself may have done so while batches were read ahead. So `note_order` has
+the sampler's ``__iter__`` write an `OrderNote`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from ...engine.api import Stateful
-from ...utils.errors import ConfigError
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 _NOTE = "_holdfast_order_note"
 
@@ -40,10 +45,12 @@ class EpochOrder:
         epoch: the epoch that the sampler was at; None when the order does not depend on it, or it is not known.
         generator: the state of the sampler's generator before its first draw, uint8; None when it draws from none, or
             it is not known.
+        draws: the sampler's seeds and its generators of other names and kinds; see `draws_of`.
     """
 
     epoch: int | None = None
     generator: torch.Tensor | None = None
+    draws: dict[str, Any] = field(default_factory=dict)
 
 
 class OrderNote:
@@ -64,12 +71,13 @@ class OrderNote:
 
     def next_order(self) -> EpochOrder:
         """What the order of an epoch that begins now is made from."""
+        draws = {name: draw for name, draw in draws_of(self.sampler).items() if name != "generator"}
         if (epoch := _epoch(self.sampler)) is not None:
-            return EpochOrder(epoch)
+            return EpochOrder(epoch, draws=draws)
         if self._resumed is not None:
-            return EpochOrder(generator=self._resumed)
+            return EpochOrder(generator=self._resumed, draws=draws)
         generator = _generator(self.sampler)
-        return EpochOrder() if generator is None else EpochOrder(generator=generator.get_state())
+        return EpochOrder(generator=None if generator is None else generator.get_state(), draws=draws)
 
     def resume(self, generator: torch.Tensor | None) -> None:
         """Have the next order drawn from this state of the generator."""
@@ -99,21 +107,126 @@ class OrderNote:
 def note_order(loader: Any) -> OrderNote | None:
     """Have the order of the loader's sampler noted from its next iterator on; None when there is nothing to note.
 
-    The sampler's class becomes a subclass that writes the note. Left alone are samplers whose state the loader saves.
+    The sampler's ``__iter__`` writes the note (see `replace_iter`). A batch sampler without a ``sampler`` is noted
+    itself. Samplers whose state the loader saves are left alone.
     """
     if not isinstance(loader, DataLoader):
         return None
     holder = loader if loader.batch_sampler is None else loader.batch_sampler
-    sampler: Any = getattr(holder, "sampler", None)
+    inner: Any = getattr(holder, "sampler", None)
+    sampler = holder if inner is None else inner
     if (note := getattr(sampler, _NOTE, None)) is not None:
         return note
-    if isinstance(sampler, Stateful) or (_epoch(sampler) is None and _generator(sampler) is None):
+    if isinstance(sampler, Stateful):
+        return None
+    if _epoch(sampler) is None and _generator(sampler) is None and not draws_of(sampler):
         return None
     if _is_torchdatas(sampler) and (holder is loader or _is_torchdatas(holder)):
         return None
-    note, own = OrderNote(sampler), type(sampler)
-    sampler.__class__ = type(own.__name__, (own,), {"__iter__": lambda _: note.iterate(), _NOTE: note})
+    note = OrderNote(sampler)
+    replace_iter(sampler, lambda _: note.iterate(), **{_NOTE: note})
     return note
+
+
+def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attributes: Any) -> None:
+    """Have ``iter(source)`` return ``iterate(source)``, for this object only.
+
+    The object gets a subclass of its class, since Python looks for ``__iter__`` in the class. Pickles and copies of the
+    object are of its own class: worker processes and ``copy.deepcopy`` get the sampler as the user made it.
+
+    Args:
+        source: a sampler or batch sampler.
+        iterate: called with ``source``.
+        attributes: further attributes of the subclass.
+    """
+    own: Any = type(source)
+
+    def reduce(self: Any, protocol: int) -> Any:
+        make, given, *state = own.__reduce_ex__(self, protocol)
+        return (_make, tuple(own if each is type(self) else each for each in (make, *given)), *state)
+
+    body: dict[str, Any] = {
+        "__iter__": iterate,
+        "__reduce_ex__": reduce,
+        "__module__": own.__module__,
+        "__doc__": own.__doc__,
+    }
+    source.__class__ = type(own.__name__, (own,), body | attributes)
+
+
+def _make(make: Callable[..., Any], *given: Any) -> Any:
+    return make(*given)
+
+
+def draws_of(source: Any) -> dict[str, Any]:
+    """The seeds and the states of the generators among the attributes of a sampler, as plain values by name.
+
+    A seed is an integer in an attribute whose name ends with ``seed``, as ``DistributedSampler.seed`` and
+    ``SeedableRandomSampler.initial_seed``. A generator is one of torch, numpy or python. A sampler with ``shuffle``
+    False has neither.
+    """
+    if not getattr(source, "shuffle", True):
+        return {}
+    found = {name: _draw(name, value) for name, value in getattr(source, "__dict__", {}).items()}
+    return {name: draw for name, draw in found.items() if draw is not None}
+
+
+def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
+    """Put back what `draws_of` returned; names that ``source`` has no such attribute for are left out.
+
+    Raises:
+        CheckpointMismatchError: the attribute is a generator of another kind than the run had.
+    """
+    for name, draw in draws.items():
+        value = getattr(source, name, None)
+        here = _draw(name, value)
+        if here is None:
+            continue
+        kinds = [each.get("bit_generator") if isinstance(each, dict) else type(each) for each in (here, draw)]
+        if kinds[0] != kinds[1]:
+            raise CheckpointMismatchError(
+                f"{name} of {type(source).__name__} is {value!r}, and was another kind of generator or seed when the "
+                "run was saved: samples would be lost or repeated. Resume with the sampler of the run"
+            )
+        match value:
+            case torch.Generator():
+                value.set_state(draw)
+            case np.random.Generator():
+                value.bit_generator.state = draw
+            case np.random.RandomState():
+                value.set_state(draw)
+            case random.Random():
+                version, words, gauss = draw
+                value.setstate((version, tuple(words), gauss))
+            case _ if value != draw:
+                logger.info(
+                    "%s.%s is %s here: the run goes on with its own, %s", type(source).__name__, name, here, draw
+                )
+                setattr(source, name, draw)
+
+
+def _draw(name: str, value: Any) -> Any:
+    match value:
+        case torch.Generator():
+            return value.get_state()
+        case np.random.Generator():
+            return _plain(value.bit_generator.state)
+        case np.random.RandomState():
+            return _plain(value.get_state(legacy=False))
+        case random.Random() if not isinstance(value, random.SystemRandom):
+            return _plain(value.getstate())
+        case int() if name.endswith("seed") and not isinstance(value, bool):
+            return value
+        case _:
+            return None
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _plain(each) for key, each in state.items()}
+    if isinstance(state, tuple):
+        return [_plain(each) for each in state]
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def epoch_sampler(loader: Any) -> EpochSampler | None:
@@ -145,7 +258,7 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
         )
     if sampler is None or (note is not None and note.sampler is sampler):
         return order
-    return EpochOrder(int(sampler.epoch), order.generator)
+    return EpochOrder(int(sampler.epoch), order.generator, order.draws or draws_of(sampler))
 
 
 def batches_given(state_dict: Any) -> int | None:

@@ -160,11 +160,19 @@ class ResumableDataLoader:
                 where it was.
         """
         ours = self.state_dict()
+        if not isinstance(state_dict, dict):
+            raise CheckpointMismatchError(f"a dataloader state is a {type(state_dict).__name__}; expected a dict")
         if state_dict.keys() != ours.keys() or state_dict["version"] != _STATE_VERSION:
             raise CheckpointMismatchError(
-                f"a dataloader state with {sorted(state_dict)} (version {state_dict.get('version')}) is not one of "
-                f"ResumableDataLoader; expected {sorted(ours)} (version {_STATE_VERSION})"
+                f"a dataloader state with {sorted(map(str, state_dict))} (version {state_dict.get('version')}) is not "
+                f"one of ResumableDataLoader; expected {sorted(ours)} (version {_STATE_VERSION})"
             )
+        for key, own in ours.items():
+            kind, found = type(own), state_dict[key]
+            if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
+                raise CheckpointMismatchError(
+                    f"a dataloader state has {key} {found!r}, a {type(found).__name__}; expected a {kind.__name__}"
+                )
         if state_dict["dataset_fingerprint"] != self._fingerprint:
             raise DatasetMismatchError(
                 f"the data cursor was saved for a dataset of {state_dict['dataset_fingerprint']}, this one has "

@@ -6,8 +6,9 @@
   would differ from those of a run that was never killed. So the iterator is built here, before the generators are
   restored.
 - That iterator has the order of the epoch that the sampler was told last (torch's ``DistributedSampler.set_epoch``),
-  or one that the sampler draws from its generator (``RandomSampler``): neither is part of the loader's state. So a
-  snapshot holds what the order was made from (see `epoch_order`), and the sampler is given it first.
+  under its own seed, or one that the sampler draws from its generator (``RandomSampler``): none of these is part of
+  the loader's state. So a snapshot holds what the order was made from (see `epoch_order`), and the sampler gets it
+  first.
 - Restored to the end of an epoch, its first loop has no batch: a script that loops over epochs would skip one. So an
   epoch that is over is ended here.
 
@@ -27,7 +28,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...engine.api import Stateful, StepInfo
 from ...engine.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
-from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
+from .epoch_order import (
+    EpochOrder,
+    EpochSampler,
+    OrderNote,
+    batches_given,
+    epoch_sampler,
+    note_order,
+    restore_draws,
+)
 
 _END = object()
 
@@ -60,6 +69,7 @@ def restore_dataloader(
     def rewind_order() -> None:
         if sampler is not None:
             sampler.set_epoch(built_as)
+        restore_draws(sampler if note is None else note.sampler, order.draws)
         if note is not None:
             note.resume(generator)
 
@@ -148,7 +158,7 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     loader.load_state_dict(state_dict)
     said = loader.state_dict()  # has torchdata's build its iterator
     given = batches_given(state_dict)
-    if given is None and not _equal(said, state_dict):
+    if given is None and not same_state(said, state_dict):
         raise CheckpointMismatchError(
             f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the loader is not where "
             "it was, or does not say so before its first batch. It must give back the state that it was restored from"
@@ -194,13 +204,13 @@ def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
     return False
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two states hold the same."""
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states have equal values, of the same types. NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same_kind = one.dtype == other.dtype and one.shape == other.shape
         return same_kind and torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))  # (NaN equals NaN)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(same_state, one, other))
     return type(one) is type(other) and bool(one == other or (one != one and other != other))

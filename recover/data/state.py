@@ -34,6 +34,7 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
         "states": [state for state, _ in saved],
         "sampler_epochs": [order.epoch for _, order in saved],
         "sampler_generators": [order.generator for _, order in saved],
+        "sampler_draws": [order.draws for _, order in saved],
     }
     return pack_plain("dataloader state", data)
 
@@ -78,5 +79,6 @@ def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
             unknown = [None] * len(states)
             epochs, generators = (more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators"))
-            return list(states), list(map(EpochOrder, epochs, generators)), rank_independent
+            draws = more.get("sampler_draws", [{}] * len(states))
+            return list(states), list(map(EpochOrder, epochs, generators, draws)), rank_independent
     raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")

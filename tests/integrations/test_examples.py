@@ -21,7 +21,6 @@ JOBS = {
     "trl_grpo": ("trl", 1),
     "accelerate_sft": ("accelerate", 2),
     "fsdp2_script": ("torch", 2),
-    "lightning_fit": ("lightning", 1),
     "verl_fsdp": ("verl", 2),
 }
 

@@ -1,9 +1,15 @@
 """Loaders of scripts, left in the middle of an epoch and taken up again by a fresh one."""
 
-from collections.abc import Callable
+import copy
+import gc
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -12,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -22,7 +29,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DataLoaderConfiguration
 
 from holdfast.integrations.accelerate import recoverable
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from holdfast.utils.rng import capture_rng, restore_rng
 from holdfast.utils.safe_torch import pack_plain, unpack_plain
 
@@ -52,6 +59,21 @@ class Stream(IterableDataset):
         return (torch.tensor([100.0 * self.epoch + i]) for i in range(14))
 
 
+class Shuffled(Sampler):
+    """A user's sampler, with a generator of another library."""
+
+    def __init__(self, generator: Any) -> None:
+        self.order = generator
+
+    def __len__(self) -> int:
+        return 14
+
+    def __iter__(self) -> Iterator[int]:
+        found = list(range(14))
+        self.order.shuffle(found)
+        return iter(found)
+
+
 def collate(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(rows) + torch.rand(1)
 
@@ -69,15 +91,26 @@ def own_generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
+def seeded(sampler: Any, **options: Any) -> Any:
+    return sampler(Rows(), seed=torch.initial_seed(), **options)
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "prepared": prepared,
     "prepared, seedable": lambda: prepared(use_seedable_sampler=True, data_seed=5),
+    "prepared, seeded by the process": lambda: prepared(use_seedable_sampler=True),
     "plain": lambda: plain(shuffle=True),
     "plain, in order": plain,
     "a generator of the loader": lambda: plain(shuffle=True, generator=own_generator()),
     "a generator of the sampler": lambda: plain(sampler=RandomSampler(Rows(), generator=own_generator())),
     "weighted": lambda: plain(sampler=WeightedRandomSampler([1.0] * 14, 14)),
     "DistributedSampler": lambda: plain(sampler=DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)),
+    "DistributedSampler, seeded by the process": lambda: plain(
+        sampler=seeded(DistributedSampler, num_replicas=1, rank=0)
+    ),
+    "numpy's Generator": lambda: plain(sampler=Shuffled(np.random.default_rng(torch.initial_seed()))),
+    "numpy's RandomState": lambda: plain(sampler=Shuffled(np.random.RandomState(torch.initial_seed()))),
+    "python's Random": lambda: plain(sampler=Shuffled(random.Random(torch.initial_seed()))),
     "no batches": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
 }
@@ -175,6 +208,237 @@ def test_an_epoch_left_at_its_last_batch_draws_what_ends_the_order() -> None:
                 loader.load_state_dict(state)
         orders.append(found)
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("cut", [2, 6, 8, 13])  # in the first epoch, after it, in the second, in the third
+def test_persistent_workers_read_the_rest_of_an_epoch_in_its_order(cut: int) -> None:
+    def loader() -> Any:
+        rows: Any = list(range(24))
+        return recoverable(DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True))
+
+    torch.manual_seed(1)
+    expected = train(loader())
+    torch.manual_seed(1)
+    left = loader()
+    assert train(left, cut) == expected[:cut]
+    state, rng = left.state_dict(), capture_rng()
+    torch.manual_seed(99)
+    again = loader()
+    again.load_state_dict(state)
+    restore_rng(rng)
+    assert train(again) == expected[cut:]
+
+
+def test_a_loader_that_nobody_holds_any_more_is_freed_at_once_with_its_workers() -> None:
+    rows: Any = list(range(24))
+    loader = recoverable(DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True))
+    batches = iter(loader)
+    next(batches)
+    (worker,) = active_children()
+    gc.disable()  # a garbage collection takes 5 s to end a worker
+    try:
+        del loader, batches
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_sampler_with_another_order_is_refused(cut: int) -> None:
+    rows: Any = list(range(14))
+    left = recoverable(DataLoader(rows, 4, sampler=rows))
+    batches = iter(left)
+    for _ in range(cut):
+        next(batches)
+    again = recoverable(DataLoader(rows, 4, sampler=rows[::-1]))
+    again.load_state_dict(left.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=f"the first {cut} batches of the epoch have other samples"):
+        next(iter(again))
+
+
+def between_epochs(epochs: int, order: Callable[[int], list[int]]) -> dict[str, Any]:
+    sampler = Settable(order(0))
+    loader = recoverable(DataLoader(FOURTEEN, 4, sampler=sampler))
+    for epoch in range(epochs):
+        sampler.order = order(epoch)
+        assert len(list(loader)) == 4
+    return unpack_plain(pack_plain("loader", loader.state_dict()), "here")
+
+
+FOURTEEN: Any = list(range(14))
+
+
+class Settable(Sampler):
+    """A user's sampler that walks a list."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def rotated(by: int) -> list[int]:
+    return FOURTEEN[by:] + FOURTEEN[:by]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_another_fixed_order_is_noticed_also_between_epochs(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
+    """After one epoch only told: the script may set an order for each."""
+    state = between_epochs(epochs, lambda _: rotated(0))
+    again = recoverable(DataLoader(FOURTEEN, 4, sampler=Settable(rotated(3))))
+    again.load_state_dict(state)
+    if epochs == 1:
+        assert len(list(again)) == 4 and "the first batch of the epoch has other samples" in caplog.text
+        return
+    with pytest.raises(CheckpointMismatchError, match="the first batch of the epoch has other samples"):
+        next(iter(again))
+
+
+def test_a_script_that_sets_the_order_of_each_epoch_is_resumed_between_epochs() -> None:
+    again = recoverable(DataLoader(FOURTEEN, 4, sampler=Settable(rotated(2))))
+    again.load_state_dict(between_epochs(2, rotated))
+    assert next(iter(again)).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_loaders_saved_between_epochs_are_no_false_alarm(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    for epochs in (1, 2):
+        torch.manual_seed(1)
+        left = recoverable(LOADERS[name]())
+        for _ in range(epochs):
+            list(left)
+        state, rng = left.state_dict(), capture_rng()
+        expected = [batch.tolist() for batch in left]
+        torch.manual_seed(99)
+        again = recoverable(LOADERS[name]())
+        again.load_state_dict(state)
+        restore_rng(rng)
+        assert [batch.tolist() for batch in again] == expected
+    assert "other samples" not in caplog.text and "cannot see" not in caplog.text
+
+
+class Prompts(torch.utils.data.Dataset):
+    """Texts that ``read`` may change when they are read."""
+
+    def __init__(self, read: Callable[[str], Any] = str, order: int = 1) -> None:
+        self.texts, self.read = [f"prompt {i}" for i in range(14)][::order], read
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self.texts[index])
+
+
+def augmented(text: str) -> tuple[str, float, float, float]:
+    return text, torch.rand(1).item(), np.random.rand(), random.random()
+
+
+@pytest.mark.parametrize("make", [str, augmented, lambda text: (text, np.arange(3))])
+@pytest.mark.parametrize("cut", [2, 4, None])
+def test_a_dataset_in_another_order_is_refused_also_if_it_augments(make: Any, cut: int | None) -> None:
+    torch.manual_seed(1)
+    left = recoverable(DataLoader(Prompts(make), 4, shuffle=True, collate_fn=list))
+    for number, _ in enumerate(left, 1):
+        if number == cut:
+            break
+    state = unpack_plain(pack_plain("loader", left.state_dict()), "here")
+    torch.manual_seed(99)
+    again = recoverable(DataLoader(Prompts(make), 4, shuffle=True, collate_fn=list))
+    again.load_state_dict(state)
+    again = recoverable(DataLoader(Prompts(make, order=-1), 4, shuffle=True, collate_fn=list))
+    with pytest.raises(DatasetMismatchError, match=r"14 samples, xxh3_128:\w+: other samples, or another order"):
+        again.load_state_dict(state)
+
+
+def with_own_generator() -> Any:
+    generator = np.random.default_rng()
+    return Prompts(lambda text: (text, generator.random()))
+
+
+def with_fingerprint(value: str) -> Any:
+    rows = Prompts()
+    rows.fingerprint = value  # type: ignore[attr-defined]
+    return rows
+
+
+NOT_COMPARED = {
+    "a generator of its own": (with_own_generator, 0, "two readings of a sample differ"),
+    "objects": (lambda: Prompts(lambda text: object()), 0, "no canonical bytes"),
+    "other indices": (lambda: Prompts(lambda text: {}[text]), 0, "KeyError: 'prompt 0'"),
+    "read by workers": (Prompts, 1, "in 1 worker processes only"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPARED)
+def test_a_dataset_that_cannot_be_compared_is_told_of_and_resumed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, workers, reason = NOT_COMPARED[name]
+    state = recoverable(DataLoader(make(), 4, num_workers=workers)).state_dict()
+    recoverable(DataLoader(make(), 4, num_workers=workers)).load_state_dict(state)
+    assert "cannot see whether its Prompts has the samples of the run" in caplog.text and reason in caplog.text
+
+
+def test_a_fingerprint_of_the_users_is_compared_with_its_like_alone() -> None:
+    state = recoverable(DataLoader(with_fingerprint("v1"), 4, num_workers=1)).state_dict()
+    recoverable(DataLoader(with_fingerprint("v1"), 4)).load_state_dict(state)
+    recoverable(DataLoader(Prompts(order=-1), 4)).load_state_dict(state)
+    with pytest.raises(DatasetMismatchError, match="14 samples, v1, this one has 14 samples, v2"):
+        recoverable(DataLoader(with_fingerprint("v2"), 4)).load_state_dict(state)
+
+
+def test_comparing_the_dataset_leaves_no_draw_behind(caplog: pytest.LogCaptureFixture) -> None:
+    class Drawing(Prompts):
+        def __init__(self) -> None:
+            super().__init__(augmented)
+            self.own = np.random.default_rng(5)
+
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index), self.own.random()
+
+    torch.manual_seed(1)
+    rows, before = Drawing(), augmented("")
+    torch.manual_seed(1)
+    np_state, state = np.random.get_state(), random.getstate()
+    recoverable(DataLoader(rows, 4))
+    assert torch.rand(1).item() == before[1] and random.getstate() == state
+    assert np.random.get_state()[1].tolist() == np_state[1].tolist()  # type: ignore[index]
+    assert rows.own.random() == np.random.default_rng(5).random() and "cannot see" in caplog.text
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_get_a_dataset_that_holds_the_sampler_of_the_loader() -> None:
+    rows, twin = HoldsItsSampler(), HoldsItsSampler()
+    for each in (rows, twin):
+        each.sampler = DistributedSampler(each, num_replicas=1, rank=0)
+    options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    watched = recoverable(DataLoader(rows, 4, sampler=rows.sampler, **options))
+    expected = [batch.tolist() for batch in DataLoader(twin, 4, sampler=twin.sampler)]
+    assert [batch.tolist() for batch in watched] == expected
+
+
+class HoldsItsSampler(torch.utils.data.Dataset):
+    sampler: Any = None
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def test_samplers_are_pickled_and_copied_as_the_user_made_them() -> None:
+    for name in ("plain", "weighted", "DistributedSampler", "prepared, seedable"):
+        loader = LOADERS[name]()
+        own = type(loader.batch_sampler)
+        batches = iter(recoverable(recoverable(loader).loader))
+        next(batches)
+        for twin in (pickle.loads(pickle.dumps(loader.batch_sampler)), copy.deepcopy(loader.batch_sampler)):
+            assert type(twin) is own and len(list(twin)) == len(loader)
+            assert vars(twin).keys() == vars(loader.batch_sampler).keys()
 
 
 def test_samplers_are_told_the_next_epoch_after_a_break() -> None:

@@ -12,12 +12,12 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from examples.integrations.tiny import tiny_model
+from examples.integrations.tiny import sums, tiny_model, tiny_tokenizer
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.integrations.compat import require_attributes
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError, UnsupportedVersionError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError, UnsupportedVersionError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -150,6 +150,92 @@ def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allow
 
     make(tmp_path, per_device_train_batch_size=1, max_steps=9, epochs_may_change=True, callbacks=[Note()]).train()
     assert places == [1.625, 1.75, 1.875]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp_path: Path) -> None:
+    """Compared with Trainer alone, with evaluations and persistent workers. The restart is in the second epoch, of four
+    steps."""
+    seen: list[Any] = []
+
+    class Noting(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append((inputs["input_ids"][:, 0].tolist(), torch.rand(1).item()))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def train(seed: int, steps: int, recover: dict[str, Any]) -> None:
+        args = TrainingArguments(
+            output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, max_steps=steps, seed=seed, dataloader_num_workers=workers,
+            dataloader_persistent_workers=workers > 0, eval_strategy="steps", eval_steps=2,
+        )  # fmt: skip
+        rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
+        base: Any = recoverable(Noting, attributes=()) if recover else Noting
+        given = {"train_dataset": rows, "eval_dataset": rows.select(range(4)), "data_collator": collate}
+        base(model=tiny_model(), args=args, **given, **recover).train()
+
+    train(1, 12, {})
+    expected = seen.copy()
+    seen.clear()
+    recover = {"recover": RecoverConfig(fileroot=str(tmp_path / "runs"), freq_steps=1)}
+    train(1, 6, recover)
+    train(2, 12, recover)
+    assert seen == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(workers: int, tmp_path: Path) -> None:
+    """Compared with GRPOTrainer alone: the prompts of each evaluation, in their order."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    seen: list[tuple[int, list[str]]] = []
+
+    def train(seed: int, steps: int, recover: dict[str, Any]) -> None:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, per_device_eval_batch_size=4, max_steps=steps, seed=seed, num_generations=2,
+            max_completion_length=1, eval_strategy="steps", eval_steps=2, dataloader_num_workers=workers,
+            dataloader_persistent_workers=workers > 0,
+        )  # fmt: skip
+
+        def reward(prompts: list[str], **_: Any) -> list[float]:
+            if not trainer.model.training:
+                seen.append((trainer.state.global_step, prompts))
+            return [float(len(prompt)) for prompt in prompts]
+
+        rows = Dataset.from_dict({"prompt": sums(8)})
+        base: Any = recoverable(GRPOTrainer) if recover else GRPOTrainer
+        trainer = base(
+            model=tiny_model(), args=args, train_dataset=rows, eval_dataset=rows, reward_funcs=reward,
+            processing_class=tiny_tokenizer(), **recover,
+        )  # fmt: skip
+        trainer.train()
+
+    train(1, 6, {})
+    expected = seen.copy()
+    seen.clear()
+    recover = {"recover": RecoverConfig(fileroot=str(tmp_path / "runs"), freq_steps=1)}
+    train(1, 4, recover)
+    train(2, 6, recover)
+    assert {step for step, _ in expected} == {2, 4, 6} and seen == expected
+
+
+@pytest.mark.slow
+def test_a_dataset_that_is_shuffled_otherwise_at_a_restart_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, max_steps=2).train()
+    options: dict[str, Any] = {"max_steps": 4}
+    other = make(tmp_path, **options)
+    other.train_dataset = other.train_dataset.shuffle(seed=2)
+    with pytest.raises(DatasetMismatchError, match=r"8 samples, xxh3_128:\w+: other samples, or another order"):
+        other.train()
+    allowed = make(tmp_path, epochs_may_change=True, **options)
+    allowed.train_dataset = other.train_dataset
+    allowed.train()
+    assert allowed.state.global_step == 4 and "other samples, or another order" in caplog.text
 
 
 @pytest.mark.slow

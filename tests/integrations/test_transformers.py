@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+from holdfast.engine.dcp.metadata import read_layout
 from tests.integrations.processes import run_killed
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +64,28 @@ def test_grpo_killed_ends_with_the_weights_and_moments_of_a_run_left_alone(
     kills: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     check(tmp_path, "grpo", kills, options)
+
+
+MERGED = {"lora": True, "merged_sends": True, "max_steps": 6}
+
+
+def test_grpo_with_adapters_that_are_merged_for_each_send_ends_as_if_never_killed(tmp_path: Path) -> None:
+    check(tmp_path, "grpo", ["step:3"], MERGED | {"max_steps": 4})
+    assert "is frozen, but not what it was at the start of this job" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grpo_with_merged_sends_is_killed_again_and_again(ranks: int, tmp_path: Path) -> None:
+    check(tmp_path, "grpo", ["step:1", "begin:2", "step:2"], MERGED, ranks)
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_stored_as_long_as_the_base_is_that_of_its_folder(tmp_path: Path) -> None:
+    run_killed(job, tmp_path, [], "grpo", "", False, MERGED | {"merged_sends": False, "beta": 0.1})
+    (engine,) = tmp_path.glob("runs/*/*/recover/global_step_5/default")
+    names = {name for name in read_layout(engine).names() if name.startswith("dcp.model.")}
+    assert names and all(".lora_" in name for name in names)
 
 
 EPOCHS = {"eval_strategy": "epoch", "metric_for_best_model": "loss", "num_train_epochs": 4}

@@ -10,6 +10,11 @@ import pytest
 
 pytest.importorskip("verl")
 
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
+
+from examples.integrations.tiny import tiny_model, tiny_tokenizer
 from examples.integrations.verl_fsdp import main
 from tests.integrations.processes import run_job, run_killed
 
@@ -85,6 +90,40 @@ def test_a_flipped_bit_is_refused_where_verls_own_loads_it(tmp_path: Path) -> No
         codes = run_job(partial(job, plain=plain), folder, ranks=2)
         text = (folder / "log").read_text()
         assert (codes == [0, 0]) == plain and ("CheckpointCorruptError" in text) != plain
+
+
+def _save_with_tokenizer(folder: Path, names: tuple[str, ...]) -> None:
+    manager_of = transformer_impl.FSDPCheckpointManager
+    for name in names:
+        model = tiny_model()
+        fully_shard(model)
+        manager = manager_of(
+            model=model,
+            checkpoint_config={"save_contents": ["model"], "load_contents": ["model"]},
+            **{name: tiny_tokenizer()},
+        )
+        manager.save_checkpoint(str(folder / name / "global_step_0" / "actor"), None, 0, None)
+
+
+def _save_as_verl_and_as_holdfast(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    _save_with_tokenizer(folder / "theirs", ("tokenizer",))
+    import holdfast.integrations.verl  # noqa: F401
+
+    _save_with_tokenizer(folder / "ours", ("tokenizer", "processing_class"))
+    dist.destroy_process_group()
+
+
+def test_a_tokenizer_under_its_older_name_is_saved_as_verl_saves_it(tmp_path: Path) -> None:
+    assert run_job(_save_as_verl_and_as_holdfast, tmp_path, ranks=2) == [0, 0], (tmp_path / "log").read_text()
+    theirs = tmp_path / "theirs" / "tokenizer" / "global_step_0" / "actor" / "huggingface"
+    names = {path.name for path in theirs.glob("tokenizer*")}
+    assert names
+    for name in ("tokenizer", "processing_class"):
+        ours = tmp_path / "ours" / name / "global_step_0" / "actor" / "huggingface"
+        assert names <= {path.name for path in ours.iterdir()}
+        for file in names:
+            assert (ours / file).read_bytes() == (theirs / file).read_bytes()
 
 
 def test_the_export_loads_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:

@@ -92,6 +92,14 @@ class Counter(TrainerCallback):
         self.seen = state_dict["seen"]
 
 
+class MergedSends(TrainerCallback):
+    """Merges and unmerges adapters before each step, as TRL does around each send of the weights to vLLM."""
+
+    def on_step_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        model.merge_adapter()
+        model.unmerge_adapter()
+
+
 class DrawingCollator:
     """Masks at random in the process that trains."""
 
@@ -126,12 +134,14 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
         "lr_scheduler_type": "cosine", "save_strategy": "steps" if plain else "no", "save_steps": 1,
     } | options  # fmt: skip
-    patience, lora = common.pop("patience", None), common.pop("lora", False)
+    patience, lora, merges = (common.pop(name, None) for name in ("patience", "lora", "merged_sends"))
     if "WORLD_SIZE" in os.environ:
         common["ddp_backend"] = "gloo"
     wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
     given: dict[str, Any] = {"model": tiny_model(), "callbacks": [KillSteps(killer), Counter()]}
-    if options.get("beta") or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
+    if merges:
+        given["callbacks"].append(MergedSends())
+    if options.get("beta") or merges or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
         given["model"].save_pretrained(folder / "model")
         given["model"] = str(folder / "model")
     if lora:
@@ -198,7 +208,7 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         kill: where to die; empty: nowhere.
         plain: the host's own way: its checkpoints after every step, and the newest of them at a start.
         options: of the training arguments, ``freq_steps`` of the generations, ``recover`` for other keys of
-            `RecoverConfig`, ``lora`` to train adapters alone.
+            `RecoverConfig`, ``lora`` to train adapters alone, ``merged_sends`` to merge and unmerge them.
     """
     torch.set_num_threads(1)
     options = dict(options or {})

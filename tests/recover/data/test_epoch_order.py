@@ -18,10 +18,12 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.engine.dcp.state import DCPState
+from holdfast.recover.data.state import DATA_STATE, restore_data
 from holdfast.utils.errors import ConfigError, PeerError
 from holdfast.utils.rng import seed_rng
+from holdfast.utils.safe_torch import pack_plain, read_plain
 from tests.helpers import run_ranks
-from tests.recover.runs import SPEC, Prompts, digest, make_handler, step_info
+from tests.recover.runs import SPEC, Prompts, Tiny, digest, make_handler, step_info
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
@@ -113,6 +115,26 @@ def _a_script_that_starts_over_on_one_rank(rank: int, world_size: int, root: str
 def test_a_script_that_starts_over_on_one_rank_is_stopped_on_all(tmp_path: Path) -> None:
     for told in run_ranks(_a_script_that_starts_over_on_one_rank, 2, str(tmp_path)):
         assert "ConfigError: the sampler is at epoch 0 after the first step since load" in told
+
+
+def test_a_generation_of_before_samplers_seeds_were_saved_is_resumed(tmp_path: Path) -> None:
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(Prompts(), batch_size=4, sampler=DistributedSampler(Prompts(), 1, 0, seed=5))
+
+    left = loader()
+    handler = make_handler(tmp_path, freq_steps=1, async_save=False)
+    handler.load({"it": Tiny()}, left)
+    batches = iter(left)
+    next(batches)
+    handler.dump({"it": Tiny()}, step_info(0), left)
+    handler.close()
+    (generation,) = _generations(tmp_path).glob("global_step_0")
+    saved = read_plain(generation / DATA_STATE)
+    assert saved.pop("sampler_draws") == [{"seed": 5}]
+    (tmp_path / DATA_STATE).write_bytes(pack_plain("data", saved))
+    again = loader()
+    restore_data(tmp_path, again, 0, 1, step_info(0))
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
 
 
 def _until(rank: int, world_size: int, root: str, killed_after: int) -> tuple[list[Any], str]:

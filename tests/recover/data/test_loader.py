@@ -183,7 +183,10 @@ def test_settings_that_would_reorder_samples_are_refused_by_name(change: dict[st
 def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
     (loader,) = make_group(12, 1)
     state = loader.state_dict()
-    for wrong in ({}, {"_snapshot": {}}, state | {"version": 2}, state | {"cursor": 13}, state | {"epoch": -1}):
+    values = ({"version": 2}, {"cursor": 13}, {"epoch": -1}, {"cursor": 2.5}, {"epoch": None}, {"shuffle": 1},
+              {"seed": "3"}, {"cursor": True})  # fmt: skip
+    wrong: Any
+    for wrong in ({}, {"_snapshot": {}}, {1: 2}, None, 7, [], *(state | change for change in values)):
         with pytest.raises(CheckpointMismatchError):
             loader.load_state_dict(wrong)
         assert loader.state_dict() == state

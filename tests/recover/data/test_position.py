@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -34,8 +35,35 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:'set_v
 STEPS = SPEC.total_train_steps
 
 
-def sampler(shuffle: bool = True) -> DistributedSampler:
-    return DistributedSampler(Prompts(), 1, 0, shuffle=shuffle, seed=5)
+def sampler(shuffle: bool = True, seed: int = 5) -> DistributedSampler:
+    return DistributedSampler(Prompts(), 1, 0, shuffle=shuffle, seed=seed)
+
+
+SEEDS = count()
+"""Of processes that are seeded otherwise each time."""
+
+
+def seeded_by_the_process(**options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=sampler(seed=next(SEEDS)), **options)
+
+
+class Batches:
+    """A batch sampler of a user, around no sampler."""
+
+    def __init__(self) -> None:
+        self.order = np.random.default_rng(next(SEEDS))
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows in self.order.permutation(24).reshape(6, 4):
+            yield rows.tolist()
+
+
+def drawn_by_numpy(**options: Any) -> StatefulDataLoader:
+    batches: Any = Batches()
+    return StatefulDataLoader(Prompts(), batch_sampler=batches, **options)
 
 
 def plain(**options: Any) -> StatefulDataLoader:
@@ -170,6 +198,7 @@ def run(loader: Any, first: StepInfo, tell: bool = True) -> Iterator[tuple[StepI
 
 VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "the epoch is never told": (plain, {}, False),
+    "seeded by the process": (seeded_by_the_process, {}, True),
     "in a batch sampler": (in_batch_sampler, {}, True),
     "torchdata's own sampler": (torchdatas_own, {}, True),
     "torchdata's own sampler, workers": (torchdatas_own, {"num_workers": 1}, True),
@@ -182,6 +211,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "draws, its generator is the loader's, workers": (one_generator_for_both, {"num_workers": 2}, False),
     "draws from torch's generator": (drawn(shuffled, own=False), {}, False),
     "draws from torch's generator, workers": (drawn(shuffled, own=False), {"num_workers": 2}, False),
+    "draws by numpy, in a batch sampler": (drawn_by_numpy, {}, False),
     "draws in a batch sampler": (drawn_in_batch_sampler(shuffled), {}, False),
     "draws from torch's generator in a batch sampler": (drawn_in_batch_sampler(subset, own=False), {}, False),
     "draws with replacement": (drawn(with_replacement), {}, False),
