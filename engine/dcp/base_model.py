@@ -1,28 +1,35 @@
-"""What a checkpoint says of frozen parameters in the place of their values: enough to know them again.
+"""Frozen parameters that checkpoints leave out: which ones, and the fingerprint that stands in their place.
 
-Frozen parameters (the base model under LoRA, a body under a new head) do not change: they come from the folder that
-the model was made from, or from its seed, each time a job starts. A checkpoint that leaves them out holds their
-fingerprint, and for messages where they came from. A load is refused where the live ones have another fingerprint,
-before anything changes. It is of bits, so a base in another dtype is another base, and it has two halves, both the same
-at every world size: a sample of each tensor (see `fingerprint`), taken at every save, and a sum over every bit (see
-`bit_sum`), which is computed again when something shows a change. Folders from before have the first half alone.
+The base model under LoRA comes from its folder, or from a seed, each time a job starts. A checkpoint may leave it out
+as long as it still has the bits of that start. `FrozenBase` looks at every bit before each save. A parameter that has
+changed is stored from then on, so that what a checkpoint leaves out is always what the next start makes.
+
+A checkpoint holds the fingerprint of what it leaves out, and a load on another base is refused before anything changes.
+The fingerprint is of bits, so a base in another dtype is another base. It has two halves, both the same at every world
+size: a sample of each tensor (see `fingerprint`) and a sum over every bit (see `bit_sum`). Folders from before have the
+first half alone.
 """
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...utils.distributed import gather_objects, get_world_size
+from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from ...utils.logging import get_logger
 from ...utils.safe_json import pack_json, unpack_json
-from .bit_sum import unchanging_bits
+from ..tensors import counts_here, local_box, local_tensor
+from .bit_sum import bit_sum
 from .fingerprint import sample_state
+
+logger = get_logger(__name__)
 
 BASE = "base"
 """Name of the tensor that holds what `describe_base` says."""
@@ -34,11 +41,11 @@ _MODULUS = 2**64
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """Where frozen parameters came from; tells people, decides nothing.
+    """Where frozen parameters came from. For messages: it decides nothing.
 
     Attributes:
-        path: folder, or id of a model on the hub; None: unknown.
-        index: digest of its index; None: unknown, or drawn from a seed.
+        path: folder, or id of a model on the hub. None if unknown.
+        index: digest of the folder's index. None if unknown, or if the weights were drawn from a seed.
     """
 
     path: str | None = None
@@ -46,28 +53,73 @@ class BaseFolder:
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseFolder":
-        """What a transformers model, or one of peft around it, says of itself."""
+        """The folder that a transformers model, or a PeftModel around one, names as its source."""
         path = getattr(getattr(model, "config", None), "name_or_path", None)
         return cls(path if isinstance(path, str) and path else None)
 
 
-def is_mostly_frozen(model: nn.Module) -> bool:
-    """Whether what is frozen outweighs what is trained: a base, and no target network or router's bias."""
-    elements = {True: 0, False: 0}
-    for param in model.parameters():
-        elements[param.requires_grad] += param.numel()
-    return 0 < elements[True] < elements[False]
+class FrozenBase:
+    """Frozen parameters that the start of a job makes again, watched for changes.
+
+    Args:
+        named: name -> parameter, as the start has just made them.
+        folder: where they come from.
+
+    Attributes:
+        folder: see above.
+        sums: name -> this rank's share of the sum over its bits, of those that checkpoints leave out.
+    """
+
+    _of_models: ClassVar[WeakKeyDictionary[nn.Module, "FrozenBase"]] = WeakKeyDictionary()
+
+    def __init__(self, named: Mapping[str, torch.Tensor], folder: BaseFolder) -> None:
+        self.folder = folder
+        self.sums = sums_of(named)
+
+    @classmethod
+    def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor], folder: BaseFolder) -> "FrozenBase":
+        """The base of ``model``, the same object in every call; the other arguments count in the first call."""
+        if model not in cls._of_models:
+            cls._of_models[model] = cls(named, folder)
+        return cls._of_models[model]
+
+    def drop_changed(self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Have checkpoints hold what has changed on any rank, or is no longer frozen; all ranks of ``group`` call it.
+
+        Cost: one pass over the memory of this rank's part of the base, and one small exchange.
+
+        Args:
+            frozen: name -> parameter, of all that is frozen now.
+            group: the ranks of the model.
+        """
+        now = sums_of({name: frozen[name] for name in frozen.keys() & self.sums.keys()})
+        own = sorted(frozen.keys() - {name for name in now if now[name] == self.sums[name]})
+        stored = {name for names in gather_objects(own, group) for name in names}
+        changed = sorted(self.sums.keys() & stored)
+        self.sums = {name: bits for name, bits in self.sums.items() if name in frozen and name not in stored}
+        if changed and get_rank(group) == 0:
+            logger.warning(
+                "%s (%d such) is frozen, but not what it was at the start of this job: checkpoints hold it from now on",
+                changed[0], len(changed),
+            )  # fmt: skip
+
+
+def sums_of(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name -> this rank's share of the `bit_sum` of a parameter; only the first rank that holds a part counts it."""
+    counted = {name: tensor for name, tensor in named.items() if counts_here(tensor)}
+    sums = {n: bit_sum(f"model.{n}", local_tensor(t), local_box(t).offsets) for n, t in counted.items()}
+    return dict.fromkeys(named, 0) | sums
 
 
 def describe_base(
     frozen: Mapping[str, torch.Tensor], folder: BaseFolder, adapters: Mapping[str, Any] | None = None
 ) -> torch.Tensor:
-    """What a checkpoint says of frozen parameters, as JSON in uint8; the same on every rank.
+    """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every rank.
 
     Args:
         frozen: the parameters.
         folder: where they came from.
-        adapters: what is trained on them, for who has the folder alone (see `lora.description`).
+        adapters: description of what is trained on them (see `lora.description`), for tools without the model.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
@@ -76,18 +128,17 @@ def describe_base(
     return pack_json({**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE)
 
 
-def sample_base(frozen: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """This rank's share of the fingerprint of frozen parameters, see `pack_share`."""
-    named = {f"model.{name}": tensor for name, tensor in frozen.items()}
-    sample = int(sample_state(named)["model"])
-    return pack_share(sample, unchanging_bits(named, sample))
+def sample_base(frozen: Mapping[str, torch.Tensor], sums: Mapping[str, int] | None = None) -> torch.Tensor:
+    """This rank's share of the fingerprint of frozen parameters, see `pack_share`; ``sums`` if they are known."""
+    sums = sums_of(frozen) if sums is None else sums
+    sample = int(sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"])
+    return pack_share(sample, sum(sums[name] for name in frozen))
 
 
 def pack_share(*numbers: int) -> torch.Tensor:
     """The sample, and the sum over every bit, of what a rank holds: ``[16]`` uint8, little-endian."""
-    return torch.frombuffer(
-        bytearray(b"".join(number.to_bytes(_HALF, "little") for number in numbers)), dtype=torch.uint8
-    )
+    packed = b"".join((number % _MODULUS).to_bytes(_HALF, "little") for number in numbers)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def check_base(

@@ -1,7 +1,7 @@
 """Whether a DCP folder is of this model and optimizer, and what of it this rank reads into which tensor."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from .base_model import BASE, BASE_SAMPLE
 from .direct_reader import Destination
 from .layout import FolderLayout
 from .roots import describe_roots
-from .state import PACKED, ROOT, DCPState, rank_key
+from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 PathLike = str | os.PathLike[str]
 
@@ -73,14 +73,14 @@ def _check_kind(path: PathLike, layout: FolderLayout, state: DCPState) -> None:
 
 
 def _check_same_names(
-    path: PathLike, live: Iterable[str], saved: Iterable[str], aliases: Iterable[str], state: DCPState
+    path: PathLike, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
 ) -> None:
     prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
     here, there = set(live), {name for name in saved if name.startswith(prefixes)}
     if missing := sorted(here - there):
         raise CheckpointMismatchError(
             f"{path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or optimizer"
-            + (", or of one that had other parameters frozen, which it leaves out" if state.trainable_only else "")
+            + (", or of one that had other parameters frozen, which it leaves out" if f"{ROOT}.{BASE}" in saved else "")
         )
     if unexpected := sorted((there - here).difference(aliases)):
         raise CheckpointMismatchError(
@@ -124,7 +124,11 @@ def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
     """What comes back besides live tensors; of what each rank has of its own, a new rank gets that of rank 0."""
     saved = sorted(saved)
     found = _of_rank("module_state", saved)
-    found += [name for name in saved if name == f"{ROOT}.{BASE}" or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
+    found += [
+        name
+        for name in saved
+        if name in (f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}") or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")
+    ]
     if state.optimizer is not None:
         found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
     return found

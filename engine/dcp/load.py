@@ -24,7 +24,6 @@ from ..tensors import normal_tensors
 from ..weight_changes import changing_weights
 from .archive_reader import read_now
 from .base_model import check_base, sample_base
-from .bit_sum import forget_bits
 from .compatibility import Destinations, find_destinations
 from .direct_reader import Destination, TensorReader, visible_here
 from .layout import FolderLayout
@@ -152,8 +151,6 @@ class DCPLoad:
         with changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
-            if not self.state.trainable_only:  # frozen parameters were read as well, which torch does not count
-                forget_bits()
             for target, source in self._copies:
                 target.copy_(source)
             self.state.restore(self._values, self._small)

@@ -6,6 +6,7 @@ chunk covers as it was, without a word; here the chunks of every tensor must til
 in a file, and each file must be there and long enough.
 """
 
+import copyreg
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -56,7 +58,42 @@ class _MetadataUnpickler(pickle.Unpickler):
         module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if name not in _ALLOWED.get(module, ()):
             raise CheckpointCorruptError(f"it asks for {module}.{name}, which no checkpoint needs; it was not run")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return _StoredProperties if found is TensorProperties else found
+
+
+class _StoredProperties(TensorProperties):
+    """Reads the properties that torch 2.15 stores, strides included, on older versions too."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:_N_PROPERTIES])
+
+
+_N_PROPERTIES = 5
+"""Fields of a tensor's properties that every supported version of torch reads."""
+
+
+def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """The fields of a tensor's properties that ``.metadata`` keeps.
+
+    torch 2.15 adds strides. They are left out because they differ between the shards of a tensor, because torch before
+    2.15 cannot read them, and because files hold contiguous values.
+    """
+    return properties.__getstate__()[:_N_PROPERTIES]
+
+
+def pickle_metadata(metadata: Metadata) -> bytes:
+    """The bytes of ``.metadata``, which every supported version of torch reads."""
+    stream = BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    make, its_type, *_ = properties.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return make, its_type, stored_properties(properties)
 
 
 def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
@@ -86,7 +123,7 @@ def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
 
 @lru_cache(maxsize=4)
 def parse_metadata(data: bytes) -> FolderLayout:
-    """What the bytes of ``.metadata`` say; kept, because a restore verifies, compares and loads the same bytes."""
+    """Parse the bytes of ``.metadata``. The result is cached, because a restore needs it three times."""
     with no_collection():
         metadata = _MetadataUnpickler(BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:

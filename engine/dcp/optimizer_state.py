@@ -25,6 +25,9 @@ PREFIX = "optim.state."
 
 Parameters = Mapping[str, nn.Parameter]
 
+_CLASSES = (torch.Tensor, nn.Parameter)
+"""Classes of tensors that are their memory and nothing else; others may wrap tensors, or mean something by the bits."""
+
 
 def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, torch.Tensor]]:
     """Parameter name -> those entries of its state that are tensors; plain ones of the local shard become DTensors."""
@@ -58,8 +61,8 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
     """See that the state can be stored so that every rank gets back what it has.
 
     Raises:
-        ConfigError: it has state of something that is no parameter of the model, or a tensor that ranks could hold
-            differently.
+        ConfigError: it has state of something that is no parameter of the model, a tensor of a class of its own, or one
+            that ranks could hold differently.
     """
     own = {id(param) for param in params.values()}
     if strangers := [key for key in optimizer.state if id(key) not in own]:
@@ -69,6 +72,13 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
             "would be lost; make it one, or give it an optimizer of its own"
         )
     for name, param, state in _states(optimizer, params):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (kind := type(local_tensor(value))) not in _CLASSES:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a {kind.__module__}.{kind.__qualname__}, "
+                    "whose values a checkpoint cannot hold; expected a torch.Tensor or a DTensor of one. Use an "
+                    "optimizer with plain state (torch's own, bitsandbytes' 8-bit ones)"
+                )
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             continue
         for key, value in state.items():

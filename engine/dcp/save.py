@@ -55,7 +55,7 @@ def save_dcp(
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
-        CheckpointExistsError: ``path`` exists, without ``replace``.
+        CheckpointExistsError: ``path`` exists and is not empty, without ``replace``.
         CheckpointWriteError: any rank could not write; nothing is left behind.
     """
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ...utils.distributed import all_ranks_succeed, control_group, get_rank, get_world_size
 from ...utils.garbage import no_collection
 from ..compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from .metadata import pickle_metadata
 from .state import rank_key
 from .structure import Structure
 from .tensor_framing import archive_of
@@ -69,7 +70,7 @@ def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(values), is_coordinator=True)
         with no_collection():
-            metadata = pickle.dumps(_metadata(structure, writers, planner.mappings))
+            metadata = pickle_metadata(_metadata(structure, writers, planner.mappings))
     return RankSavePlan(_file_of(structure.rank), tuple(names), n_bytes, metadata)
 
 
@@ -225,7 +226,7 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
             at += n_bytes
         lengths.append(at)
     metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored
-    data = pickle.dumps(metadata)
+    data = pickle_metadata(metadata)
     return [
         RankSavePlan(file, own, n_bytes, data if rank == 0 else b"")
         for rank, (file, own, n_bytes) in enumerate(zip(files, names, lengths, strict=True))

@@ -5,7 +5,7 @@ and torch's own reader reads ours. Four things differ from torch's ``get_state_d
 
 - it takes no optimizer step to make the optimizer's state (see `training.optimizer.materialize_state`);
 - a tensor that is tied to another is stored once, under the first of its names;
-- of a model that is mostly frozen, as under LoRA, what is frozen may be left out (see `base_model`);
+- frozen parameters that every start makes again, as the base under LoRA, may be left out (see `base_model`);
 - what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
   has to be unpickled (see `safe_json`).
 """
@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
@@ -25,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
-from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
+from ...utils.rng import capture_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
 from ..compat.torch_private import without_compile
-from ..lora.description import describe_adapters
+from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
-from .base_model import BASE, BASE_SAMPLE, BaseFolder, check_own_base, describe_base, is_mostly_frozen, sample_base
+from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
 from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
 from .module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
 from .optimizer_state import (
@@ -46,6 +47,7 @@ from .optimizer_state import (
     tensor_entries,
 )
 from .param_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
+from .rank_rng import check_rank_rng, rank_key, restore_rank_rng
 
 logger = get_logger(__name__)
 
@@ -53,14 +55,17 @@ ROOT = "dcp"
 """The key all names of a folder stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
-"""Names of the tensors that hold JSON."""
+"""Names of the tensors of a training state that hold JSON."""
+
+ADAPTERS = "adapters"
+"""Name of the tensor that holds the settings of adapters as JSON."""
 
 RANK_KEYED = ("module_state", "rng", BASE_SAMPLE)
 """Names of what each rank has of its own, under its `rank_key`."""
 
 
-def _replicated(model: nn.Module) -> nn.Module:
-    """What is replicated on every rank, or ``model`` itself; also behind torch.compile."""
+def replicated(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, also behind torch.compile; another module itself."""
     inner = without_compile(model)
     return inner.module if isinstance(inner, DistributedDataParallel) else model
 
@@ -74,11 +79,12 @@ class DCPState(TorchStateful):
         optimizer: None leaves out everything but the model: a model-only checkpoint.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
-        trainable_only: leave out frozen parameters (``requires_grad`` false) and store a digest of them: they come from
-            where the model was made from, and a load is refused where they are others (see `base_model`). One that
-            has been trained, so that ``optimizer`` has state of it, is stored nevertheless. None: do so if more than
-            half of the model is frozen, and not all of it. A load takes what the folder has, whatever is said here.
+        trainable_only: leave out frozen parameters (``requires_grad`` false), because every start of the job makes them
+            again: True for all of them, or the names of some. A checkpoint holds a digest of them instead, and a load
+            on others is refused (see `base_model`). One that changes after the first `DCPState` of the model was made,
+            or that ``optimizer`` has state of, is stored. A load takes what the folder has, whatever is said here.
         base: where the frozen parameters come from, for messages; None: what a transformers model says.
+        group: control group of the ranks that hold the model, which agree on what is left out; None: all ranks.
         changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
             optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
             `staged_state`). A snapshot during which they change nevertheless fails.
@@ -96,47 +102,62 @@ class DCPState(TorchStateful):
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         counters: Stateful | None = None,
         *,
-        trainable_only: bool | None = None,
+        trainable_only: bool | Collection[str] = False,
         base: BaseFolder | None = None,
+        group: dist.ProcessGroup | None = None,
         changes_only_in_step: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.counters = _replicated(model), optimizer, scheduler, counters
-        self.trainable_only = is_mostly_frozen(self.model) if trainable_only is None else trainable_only
-        self.base = base or BaseFolder.of(self.model)
+        self.model, self.optimizer, self.scheduler, self.counters = replicated(model), optimizer, scheduler, counters
+        self.base, self.group = base or BaseFolder.of(self.model), group
         self.changes_only_in_step = changes_only_in_step
+        self._frozen_base: FrozenBase | None = None
+        if trainable_only is not False:
+            frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
+            self._frozen_base = FrozenBase.of(self.model, frozen, self.base)
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # what the folder holds that is loaded
 
     def model_only(self) -> "DCPState":
         """The same of the model alone."""
-        state = DCPState(self.model, trainable_only=self.trainable_only, base=self.base)
-        state._trained_by = self._trained_by
+        state = copy.copy(self)
+        state.optimizer = state.scheduler = state.counters = None
         return state
 
     def as_stored(self, names: Collection[str]) -> "DCPState":
         """The same with the parameters that a folder holds; ``names`` are the dotted names in it."""
         state = copy.copy(self)
-        state.trainable_only, state._stored = BASE in names, frozenset(names)
+        state._stored = frozenset(names)
         return state
 
     @normal_tensors()
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested: ``model``, ``module_state`` if there is any (see `module_state`), ``base`` and
-        ``base_sample`` if frozen parameters are left out (see `base_model`), and with an
-        optimizer ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides tensors),
-        ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler``, ``counters``. The
-        state of modules and generators is this rank's, under this rank's name.
+        """Live tensors, nested, under these names:
+
+        - ``model``, and ``module_state`` if there is any (see `module_state`).
+        - ``adapters``, if PEFT has put some in (see `lora.description`).
+        - ``base`` and ``base_sample``, if frozen parameters are left out (see `base_model`).
+        - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides
+          tensors), ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler`` and
+          ``counters``.
+
+        The state of modules and generators is this rank's, under this rank's name. If parameters may be left out all
+        ranks call it: they agree on which ones changed.
 
         Raises:
             ConfigError: something here cannot be saved so that it comes back as it is.
         """
+        if self._frozen_base is not None and self._stored is None:
+            self._frozen_base.drop_changed(self._frozen(), self.group)
         tensors = self._model_tensors()
         state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
         if own := module_state(self.model):
             state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
+        if settings := adapter_settings(self.model):
+            state[ADAPTERS] = pack_json(settings, ADAPTERS)
         if frozen := self.frozen_parameters():
+            sums = None if self._frozen_base is None or self._stored is not None else self._frozen_base.sums
             state[BASE] = describe_base(frozen, self.base, describe_adapters(self.model))
-            state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(frozen)}
+            state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(frozen, sums)}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
@@ -168,11 +189,12 @@ class DCPState(TorchStateful):
             CheckpointError: see `check_values`; likewise.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
-        live = self.live_tensors()
+        stored = self.as_stored(given.keys())
+        live = stored.live_tensors()
         if missing := sorted(live.keys() - given.keys()):
             raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
         values = self.check_values(given)
-        check_own_base(given, self.frozen_parameters(), self.base, f"{BASE_SAMPLE}.{rank_key(get_rank())}")
+        check_own_base(given, stored.frozen_parameters(), self.base, f"{BASE_SAMPLE}.{rank_key(get_rank())}")
         for name, target in live.items():
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
@@ -187,6 +209,7 @@ class DCPState(TorchStateful):
             given: what it was given.
         """
         restore_module_state(self.model, values["module_state"])
+        restore_merged(self.model, values[ADAPTERS])
         if self.optimizer is not None:
             self._load_training_state(self.optimizer, values)
             restore_rank_rng(given)
@@ -198,15 +221,18 @@ class DCPState(TorchStateful):
             given: dotted name -> tensor, of a whole state; live tensors may be left out.
 
         Returns:
-            ``module_state``, and name in `PACKED` -> value, of those that are there; groups and schedule in the order
-            of this optimizer's groups, and as ``group_order`` the number of the saved group for each of these.
+            ``module_state``, ``adapters``, and name in `PACKED` -> value, of those that are there; groups and schedule
+            in the order of this optimizer's groups, and as ``group_order`` the number of the saved group for each.
 
         Raises:
-            CheckpointMismatchError: a counter or scheduler entry is missing, or it is another optimizer's.
+            CheckpointMismatchError: a counter or scheduler entry is missing, it is another optimizer's, or adapters
+                were scaled otherwise.
             CheckpointCorruptError: what should be JSON is not.
         """
         own = given.get(f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}"))
         values: dict[str, Any] = {"module_state": {} if own is None else unpack_module_state(own, self.model)}
+        values[ADAPTERS] = unpack_json(given[ADAPTERS], ADAPTERS) if ADAPTERS in given else {}
+        check_settings(self.model, values[ADAPTERS])
         if self.optimizer is None:
             return values
         values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
@@ -269,7 +295,7 @@ class DCPState(TorchStateful):
             return {}
         params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
         live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in live.items() if name in params or name.startswith(PREFIX)}
+        return {name: tensor for name, tensor in live.items() if tensor.requires_grad or name.startswith(PREFIX)}
 
     def aliases(self) -> dict[str, str]:
         """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
@@ -331,13 +357,18 @@ class DCPState(TorchStateful):
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
         """Those that are left out, by the first of their names."""
-        return {name: param for name, param in self._parameters().items() if self._is_left_out(name, param)}
+        return {name: param for name, param in self._frozen().items() if self._is_left_out(name, param)}
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        return {name: param for name, param in self._parameters().items() if not param.requires_grad}
 
     def _is_left_out(self, name: str, tensor: torch.Tensor) -> bool:
-        if not self.trainable_only or not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             return False
         if self._stored is not None:
-            return f"model.{name}" not in self._stored
+            return BASE in self._stored and f"model.{name}" not in self._stored
+        if self._frozen_base is None or name not in self._frozen_base.sums:
+            return False
         return self._trained_by is None or not self._trained_by.state.get(tensor)
 
 
@@ -357,32 +388,6 @@ class StagedState:
         """The values, once they are all there; raises what went wrong with that."""
         self.finish()
         return self.values
-
-
-def rank_key(rank: int) -> str:
-    """The key of what is a rank's own: ``rank_00001``."""
-    return f"rank_{rank:05d}"
-
-
-def restore_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
-    """Restore this rank's generators from dotted names ``rng.rank_<r>.<generator>``, if there are any.
-
-    A rank that the saved run did not have derives its generators from those of rank 0 (see `derive_rng`).
-    """
-    rank = get_rank()
-    own, first = _rng_of(given, rank), _rng_of(given, 0)
-    if own or first:
-        restore_rng(own or derive_rng(first, rank))
-
-
-def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
-    """Raise the `CheckpointMismatchError` that `restore_rank_rng` would raise; no generator is touched."""
-    if state := _rng_of(given, get_rank()) or _rng_of(given, 0):
-        check_rng(state)
-
-
-def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}
 
 
 def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ The folder is one that stock ``dcp.load`` reads, on any number of ranks. Each te
 
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -27,6 +26,7 @@ from ...utils.manifest import FileEntry, write_entry
 from ..compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ..lazy_tensor import LazyTensor
 from ..tensors import bytes_of
+from .metadata import pickle_metadata
 from .tensor_framing import archive_of
 
 FILE_BYTES = 4 << 30
@@ -89,7 +89,7 @@ def write_entries(
                 following = next(rest, None)
         files.append(FileEntry(file.path.name, file.bytes, file.digest))
     metadata.storage_data = stored
-    return [*files, write_entry(folder, ".metadata", pickle.dumps(metadata))]
+    return [*files, write_entry(folder, ".metadata", pickle_metadata(metadata))]
 
 
 def _describe(name: str, tensor: LazyTensor) -> tuple[MetadataIndex, TensorStorageMetadata]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...utils.distributed import control_group, get_group_ranks, get_rank, get_world_size
 from ..tensors import Box, local_box, local_tensor
+from .metadata import stored_properties
 from .state import RANK_KEYED, ROOT, rank_key
 
 
@@ -95,7 +96,9 @@ class Structure:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, the same on ranks with the same structure."""
-        described = [(t.name, t.shape, repr(t.properties), t.mesh, repr(t.placements)) for t in self.tensors]
+        described = [
+            (t.name, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements)) for t in self.tensors
+        ]
         return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
 
 

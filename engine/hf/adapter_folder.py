@@ -57,7 +57,7 @@ def save_adapters(
 
     Raises:
         ConfigError: ``path`` is a URL.
-        CheckpointExistsError: ``path`` exists.
+        CheckpointExistsError: ``path`` exists and is not empty.
         CheckpointMismatchError: see `adapter_tensors`.
         CheckpointWriteError: rank 0 could not write.
         PeerError: another rank failed.

@@ -53,7 +53,7 @@ def save_hf(
     Raises:
         ConfigError: an option is out of range; the URL cannot be used, or a package for it is not installed; a rank
             does not see the staging folder.
-        CheckpointExistsError: ``path`` exists, or there is a model at the URL.
+        CheckpointExistsError: ``path`` exists and is not empty, or there is a model at the URL.
         CheckpointMismatchError: the weights cannot be expressed in the architecture's file format: it does not know a
             tensor of that name, they are quantized, or have adapters that cannot be merged.
         CheckpointNotFoundError: ``base_model_path`` is not a folder.

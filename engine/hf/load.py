@@ -107,6 +107,38 @@ def load_hf(
     return missing
 
 
+def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> set[str]:
+    """``state_dict`` keys whose values on this rank are, bit for bit, those that `load_hf` would read; nothing changes.
+
+    Tensors that a load would convert by more than slices are left out. Cost: one read of this rank's part.
+
+    Args:
+        folder: as for `load_hf`.
+        model: any transformers model, sharded or not.
+        group: the ranks of the model. No communication.
+
+    Raises:
+        CheckpointError, OSError: the folder cannot be read, or is not of this model.
+    """
+    with WeightReader(folder) as reader:
+        slots = reader.layout()
+        shapes = {name: slot.shape for name, slot in slots.items()}
+        loading = plan_loading(model, shapes)
+        chosen, _ = _choose(loading, stored_tensors(model)[1])
+        transfers = plan_transfers(
+            invert_fills(chosen, shapes), model.state_dict(), get_rank(group), get_world_size(group)
+        )
+        others = set(transfers.gathered).union(*map(_sources, transfers.unmapped))
+        for tensor, span in transfers.direct:
+            if span.source not in others and (held := overlap(span, transfers.parts[span.source])) is not None:
+                at, live = held
+                there = torch.empty_like(live, memory_format=torch.contiguous_format)
+                reader.read(slots[tensor.key], at, there)
+                if not torch.equal(there.view(torch.uint8), live.contiguous().view(torch.uint8)):
+                    others.add(span.source)
+    return chosen.keys() - others
+
+
 @contextmanager
 def _half_loaded(folder: Path) -> Iterator[None]:
     """Add to errors in the block that the model is now half loaded."""

@@ -22,7 +22,10 @@ from .dtypes import base_dtype, own_dtypes, set_config_dtype
 
 logger = get_logger(__name__)
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json"),
+    ".pkl",  # generators, as Accelerate keeps them
+)
 _NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")
 """What a run leaves beside a model."""
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")

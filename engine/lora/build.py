@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...utils.errors import CheckpointMismatchError, ConfigError
+from ..api import SaveLoadMeta
 from ..config import ALL_LINEAR, TrainEngineConfig
 from ..training.model import keep_own_shard
 from ..training.value_model import body_name
@@ -63,6 +64,28 @@ def add_adapters(
             param.requires_grad_(True)
         else:
             param.data = param.data.to(dtypes[name])
+
+
+def require_base(config: TrainEngineConfig) -> None:
+    """Refuse to answer as the base of an engine that trains all weights (ConfigError)."""
+    if not config.use_lora:
+        raise ConfigError("config key 'use_lora' is false: without adapters the base is not there any more")
+
+
+def require_adapters_for(config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False) -> None:
+    """Refuse a folder of PEFT of an engine that has more than adapters, or none; and to load a base under adapters.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
+        unmet = "'is_critic' is true: its value head is no adapter" if config.use_lora else "'use_lora' is false"
+        raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
+    if loads and meta.weight_format == "hf" and config.use_lora:
+        raise ConfigError(
+            "weight_format 'hf' would put another base under the adapters, which a checkpoint of this run could "
+            "not be resumed on; name that folder as config key 'path', or load adapters with 'peft' or 'dcp'"
+        )
 
 
 def _import_peft() -> Any:

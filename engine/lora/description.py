@@ -1,12 +1,18 @@
-"""Adapters as plain data beside their tensors: enough to merge them, or to make a folder of PEFT, without the model."""
+"""What a checkpoint says of adapters besides their tensors.
+
+- The description is enough to merge plain LoRA, or to make a folder of PEFT, without the model.
+- The settings are what PEFT's layers compute with and no tensor holds: scaling, and which adapters are merged.
+"""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from ...utils.errors import CheckpointMismatchError
-from .layers import plain_adapters, transformers_model
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ..tensors import clean_name
+from .layers import adapted_layers, is_plain, plain_adapters, transformers_model
 
 
 def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
@@ -31,6 +37,65 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     config = json.loads(json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain))
     scaling = {weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()}
     return {"name": name, "config": config, "scaling": scaling}
+
+
+def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Name of an adapted layer -> ``scaling`` (adapter -> alpha / rank) and ``merged`` (adapters in its weight now).
+
+    Raises:
+        ConfigError: adapters are merged that keep more than their tensors while they are (DoRA, say).
+    """
+    found = {}
+    for name, layer in _tuned_layers(model).items():
+        if layer.merged_adapters and not is_plain(layer):
+            raise ConfigError(
+                f"the adapters of {name} ({type(layer).__name__}) are merged into its weight, and keep values that a "
+                "checkpoint does not hold; call unmerge_adapter() before a checkpoint"
+            )
+        scaling = {adapter: float(value) for adapter, value in getattr(layer, "scaling", {}).items()}
+        found[name] = {"scaling": scaling, "merged": list(layer.merged_adapters)}
+    return found
+
+
+def check_settings(model: nn.Module, saved: Any) -> None:
+    """Refuse the `adapter_settings` of a checkpoint if adapters would compute something else here.
+
+    Raises:
+        CheckpointMismatchError: the scaling of a layer differs.
+        CheckpointCorruptError: ``saved`` is nothing that `adapter_settings` returns.
+    """
+    if not _are_settings(saved):
+        raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
+    for name, layer in _tuned_layers(model).items():
+        for adapter, there in saved[name]["scaling"].items() if name in saved else ():
+            here = getattr(layer, "scaling", {}).get(adapter)
+            if here is not None and float(here) != there:
+                raise CheckpointMismatchError(
+                    f"the checkpoint has adapter {adapter!r} of {name} with scaling {there}, this model has {here}: "
+                    "lora_alpha (or use_rslora) is another one; set it as in the run that wrote the checkpoint"
+                )
+
+
+def restore_merged(model: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Mark adapters as merged where the weights of a checkpoint hold them, and as not merged where they do not."""
+    for name, layer in _tuned_layers(model).items():
+        if name in saved:
+            layer.merged_adapters = list(saved[name]["merged"])
+
+
+def _are_settings(saved: Any) -> bool:
+    return isinstance(saved, dict) and all(
+        isinstance(layer, dict)
+        and isinstance(scaling := layer.get("scaling"), dict)
+        and all(isinstance(value, float) for value in scaling.values())
+        and isinstance(merged := layer.get("merged"), list)
+        and all(isinstance(adapter, str) for adapter in merged)
+        for layer in saved.values()
+    )
+
+
+def _tuned_layers(model: nn.Module) -> dict[str, Any]:
+    return {clean_name(n): layer for n, layer in adapted_layers(model).items() if hasattr(layer, "merged_adapters")}
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ peft is not imported here: a model has layers of it only if somebody else has im
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -81,6 +81,11 @@ def adapters_of(layer: Any) -> list[Adapter]:
     ]
 
 
+def is_plain(layer: Any) -> bool:
+    """Whether a layer of peft is a linear one that computes ``W + s B A`` and no more."""
+    return _not_plain(layer) is None
+
+
 def _not_plain(layer: Any) -> str | None:
     """Why a layer of peft is more than ``W + s B A``; None if it is not."""
     lora = sys.modules.get("peft.tuners.lora")
@@ -103,17 +108,31 @@ def plain_view(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CheckpointMismatchError: it has layers of peft that are not plain LoRA.
     """
+    return _view(model, _plain_name)
+
+
+def base_view(model: PreTrainedModel) -> PreTrainedModel:
+    """`plain_view` of the frozen weights alone: of whatever tuner, and of a layer trained as a whole the original."""
+    return _view(model, _original_name)
+
+
+def _view(model: PreTrainedModel, name_of: Callable[[str, Any], str]) -> PreTrainedModel:
     model = transformers_model(model)
     layers = adapted_layers(model)
     if not layers:
         return model
     view = unsharded_view(model)
     for name, layer in layers.items():
-        plain, (parent, _, own) = view.get_submodule(_plain_name(name, layer)), name.rpartition(".")
+        plain, (parent, _, own) = view.get_submodule(name_of(name, layer)), name.rpartition(".")
         parent = view.get_submodule(parent)
         replace_members(parent, children={**children_of(parent), own: plain})
     forget_adapters(view)
     return view
+
+
+def _original_name(name: str, layer: Any) -> str:
+    own = (child for child in ("base_layer", "original_module") if child in children_of(layer))
+    return ".".join([name, *own])
 
 
 def _plain_name(name: str, layer: Any) -> str:

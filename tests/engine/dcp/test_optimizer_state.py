@@ -156,3 +156,39 @@ def _older(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_folder_with_rank_0s_part_for_all_loads_and_says_so(tmp_path: Path) -> None:
     for lines in run_ranks(_older, 2, str(tmp_path)):
         assert any("average" in line and "rank 0" in line for line in lines), lines
+
+
+class Rounded(torch.Tensor):
+    """Moments in bfloat16 that pass for float32, as 8-bit ones of torchao do: a tensor that wraps another one."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type, inner: torch.Tensor) -> "Rounded":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner.bfloat16()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [arg.inner.float() if isinstance(arg, Rounded) else arg for arg in args]
+        out = func(*plain, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            args[0].inner.copy_(out)
+            return args[0]
+        return cls(out) if func is torch.ops.aten.detach.default else out
+
+
+def test_moments_in_a_class_of_tensors_of_their_own_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = Rounded(state["exp_avg"])
+    with pytest.raises(
+        ConfigError, match=r"AdamW keeps 'exp_avg' of weight as a .*\.Rounded, whose values a checkpoint"
+    ):
+        save_dcp(tmp_path / "saved", DCPState(model, optimizer))
+    assert not (tmp_path / "saved").exists()

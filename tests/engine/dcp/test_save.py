@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.dcp import save
@@ -107,6 +108,9 @@ def test_stock_torch_reads_what_was_written_and_the_metadata_is_torchs_own(tmp_p
     ours, stock = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "stock"))
     for metadata in (ours, stock):
         metadata.storage_meta = None
+    for entry in stock.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            vars(entry.properties).pop("strides", None)  # torch 2.15 adds them; older ones cannot read them
     assert ours == stock
     expected = {name: tensor.clone() for name, tensor in state.live_tensors().items()}
     with torch.no_grad():

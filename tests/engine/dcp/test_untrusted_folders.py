@@ -1,11 +1,12 @@
 """Folders that nobody vouches for: nothing in them runs, nothing missing or other passes as what was saved."""
 
+import copyreg
 import os
 import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -92,6 +93,42 @@ def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Pa
     """Torch would cast the one, and take a corner of the other."""
     plant_weight(folder := unsealed(tmp_path / "a"), other)
     refused(folder, r"dcp\.model\.weight holds .*; \.metadata announces \[3, 4\] torch.float32")
+
+
+def test_properties_with_the_strides_of_torch_2_15_are_read_by_every_torch(tmp_path: Path) -> None:
+    save_dcp(folder := tmp_path / "a", saved := trained(0))
+    (folder / "manifest.json").unlink()
+    with open(folder / ".metadata", "rb") as file:
+        found = pickle.load(file)
+    with open(folder / ".metadata", "wb") as file:
+        pickler = pickle.Pickler(file)
+        pickler.dispatch_table = copyreg.dispatch_table | {
+            TensorProperties: lambda p: (TensorProperties, (), (*p.__getstate__()[:5], (4, 1)))
+        }
+        pickler.dump(found)
+    load_dcp(folder, target := trained(1))
+    assert all(torch.equal(copies(target)[name], tensor) for name, tensor in copies(saved).items())
+
+
+class _Properties:
+    """Takes the place of torch's class, and keeps what is stored."""
+
+    states: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _Properties.states.append(state)
+
+
+class _Noting(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Properties if name == "TensorProperties" else super().find_class(module, name)
+
+
+def test_properties_are_stored_with_the_five_fields_that_torch_before_2_15_can_read(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "a", trained(0))
+    with open(tmp_path / "a" / ".metadata", "rb") as file:
+        _Noting(file).load()
+    assert _Properties.states and {len(state) for state in _Properties.states} == {5}
 
 
 def test_a_strided_tensor_of_another_writer_is_read(tmp_path: Path) -> None:

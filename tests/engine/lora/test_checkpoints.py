@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
-from tests.engine.lora.engines import lora_engine, same, train, trained_state, write_base
+from holdfast.utils.safe_json import pack_json
+from tests.engine.lora.engines import lora_engine, same, train, trained_state, whole, write_base
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks
 
@@ -171,7 +172,7 @@ def trained(model: nn.Module) -> DCPState:
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.requires_grad else None
     optimizer.step()
-    return DCPState(model, optimizer)
+    return DCPState(model, optimizer, trainable_only=True)
 
 
 def copies(state: DCPState) -> dict[str, torch.Tensor]:
@@ -183,7 +184,6 @@ def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
     build: Callable[[int], nn.Module], tmp_path: Path
 ) -> None:
     state = trained(build(0))
-    assert state.trainable_only
     save_dcp(tmp_path / "saved", state)
     stored = {
         n.removeprefix("dcp.model.") for n in read_layout(tmp_path / "saved").names() if n.startswith("dcp.model.")
@@ -225,21 +225,24 @@ def body_and_head(seed: int = 0) -> nn.Module:
     return model
 
 
-def _known_again(rank: int, world_size: int, root: str) -> dict[str, bool]:
-    """Whether a folder loads on the base that was there when it was saved, which had changed since another save."""
-    model, found = body_and_head(), {}
-    body: Any = model.get_parameter("0.weight")
+def _changed_between_saves(rank: int, world_size: int, root: str) -> dict[str, bool]:
+    """Whether a fresh model gets every bit from a folder that was saved after the frozen body had changed."""
+    found = {}
 
-    def edited() -> None:
-        change = torch.zeros(100, 100)
+    def edited(model: nn.Module) -> None:
+        change, body = torch.zeros(100, 100), cast(Any, model.get_parameter("0.weight"))
         change[0, 1] = 1e-3  # not one of the sample
         with torch.no_grad():
             body.add_(distribute_tensor(change, body.device_mesh, body.placements))
 
-    def loaded() -> None:
+    def edited_as_data(model: nn.Module) -> None:
+        if rank == 0:
+            cast(Any, model.get_parameter("0.weight").data).to_local()[0, 1] += 1e-3
+
+    def loaded(model: nn.Module) -> None:
         set_model_state_dict(model, body_and_head(1).state_dict())
 
-    def trained_meanwhile() -> None:
+    def trained_meanwhile(model: nn.Module) -> None:
         model.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         model(torch.ones(4, 100)).sum().backward()
@@ -248,42 +251,60 @@ def _known_again(rank: int, world_size: int, root: str) -> dict[str, bool]:
         model.requires_grad_(False)
         model.get_submodule("1").requires_grad_(True)
 
-    def loads(path: Path, onto: nn.Module) -> bool:
-        try:
-            load_dcp(path, DCPState(onto))
-        except CheckpointMismatchError:
-            return False
-        return True
-
-    for change in (edited, loaded, trained_meanwhile):
-        name, before, after = (
-            change.__name__,
-            *(Path(root, f"{change.__name__}_{when}") for when in ("before", "after")),
-        )
-        save_dcp(before, DCPState(model))
-        change()
-        save_dcp(after, DCPState(model))
-        fresh = body_and_head(2)
-        set_model_state_dict(fresh, model.state_dict())
-        found |= {f"{name}: is known again": loads(after, fresh), f"{name}: is another": not loads(before, fresh)}
+    for change in (edited, edited_as_data, loaded, trained_meanwhile):
+        model, folder = body_and_head(), Path(root, change.__name__)
+        save_dcp(f"{folder}_before", DCPState(model, trainable_only=True))
+        change(model)
+        save_dcp(f"{folder}_after", DCPState(model, trainable_only=True))
+        fresh = body_and_head()
+        load_dcp(f"{folder}_before", DCPState(fresh, trainable_only=True))
+        load_dcp(f"{folder}_after", DCPState(fresh, trainable_only=True))
+        pairs = zip(model.parameters(), fresh.parameters(), strict=True)
+        found[change.__name__] = all(torch.equal(whole(one), whole(other)) for one, other in pairs)
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_base_that_changed_between_two_saves_is_known_by_what_it_became(world_size: int, tmp_path: Path) -> None:
-    (found, *_) = run_ranks(_known_again, world_size, str(tmp_path))
-    assert len(found) == 6 and all(found.values()), found
+def test_a_base_that_changed_between_two_saves_is_stored_by_the_second(world_size: int, tmp_path: Path) -> None:
+    for found in run_ranks(_changed_between_saves, world_size, str(tmp_path)):
+        assert len(found) == 4 and all(found.values()), found
 
 
-def test_a_base_that_was_loaded_over_another_is_known_by_what_it_became(tmp_path: Path) -> None:
+def test_adapters_that_count_otherwise_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    def with_alpha(alpha: int) -> nn.Module:
+        return get_peft_model(
+            build_reference(tiny_qwen3()), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+        )
+
+    save_dcp(tmp_path / "saved", trained(with_alpha(4)))
+    other = trained(with_alpha(8))
+    before = copies(other)
+    with pytest.raises(CheckpointMismatchError, match=r"q_proj with scaling 2\.0, this model has 4\.0: lora_alpha"):
+        load_dcp(tmp_path / "saved", other)
+    assert same(copies(other), before)
+    load_dcp(tmp_path / "saved", trained(with_alpha(4)))
+
+
+@pytest.mark.parametrize("settings", [[], {"q_proj": {}}, {"q_proj": {"scaling": {"default": "2"}, "merged": []}}])
+def test_settings_of_adapters_that_are_none_are_damage(settings: Any) -> None:
+    state = trained(peft_model())
+    with pytest.raises(CheckpointCorruptError, match="does not hold settings of adapters"):
+        state.load_state_dict(state.state_dict() | {"adapters": pack_json(settings, "adapters")})
+
+
+def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path: Path) -> None:
     other = partly_frozen()
     other.get_parameter("model.embed_tokens.weight").data.view(-1)[1] += 1e-3  # not one of the sample
-    save_dcp(tmp_path / "all", DCPState(other, trainable_only=False))
-    state = DCPState(partly_frozen())
+    save_dcp(tmp_path / "all", DCPState(other))
+    state = DCPState(partly_frozen(), trainable_only=True)
     save_dcp(tmp_path / "before", state)
     load_dcp(tmp_path / "all", state)
     save_dcp(tmp_path / "after", state)
-    load_dcp(tmp_path / "after", DCPState(other))
+    again = partly_frozen()
+    load_dcp(tmp_path / "after", DCPState(again, trainable_only=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), other.parameters(), strict=True))
+    stored = read_layout(tmp_path / "after").names() - read_layout(tmp_path / "before").names()
+    assert stored == {"dcp.model.model.embed_tokens.weight"}, "nothing but what changed is stored besides"
 
 
 def test_no_fingerprint_is_that_of_no_base() -> None:
@@ -295,7 +316,7 @@ def test_a_folder_without_a_fingerprint_of_its_base_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "sample_base", lambda frozen: sample_base(frozen)[:n_bytes].clone())
+        patch.setattr(state_module, "sample_base", lambda *given: sample_base(*given)[:n_bytes].clone())
         save_dcp(tmp_path / "saved", trained(partly_frozen()))
     with pytest.raises(CheckpointCorruptError, match="'base_sample' of a rank has"):
         load_dcp(tmp_path / "saved", trained(partly_frozen()))
@@ -305,7 +326,7 @@ def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "sample_base", lambda frozen: sample_base(frozen)[:8].clone())
+        patch.setattr(state_module, "sample_base", lambda *given: sample_base(*given)[:8].clone())
         save_dcp(tmp_path / "saved", trained(partly_frozen()))
     load_dcp(tmp_path / "saved", trained(partly_frozen()))
     with pytest.raises(CheckpointMismatchError, match="another base model"):
@@ -313,9 +334,6 @@ def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
 
 
 def test_what_may_have_changed_is_stored_although_it_is_frozen(tmp_path: Path) -> None:
-    balanced = build_reference(tiny_qwen3())
-    balanced.model.norm.weight.requires_grad_(False)  # as the bias that balances a router
-    assert len(trained(balanced).live_tensors()) == 24 + 23 * 3, "less is frozen than trained"
     state = trained(partly_frozen())
     state.model.get_submodule("model.layers.1.mlp").requires_grad_(False)  # after it was trained
     for part in (state, state.model_only()):
@@ -339,7 +357,7 @@ def test_torchs_own_load_refuses_another_base_too(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_can_be_chosen(tmp_path: Path) -> None:
     whole = trained(partly_frozen(0))
-    whole = DCPState(whole.model, whole.optimizer, trainable_only=False)
+    whole = DCPState(whole.model, whole.optimizer)
     save_dcp(tmp_path / "whole", whole)
     assert "dcp.base" not in read_layout(tmp_path / "whole").names()
     other = trained(partly_frozen(1))
@@ -347,14 +365,13 @@ def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_c
     for (name, one), two in zip(whole.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two), name
     save_dcp(tmp_path / "part", trained(partly_frozen(0)))
-    load_dcp(tmp_path / "part", DCPState(partly_frozen(0), trainable_only=False))  # the folder says what is in it
+    load_dcp(tmp_path / "part", DCPState(partly_frozen(0)))  # the folder says what is in it
 
 
-def test_a_model_of_which_nothing_or_everything_is_frozen_is_stored_whole(tmp_path: Path) -> None:
-    for trains in (False, True):
-        model = build_reference(tiny_qwen3()).requires_grad_(trains)
-        state = DCPState(model)
-        assert not state.trainable_only and len(state.live_tensors()) == 24 and "base" not in state.state_dict()
+def test_what_is_frozen_is_stored_unless_the_caller_leaves_it_out(tmp_path: Path) -> None:
+    for model in (build_reference(tiny_qwen3()).requires_grad_(False), partly_frozen()):
+        assert {f"model.{name}" for name, _ in model.named_parameters()} <= DCPState(model).live_tensors().keys()
+        assert "base" not in DCPState(model).state_dict()
     frozen = peft_model().requires_grad_(False)  # as PeftModel.from_pretrained gives it
     save_dcp(tmp_path / "adapters", trained(peft_model()))
     load_dcp(tmp_path / "adapters", DCPState(frozen))
@@ -378,7 +395,7 @@ def _foreign_sharded(rank: int, world_size: int, root: str) -> bool:
         fully_shard(block)
     fully_shard(model)
     load_dcp(f"{root}/alone", DCPState(model))
-    save_dcp(f"{root}/sharded_{world_size}", DCPState(model))
+    save_dcp(f"{root}/sharded_{world_size}", DCPState(model, trainable_only=True))
     return True
 
 
@@ -386,6 +403,6 @@ def test_a_peft_model_moves_between_one_process_and_fsdp2(tmp_path: Path) -> Non
     alone = trained(peft_model())
     save_dcp(tmp_path / "alone", alone.model_only())
     run_ranks(_foreign_sharded, 2, str(tmp_path))
-    again = DCPState(peft_model())
+    again = DCPState(peft_model(), trainable_only=True)
     load_dcp(tmp_path / "sharded_2", again)
     assert same(copies(again), copies(alone.model_only()))

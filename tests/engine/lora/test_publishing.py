@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.servers import TransformersServer, VLLMServer
+from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import ServerStatus, weights_label
 from holdfast.engine.servers.probe import PROBE_NAME, read_probe
 from holdfast.utils.errors import ConfigError
@@ -21,6 +21,7 @@ from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, verify_folder, write_manifest
 from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.scripted import PlainServer
 from tests.helpers import PRELOAD, run_ranks
 from tests.limits import stretched
 
@@ -95,14 +96,14 @@ def test_what_has_no_adapters_or_takes_none_is_refused_before_anything_is_writte
     (seen,) = run_ranks(_refused, 1, str(base), str(root))
     assert "has none (config key 'use_lora'); publish by type 'disk'" in seen["all weights"]
     assert "is trained beside them; publish by type 'disk'" in seen["critic"]
-    assert "a TransformersServer, has no endpoint that loads adapters" in seen["transformers"]
+    assert "a PlainServer, has no endpoint that loads adapters" in seen["plain"]
 
 
 def _refused(rank: int, world_size: int, base: str, root: str) -> dict[str, str]:
     seen, folder = {}, Path(root) / "none"
-    for name, keys in {"all weights": {"use_lora": False}, "critic": {"is_critic": True}, "transformers": {}}.items():
+    for name, keys in {"all weights": {"use_lora": False}, "critic": {"is_critic": True}, "plain": {}}.items():
         engine = lora_engine(Path(base), **keys)
-        engine.connect_engine([TransformersServer("http://127.0.0.1:9")], WeightUpdateMeta("adapter", str(folder)))
+        engine.connect_engine([PlainServer()], WeightUpdateMeta("adapter", str(folder)))
         seen[name] = refusal(engine, folder)
         engine.destroy()
     return seen
