@@ -1,8 +1,13 @@
-"""What becomes of each key of an AReaL file: one table, by the class that the section becomes.
+"""The fate of each key of an AReaL file: one table for each class that a section becomes.
 
-Read at AReaL cbff54d (August 2026). A key is ``same`` (one of that name means that), ``renamed``, ``ignored`` (it says
-nothing about what is computed) or ``refused`` (it would change what is computed, and there is nothing like it here)
-unless it has the value that changes nothing. docs/areal.md is this table; `load_areal` reads by it.
+Read at AReaL cbff54d (August 2026). A key has one of four fates:
+
+- ``same``: the key of that name here means the same.
+- ``renamed``: another key here means the same.
+- ``ignored``: the key changes neither the result nor whether the job fits into memory.
+- ``refused``: the key changes one of them, and Holdfast has nothing like it. A value without effect is accepted.
+
+docs/areal.md shows this table, and `load_areal` reads by it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +16,7 @@ from typing import Any
 
 
 class _Nothing:
-    """Stands for a value that there is not; None is a value of YAML."""
+    """The absence of a value, because None is a value of YAML."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -22,41 +27,50 @@ NOTHING = _Nothing()
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one key.
+    """The fate of one key.
 
     Attributes:
         kind: ``same``, ``renamed``, ``ignored`` or ``refused``.
-        why: a remark; of what is ignored or refused, the reason.
-        to: the key here, of what is renamed.
-        value: what ``to`` is set to when the key is true; `NOTHING`: to the value of the key.
-        neutral: value at which it says nothing: not refused, and not worth a warning.
-        absent: AReaL's default where it differs from the one here and changes what is computed: taken when the key is
-            absent.
+        why: a remark. For an ignored or refused key: the reason.
+        to: the key here, for a renamed key.
+        value: value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key.
+        neutral: values without an effect. With one of them the key is neither refused nor worth a warning.
+        absent: AReaL's default, taken when the key is absent. Set where the default here differs and the result
+            depends on it.
+        of: for a refused key outside of a section: the class that it is refused for.
     """
 
     kind: str
     why: str = ""
     to: str = ""
     value: Any = NOTHING
-    neutral: Any = NOTHING
+    neutral: tuple[Any, ...] = ()
     absent: Any = NOTHING
+    of: str = ""
 
 
-def _ignored(why: str, neutral: Any = NOTHING) -> Fate:
+def _ignored(why: str, *neutral: Any) -> Fate:
     return Fate("ignored", why, neutral=neutral)
 
 
-def _refused(why: str, neutral: Any = NOTHING) -> Fate:
-    return Fate("refused", why, neutral=neutral)
+def _refused(why: str, *neutral: Any, of: str = "") -> Fate:
+    return Fate("refused", why, neutral=neutral, of=of)
 
 
 SAME = Fate("same")
 PLACEMENT = "placement and workers are the caller's (`WorkerGroup`, torchrun)"
 MEGATRON = "trained with FSDP2, in `dtype`"
 PUBLISHING = "weights go to servers as `WeightUpdateMeta` says"
-MEMORY = "memory and speed only"
+SPEED = "speed only"
 FLOAT16 = "for float16, which is not trained in here"
 STATISTICS = "statistics only"
+ON_DEVICE = "weights and optimizer stay on the device here, where the job may not fit"
+FP8 = "there is no training in fp8 here"
+TREE = "there is no tree training here, without which the job may not fit"
+ROUTER = "routers of experts compute in `dtype` here"
+MOMENTS = "moments are float32 here, or bfloat16 with `optimizer.type: adam_bf16`"
+SERVERS = "servers, workers and workflows are the caller's"
+SAMPLING = "there is nothing like it here"
 
 _ENGINE = {
     **dict.fromkeys(("experiment_name", "trial_name", "init_from_scratch", "is_critic", "temperature"), SAME),
@@ -82,33 +96,46 @@ _ENGINE = {
     "optimizer.min_loss_scale": _ignored(FLOAT16, 1.0),
     "optimizer.loss_scale_window": _ignored(FLOAT16, 5),
     "optimizer.hysteresis": _ignored(FLOAT16, 2),
-    "optimizer_dtype": _refused("parameters are float32; for moments in bfloat16 there is `adam_bf16`", "float32"),
-    "fsdp.wrap_policy": _ignored("null: the model's own blocks, as here", neutral=None),
+    "optimizer_dtype": _refused(
+        "parameters are float32 here. For moments in bfloat16 there is `adam_bf16`", "float32", "fp32"
+    ),
+    "fsdp.wrap_policy": _ignored("null: the model's own blocks, as here", None),
     "fsdp.wrap_policy.transformer_layer_cls_to_wrap": SAME,
-    "fsdp.offload_params": _ignored(MEMORY, neutral=False),
-    "fsdp.memory_efficient_load": _ignored("weights are always read shard by shard", neutral=False),
-    "fsdp.per_layer_optim_step": _ignored(MEMORY, neutral=False),
-    "fsdp.optim_step_prefetch_layers": _ignored(MEMORY, neutral=1),
-    "fsdp.shard_vision_across_sp": _ignored(MEMORY, neutral=False),
-    "use_kernels": _ignored(MEMORY, neutral=False),
-    "offload": _ignored(MEMORY, neutral=False),
-    "enable_tree_training": _ignored(MEMORY, neutral=False),
+    "fsdp.offload_params": _refused(ON_DEVICE, False),
+    "fsdp.per_layer_optim_step": _refused(ON_DEVICE, False),
+    "offload": _refused(ON_DEVICE, False),
+    "fsdp.memory_efficient_load": _ignored("weights are always read shard by shard", False),
+    "fsdp.optim_step_prefetch_layers": _ignored(SPEED, 1),
+    "fsdp.shard_vision_across_sp": _refused("there is no sequence parallelism here, for images neither", False),
+    "use_kernels": _ignored(SPEED, False),
+    "enable_tree_training": _refused(TREE, False),
     **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
     "target_modules": Fate("same", "empty, or with `all-linear`: every linear layer but the head"),
     "peft_type": Fate("same", "`lora` alone"),
-    "backend": _ignored("FSDP2 over all ranks, whatever it says"),
-    "megatron.enable_mtp": _refused("multi-token prediction is not trained here", neutral=False),
-    "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", neutral=0.0),
-    "megatron.moe_z_loss_coeff": _refused("there is no z-loss here", neutral=None),
+    "backend": _ignored("FSDP2 over all ranks, whatever its name and `d` say"),
+    "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
+    "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", 0.0),
+    "megatron.moe_z_loss_coeff": _refused("there is no z-loss here", None),
+    "megatron.moe_router_dtype": _refused(ROUTER, None),
+    "megatron.fp8_config": _refused(FP8, None),
+    "megatron.ddp.fp8_param_gather": _refused(FP8, False),
+    "megatron.ddp.grad_reduce_in_fp32": _refused("`grad_reduce_dtype` says it here", True),
+    "megatron.main_grads_dtype": _refused("gradients are float32 here", "float32", "fp32"),
+    "megatron.main_params_dtype": _refused("parameters are float32 here", "float32", "fp32"),
+    "megatron.exp_avg_dtype": _refused(MOMENTS, "float32", "fp32"),
+    "megatron.exp_avg_sq_dtype": _refused(MOMENTS, "float32", "fp32"),
+    "megatron.enable_fp32_lm_head": _refused("the head computes in `dtype` here", False),
     "megatron": _ignored(MEGATRON),
+    "archon.offload_params": _refused(ON_DEVICE, False),
+    "archon.attn_type": _refused(TREE, "varlen", "sdpa"),
+    "archon.fp8_config.mode": _refused(FP8, "disabled"),
+    "archon.moe_router_dtype": _refused(ROUTER, None),
     "archon": _ignored(MEGATRON),
     **dict.fromkeys(("weight_update_mode", "enable_delta_weight_update"), _ignored(PUBLISHING)),
     **dict.fromkeys(("weight_update_delta_method", "weight_update_anchor_interval"), _ignored(PUBLISHING)),
     **dict.fromkeys(("scheduling_spec", "scheduling_strategy", "_version", "admin_api_key"), _ignored(PLACEMENT)),
     **dict.fromkeys(("log_level", "request_timeout", "setup_timeout"), _ignored(PLACEMENT)),
     "workers_ready_timeout": _ignored(PLACEMENT),
-    "beta": _refused("of the DPO loss: give it to that loss, and leave it out here"),
-    "loss_type": _refused("of the DPO loss: give it to that loss, and leave it out here"),
 }
 
 _NORM = {
@@ -127,26 +154,24 @@ _ACTOR = {
     "adv_norm": SAME,
     **{f"{norm}.{key}": fate for norm in ("reward_norm", "adv_norm") for key, fate in _NORM.items()},
     "kl_ctl": Fate("same", "here it is 0 when absent", absent=0.1),
-    "kl_estimator": _ignored(
-        "of the KL in rewards, which is k1 here; the key of that name is of the loss", neutral="k1"
-    ),
+    "kl_estimator": Fate("same", "here also the estimator of `kl_loss_coef`"),
     "use_sapo_loss": Fate("renamed", to="policy_loss", value="sapo"),
     "use_cispo_loss": Fate("renamed", to="policy_loss", value="cispo"),
     "rejection_sampling": SAME,
     **dict.fromkeys((f"rejection_sampling.{k}" for k in ("level", "action", "metric", "agg", "upper", "lower")), SAME),
     "gae_lambda": Fate("same", "a number, no path of a function"),
-    "gae_lambda_kwargs": _refused("`gae_lambda` is a number here", neutral={}),
-    "gae_timestep_unit": _refused("advantages are of tokens here, not of turns", neutral="token"),
-    "m2_threshold": _refused("there is no M2PO here", neutral=None),
+    "gae_lambda_kwargs": _refused("`gae_lambda` is a number here", {}),
+    "gae_timestep_unit": _refused("advantages are of tokens here, not of turns", "token"),
+    "m2_threshold": _refused("there is no M2PO here", None),
     "mask_no_eos_with_zero": _refused(
-        "it takes the reward of answers that were cut off; `mask_truncated_completions` takes their tokens",
-        neutral=False,
+        "it takes the reward of answers that were cut off; `mask_truncated_completions` takes their tokens", False
     ),
     "behave_imp_weight_cap": _REMOVED,
     "behave_imp_weight_mode": _REMOVED,
     "behav_imp_weight_cap": _REMOVED,
-    "log_agent_stats": _ignored(STATISTICS, neutral=False),
-    "log_agent_stats_keys": _ignored(STATISTICS, neutral=[]),
+    "log_agent_stats": _ignored(STATISTICS, False),
+    "log_agent_stats_keys": _ignored(STATISTICS, []),
+    **dict.fromkeys(("beta", "loss_type"), _refused("of DPO: read `DPOConfig`")),
 }
 
 _CRITIC = {
@@ -155,8 +180,10 @@ _CRITIC = {
     "mask_no_eos_with_zero": _ACTOR["mask_no_eos_with_zero"],
 }
 
+_DPO = {"beta": SAME, "loss_type": SAME}
+
 _TIMER = ("experiment_name", "trial_name", "fileroot", "freq_epochs", "freq_steps", "freq_secs")
-_OPTIM = _ignored("snapshots hold the optimizer: a resumed run goes on as if it had not stopped", neutral=False)
+_OPTIM = _ignored("snapshots hold the optimizer: a resumed run goes on as if it had not stopped", False)
 
 _RECOVER = {
     **dict.fromkeys(_TIMER, SAME),
@@ -169,35 +196,78 @@ _RECOVER = {
 _SAVER = {
     **dict.fromkeys(_TIMER[:3], _ignored("exports are beside the snapshots of `recover`")),
     "freq_steps": Fate("renamed", to="hf_freq_steps"),
-    "freq_epochs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", neutral=None),
-    "freq_secs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", neutral=None),
+    "freq_epochs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", None),
+    "freq_secs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", None),
     "mode": _ignored("exports are made in the background with `recover.async_save`"),
+}
+
+_ROLLOUT = {
+    **dict.fromkeys(("max_head_offpolicyness", "max_concurrent_rollouts"), SAME),
+    "request_timeout": Fate("renamed", "seconds", to="request_timeout_s"),
+    "request_retries": Fate("renamed", "either counts the first request too", to="request_attempts"),
+    "return_routed_experts": _refused("routing is not replayed here", False),
+    "deterministic_sampling": _ignored("each sample has the seed of its ticket", False),
+    **dict.fromkeys(("consumer_batch_size", "queue_size"), _ignored("a step takes the batch of the loader")),
+    **dict.fromkeys(("backend", "scheduling_spec", "scheduling_strategy", "agent"), _ignored(SERVERS)),
+    **dict.fromkeys(("experiment_name", "trial_name", "fileroot", "tokenizer_path"), _ignored(SERVERS)),
+    **dict.fromkeys(("setup_timeout", "workers_ready_timeout", "pause_grace_period"), _ignored(SERVERS)),
+    **dict.fromkeys(("_version", "admin_api_key", "model", "routing_strategy", "poll_interval"), _ignored(SERVERS)),
+    **dict.fromkeys(("api_url", "provider_api_key", "serialize_group_samples"), _ignored(SERVERS)),
+    **dict.fromkeys(("use_lora", "lora_name"), _ignored(PUBLISHING)),
+    **dict.fromkeys(("enable_rollout_tracing", "check_trajectory_format", "dump_to_file"), _ignored(STATISTICS)),
+}
+
+_GCONFIG = {
+    **dict.fromkeys(("n_samples", "max_new_tokens", "min_new_tokens", "temperature", "top_p"), SAME),
+    "top_k": Fate("same", "when absent 0, every token, as AReaL's 100,000,000"),
+    "stop_token_ids": SAME,
+    "greedy": _refused("`temperature: 0` says it here", False),
+    "max_tokens": _refused("there is no limit for prompt and completion together here", 32768),
+    **dict.fromkeys(("ignore_eos", "use_beam_search"), _refused(SAMPLING, False)),
+    "stop": _refused("completions end with `stop_token_ids` here", None, []),
+    "frequency_penalty": _refused(SAMPLING, 0.0),
+    "reward_normalization": _refused("rewards are normalised by `reward_norm`", False),
+    "drop_incomplete_group": _ignored("a group is complete, or its ticket is replaced", False),
+    "seed": _ignored("each sample has the seed of its ticket", None),
+    "skip_special_tokens": _ignored("workflows decode"),
+    "lora_name": _ignored(PUBLISHING),
 }
 
 KEYS: Mapping[str, Mapping[str, Fate]] = {
     "TrainEngineConfig": _ENGINE,
     "PPOActorConfig": _ACTOR,
     "PPOCriticConfig": _CRITIC,
+    "DPOConfig": _DPO,
+    "RolloutConfig": _ROLLOUT,
+    "GenerationHyperparameters": _GCONFIG,
     "RecoverConfig": _RECOVER,
     "saver": _SAVER,
 }
-"""By the class that a section becomes, which also has the keys of its base; ``saver`` is the section that
-`RecoverConfig` takes exports from. ``a.b`` is key b of section a; a key that has sections without rows of their own is
+"""By the class that a section becomes, which also has the keys of its base. ``saver`` is the section that
+`RecoverConfig` takes exports from. ``a.b`` is key b of section a. A key whose sections have no rows of their own is
 ``same``, ``ignored`` or ``refused`` with all of them."""
 
 SECTIONS: Mapping[str, str] = {
     "TrainEngineConfig": "actor",
     "PPOActorConfig": "actor",
     "PPOCriticConfig": "critic",
+    "DPOConfig": "actor",
+    "RolloutConfig": "rollout",
+    "GenerationHyperparameters": "gconfig",
     "RecoverConfig": "recover",
 }
 """The section of a file that a class is read from unless the caller names another."""
 
 FILE: Mapping[str, Fate] = {
-    "seed": Fate("renamed", "of each engine's section, unless it has one", to="seed"),
-    "gconfig.n_samples": Fate("renamed", "of the actor's section, unless it has one", to="group_size"),
-    "gconfig.reward_normalization": _refused("rewards are normalised by `reward_norm`", neutral=False),
-    "teacher": _refused("there is no loss of distillation here", neutral=None),
+    "seed": Fate("renamed", "in each engine's section and in `rollout`, unless it has one", to="seed"),
+    "gconfig.n_samples": Fate("renamed", "in the actor's section, unless it has one", to="group_size"),
+    "allocation_mode": Fate("renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"),
+    "enable_offload": _refused(ON_DEVICE, False, of="TrainEngineConfig"),
+    "defaults": _refused(
+        "the files that it names are not read here; write all keys into one file", ["_self_"], of="TrainEngineConfig"
+    ),
+    "gconfig.reward_normalization": _refused("rewards are normalised by `reward_norm`", False, of="PPOActorConfig"),
+    "teacher": _refused("there is no loss of distillation here", None, of="PPOActorConfig"),
 }
 """Keys outside of a section that decide about one."""
 

@@ -27,22 +27,28 @@ def load_areal(
 ) -> T:
     """Read an instance of ``cls`` from a whole AReaL file.
 
-    What has a meaning here works, keys of Holdfast's own may stand beside AReaL's, and a key that is absent has AReaL's
-    default wherever that changes what is computed. Keys that say nothing about what is computed (schedulers, Megatron,
-    servers) are named in one warning. Interpolations (``${actor.path}``) are resolved in the whole file.
+    Keys of Holdfast may stand next to AReaL's. A key that is absent has AReaL's default wherever that changes the
+    result. One warning names the keys without effect here (schedulers, servers). Interpolations (``${actor.path}``) are
+    resolved in the whole file.
 
     Args:
-        cls: `TrainEngineConfig`, `PPOActorConfig`, `PPOCriticConfig`, `RecoverConfig` or a class derived from one,
-            which is read from its section; or a dataclass with fields of these types, each read from the section of its
-            name. A field of another type is read from the key of its name, as it is.
+        cls: `TrainEngineConfig`, `PPOActorConfig`, `PPOCriticConfig`, `DPOConfig`, `RolloutConfig`,
+            `GenerationHyperparameters`, `RecoverConfig` or a class derived from one, which is read from its section. Or
+            a dataclass with fields of these types, each read from the section of its name. A field of another type is
+            read from the key of its name, as it is.
         path: YAML file.
-        overrides: ``section.key=value`` strings that win over the file, as AReaL's command line has them.
-        section: of the file, in place of that of the class (``actor``, ``critic``, ``recover``): ``"ref"``.
+        overrides: ``section.key=value`` strings that win over the file, as on AReaL's command line.
+        section: section to read in place of the section of the class (``actor``, ``critic`` ...): ``"ref"``.
 
     Raises:
-        ConfigError: a key would change what is computed and has nothing like it here, or is in neither AReaL nor
-            Holdfast; or as `load_config`. The message names the key, and what to do.
+        ConfigError: the message names the key, and what to do. Reasons: ``cls`` is none of these; a key changes the
+            result or the memory of the job, and there is nothing like it here; a key is in neither AReaL nor Holdfast;
+            or as for `load_config`.
+
+    Example:
+        ``load_areal(PPOActorConfig, "gsm8k_grpo.yaml", ["actor.path=Qwen/Qwen3-0.6B"])``
     """
+    _require_class_of_a_file(cls)
     overrides = [override.removeprefix("+") for override in overrides]  # as Hydra has new keys
     source = f"{path} with overrides {overrides}" if overrides else f"{path}"
     reader = _Reader(read_yaml(path, overrides, source), source)
@@ -60,7 +66,7 @@ def load_areal(
 
 
 class _Reader:
-    """Translates sections of one file, and remembers what there is to tell about them."""
+    """Translate sections of one file, and collect remarks about them."""
 
     def __init__(self, file: DictConfig, source: str) -> None:
         self.file = file
@@ -70,7 +76,7 @@ class _Reader:
         self._remarks: list[str] = []
 
     def job(self, cls: type) -> dict[str, Any]:
-        """The keys of a class that takes several sections."""
+        """The keys of a class with a field for each section."""
         types, keys = _field_types(cls), {}
         for name in (name for name in types if name in self.file):
             if _tables_of(types[name]):
@@ -83,12 +89,15 @@ class _Reader:
         return keys
 
     def section(self, cls: type, name: str) -> dict[str, Any] | None:
-        """The keys of ``cls`` that section ``name`` says; None if the file has no such section, or null."""
+        """The keys of ``cls`` in section ``name``. None if the file has no such section, or null."""
         found = self._resolved(name)
         if found is None:
             return None
         if not isinstance(found, dict):
             raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
+        mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
+        if mode is not None:  # AReaL's older way to write the backends of servers and trainer: "sglang:d4+d4t2"
+            found.setdefault("backend", str(mode).rpartition("+")[2])
         keys = self._translate(_tables_of(cls), cls, name, found)
         if "RecoverConfig" in _names(cls) and (saver := self._resolved("saver")):
             said = {key: value for key, value in saver.items() if key not in _PLACE or found.get(key) != value}
@@ -98,11 +107,14 @@ class _Reader:
             if fate.absent is not NOTHING and key not in found:
                 keys[key] = fate.absent
         for rule in (rule for base in _names(cls) for rule in RULES.get(base, ())):
-            self._remarks += [f"{name}: {remark}" for remark in rule(keys, found)]
+            try:
+                self._remarks += [f"{name}: {remark}" for remark in rule(keys, found)]
+            except ConfigError as error:
+                raise ConfigError(f"section {name!r} of {self._source}: {error}") from None
         return keys
 
     def warn(self) -> None:
-        """Tell everything at once."""
+        """Log one warning with all remarks."""
         parts = [f"{', '.join(names)} ({why})" for why, names in self._without_effect.items()]
         ignored = [f"without effect here: {'; '.join(parts)}"] if parts else []
         if remarks := ignored + self._remarks:
@@ -134,14 +146,14 @@ class _Reader:
                     _set(keys, fate.to, value)
                 elif value:
                     _set(keys, fate.to, fate.value)
-            elif not _says_nothing(value, fate):
+            elif value not in fate.neutral:
                 if fate.kind == "refused":
                     self._refuse(f"{section}.{key}", value, fate)
                 self._note(fate.why, [f"{section}.{key}"])
         return keys
 
     def _add_from_file(self, cls: type, found: Mapping[str, Any], keys: dict[str, Any]) -> None:
-        """What keys outside of the section say about it."""
+        """Add the keys outside of the section that decide about it."""
         own = _own_keys(cls)
         for key, fate in FILE.items():
             value = OmegaConf.select(self.file, key, default=NOTHING)
@@ -149,11 +161,11 @@ class _Reader:
                 continue
             if fate.kind == "renamed" and fate.to in own and fate.to not in found:
                 keys[fate.to] = value
-            elif fate.kind == "refused" and "PPOActorConfig" in _names(cls) and not _says_nothing(value, fate):
-                self._refuse(key, "set" if OmegaConf.is_config(value) else value, fate)
+            elif fate.kind == "refused" and fate.of in _names(cls) and value not in fate.neutral:
+                self._refuse(key, "set" if OmegaConf.is_dict(value) else value, fate)
 
     def _refuse(self, key: str, value: Any, fate: Fate) -> None:
-        advice = "" if fate.neutral is NOTHING else f"; expected {fate.neutral!r}, or nothing"
+        advice = f"; expected {' or '.join(map(repr, fate.neutral))}, or no such key" if fate.neutral else ""
         raise ConfigError(f"config key {key!r} in {self._source} is {value!r}: {fate.why}{advice}")
 
     def _refuse_unknown(self, key: str, known: set[str]) -> None:
@@ -163,22 +175,32 @@ class _Reader:
         )
 
 
+def _require_class_of_a_file(cls: type) -> None:
+    if _tables_of(cls) or (is_dataclass(cls) and any(_tables_of(kind) for kind in _field_types(cls).values())):
+        return
+    raise ConfigError(
+        f"{cls.__name__} is no section of AReaL's files; expected {', '.join(SECTIONS)}, a class derived from one, or "
+        "a dataclass with fields of these"
+    )
+
+
 def _names(cls: type) -> list[str]:
     return [base.__name__ for base in getattr(cls, "__mro__", ())]
 
 
 def _tables_of(cls: type) -> dict[str, Fate]:
-    """What becomes of the keys of the section that ``cls`` is; empty for another class."""
+    """The fate of each key of the section that ``cls`` is read from. Empty for a class without a section."""
     tables = [KEYS[name] for name in reversed(_names(cls)) if name in KEYS]
     if "TrainEngineConfig" in _names(cls):
         of_algorithms = Fate("ignored", f"of an algorithm, which {cls.__name__} has not")
-        others = (key for table in ("PPOActorConfig", "PPOCriticConfig") for key in KEYS[table] if "." not in key)
+        algorithms = ("PPOActorConfig", "PPOCriticConfig", "DPOConfig")
+        others = (key for table in algorithms for key in KEYS[table] if "." not in key)
         tables.insert(0, dict.fromkeys(others, of_algorithms))
     return {key: fate for table in tables for key, fate in table.items()}
 
 
 def _fate(key: str, table: Mapping[str, Fate]) -> Fate | None:
-    """That of the key itself, or of what it is in if that has one with everything in it."""
+    """The fate of the key, or of its nearest parent section if that fate covers the whole section."""
     if key in table:
         return table[key]
     parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
@@ -186,7 +208,7 @@ def _fate(key: str, table: Mapping[str, Fate]) -> Fate | None:
 
 
 def _leaves(found: Mapping[str, Any], table: Mapping[str, Fate], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)``; of what the table knows as a whole the whole."""
+    """``(dotted key, value)`` of each key. A section that the table knows as a whole is one key."""
     for name, value in found.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value and (key not in table or _has_rows_in(key, table)):
@@ -201,10 +223,6 @@ def _has_rows_in(key: str, table: Mapping[str, Fate]) -> bool:
 
 def _roots(table: Mapping[str, Fate]) -> set[str]:
     return {key.partition(".")[0] for key in table}
-
-
-def _says_nothing(value: Any, fate: Fate) -> bool:
-    return fate.neutral is not NOTHING and value == fate.neutral
 
 
 def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:

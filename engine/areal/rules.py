@@ -1,15 +1,32 @@
-"""Keys of an AReaL file that mean something together; each rule changes the translated keys, or refuses them.
+"""Keys of an AReaL file that mean something together. Each rule changes the translated keys, or refuses them.
 
-A rule takes the keys as translated, and the section as it is in the file; it returns remarks for the warning. The first
-lines of these docstrings are a table of docs/areal.md.
+A rule takes the translated keys and the section as the file has it. It returns remarks for the warning. The first lines
+of these docstrings are a table of docs/areal.md.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...utils.errors import ConfigError
 
 Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
+
+
+_DIMENSIONS = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
+
+
+def data_parallel_alone(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`backend` with tensor, context, pipeline or expert parallelism (`t`, `c`, `p` or `e` above 1): refused."""
+    backend = str(found.get("backend") or "")
+    sizes = re.findall(r"([tcpe])(\d+)", backend.partition(":")[2] or backend)
+    if used := sorted({_DIMENSIONS[name] for name, size in sizes if int(size) > 1}):
+        raise ConfigError(
+            f"config key 'backend' is {backend!r}, with {' and '.join(used)} parallelism; here FSDP2 shards the model "
+            "over all ranks and nothing else does, so the job may not fit. If it does, set backend to 'fsdp:d' and the "
+            "number of ranks"
+        )
+    return []
 
 
 def weights_of_one(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -34,16 +51,6 @@ def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[st
     return ["rejection_sampling without use_decoupled_loss bounds nothing"]
 
 
-def kl_of_rewards(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`kl_estimator` other than `k1` with a `kl_ctl` that is not 0: refused, the KL in rewards is k1."""
-    if keys.get("kl_ctl") and (estimator := found.get("kl_estimator", "k1")) != "k1":
-        raise ConfigError(
-            f"config key 'kl_estimator' is {estimator!r} with kl_ctl {keys['kl_ctl']}: it is of the KL in rewards, "
-            "which here is 'k1'; take that"
-        )
-    return []
-
-
 def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
     """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL does."""
     if keys.get("prox_logp_method") != "reuse_train_logp" or keys.get("ppo_n_minibatches") == 1:
@@ -53,12 +60,12 @@ def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 
 def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`std_level` other than `mean_level`, or with `mean_leave1out`: the textbook's, not AReaL's; a remark."""
+    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's; a remark."""
     remarks = []
     for name in ("reward_norm", "adv_norm"):
         norm = keys.get(name) or {}
         mean, std = norm.get("mean_level", "batch"), norm.get("std_level", "batch")
-        if std is not None and (std != mean or norm.get("mean_leave1out")):
+        if (mean, std) == ("group", "batch") or (std is not None and mean == std and norm.get("mean_leave1out")):
             remarks.append(f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md")
     return remarks
 
@@ -88,8 +95,8 @@ def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]
 
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "TrainEngineConfig": (megatron_layers,),
-    "PPOActorConfig": (weights_of_one, bounds_of_nothing, kl_of_rewards, one_minibatch, deviation),
+    "TrainEngineConfig": (data_parallel_alone, megatron_layers),
+    "PPOActorConfig": (weights_of_one, bounds_of_nothing, one_minibatch, deviation),
     "RecoverConfig": (nothing_saved,),
 }
 """By class, in this order."""

@@ -183,7 +183,7 @@ class PPOActor:
             share["prox_alpha"] = prox_alpha(batch["versions"], self.engine.get_version())
         if self._recomputes and ("prox_logp" in batch or method in ("recompute", "metrics")):
             share["prox_logp"] = batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
-        return with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
+        return with_loss_weights(share, self.config.agg_mode, self.config.loss_scale_factor)
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         config = self.config
@@ -206,7 +206,8 @@ class PPOActor:
                 ref_logp = torch.where(inputs.mask, micro_batch["ref_logp"], 0.0)
                 seen |= kl_stats("kl_ref", logprobs, ref_logp, mask)
                 if config.kl_loss_coef:
-                    losses = losses + config.kl_loss_coef * kl_estimate(inputs.logprobs, ref_logp, config.kl_estimator)
+                    estimator = config.kl_estimator or "k3"
+                    losses = losses + config.kl_loss_coef * kl_estimate(inputs.logprobs, ref_logp, estimator)
             if config.entropy_coeff:
                 losses = losses - config.entropy_coeff * entropy
             stats.add(seen, mask)
@@ -263,8 +264,10 @@ class PPOActor:
     def _kl_rewards(self, batch: Batch, loss_mask: torch.Tensor) -> torch.Tensor | None:
         if not self.config.kl_ctl:
             return None
-        kl = kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], "k1")
-        return torch.where(loss_mask, -self.kl_ctl.value * kl, 0.0)
+        return torch.where(loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0)
+
+    def _kl_of_rewards(self, batch: Batch) -> torch.Tensor:
+        return kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1")
 
     def _update_kl_ctl(self, batch: Batch) -> dict[str, float]:
         """Adapt the coefficient to the KL of the batch: the mean over sequences of their means, as verl has it."""
@@ -273,8 +276,7 @@ class PPOActor:
         mask, used = loss_mask_of(batch), self.kl_ctl.value
         if self.config.kl_target is None:
             return {"kl_ctl": used}
-        kl = kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], "k1")
-        tokens = mask.sum(1)
+        kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
         means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
         own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
         sums = self.engine.all_reduce_stats(own)

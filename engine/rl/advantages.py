@@ -20,6 +20,13 @@ def normalise(
 ) -> torch.Tensor:
     """``(x - mean) / (std + eps)`` over groups of rows or over the whole batch.
 
+    The standard deviation is taken about the mean of its own level. Two cases differ, because there a group of equal
+    values would be divided by ``eps`` alone:
+
+    - ``mean_level`` null, or ``batch`` with ``std_level: group``: about the mean that is subtracted, as in AReaL. A
+      deviation of 0 then means that every result is 0.
+    - A single value: with ``std_unbiased`` its deviation is 1, as in AReaL.
+
     Args:
         values: ``[B]`` or ``[B, S]``.
         norm: levels; ``group_size`` rows next to each other are a group (None: 1).
@@ -27,8 +34,7 @@ def normalise(
         sum_over_ranks: called (the same number of times on every rank) for a level of ``batch``.
 
     Returns:
-        float32, shaped as ``values``. The standard deviation of a single value is 0; the mean that leaves out the
-        only value is 0.
+        float32, shaped as ``values``. With ``mean_leave1out`` a single value is its own mean.
 
     Raises:
         BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
@@ -41,17 +47,21 @@ def normalise(
     if norm.mean_level is not None:
         rows, row_mask = _arrange(x, mask, norm, norm.mean_level)
         count, total = _sums(norm.mean_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
+        means = (total / count.clamp(min=1))[:, None].expand_as(rows)
         if norm.mean_leave1out:
-            means = (total[:, None] - rows) / (count[:, None] - 1).clamp(min=1)
-        else:
-            means = (total / count.clamp(min=1))[:, None].expand_as(rows)
+            others = (total[:, None] - rows) / (count[:, None] - 1).clamp(min=1)
+            means = torch.where(count[:, None] > 1, others, means)
         result = x - means.reshape(x.shape)
     if norm.std_level is not None:
-        rows, row_mask = _arrange(x, mask, norm, norm.std_level)
+        about_own_mean = norm.mean_level in ("group", norm.std_level)
+        rows, row_mask = _arrange(x if about_own_mean else result, mask, norm, norm.std_level)
         count, total = _sums(norm.std_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
-        deviations = torch.where(row_mask, rows - (total / count.clamp(min=1))[:, None], 0.0)
+        center = (total / count.clamp(min=1))[:, None] if about_own_mean else 0.0
+        deviations = torch.where(row_mask, rows - center, 0.0)
         (squares,) = _sums(norm.std_level, sum_over_ranks, deviations.square().sum(1))
         std = (squares / (count - int(norm.std_unbiased)).clamp(min=1)).sqrt()
+        if norm.std_unbiased:
+            std = torch.where(count > 1, std, 1.0)
         result = result / (std[:, None].expand_as(rows).reshape(x.shape) + norm.eps)
     return torch.where(mask, result, 0.0).float()
 

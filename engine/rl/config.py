@@ -56,9 +56,10 @@ class PPOActorConfig(TrainEngineConfig):
     `holdfast.engine.rl.policy_losses`."""
     importance_sampling_level: str = "token"
     """``token``, or ``sequence``: the ratio of a token is the geometric mean of its sequence's (with ``ppo``: GSPO)."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str | None = None
     """How losses of tokens become one: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum`` or
-    ``seq-mean-token-sum-norm``, always over all ranks and micro-batches."""
+    ``seq-mean-token-sum-norm``, always over all ranks and micro-batches. Null: ``seq-mean-token-mean`` with ``gmpo``,
+    which has one loss for each sequence, else ``token-mean``."""
     loss_scale_factor: float | None = None
     """The constant that ``seq-mean-token-sum-norm`` divides by (Dr. GRPO); usually the length of the longest answer."""
     eps_clip: float = 0.2
@@ -102,7 +103,7 @@ class PPOActorConfig(TrainEngineConfig):
     """GAE of answers that were cut off (``truncated`` in the batch) goes on with the value after their last token
     (``last_values``) in place of 0."""
     kl_ctl: float = 0.0
-    """Penalty on the reward of every token: so many times its k1 estimate of the KL to the reference policy
+    """Penalty on the reward of every token: this coefficient times its estimate of the KL to the reference policy
     (``ref_logp`` in the batch)."""
     kl_target: float | None = None
     """KL to the reference policy, in nats a token, that ``kl_ctl`` is adapted to after every update; null: never. The
@@ -111,8 +112,10 @@ class PPOActorConfig(TrainEngineConfig):
     """Sequences in which a KL that stays 20 % or more off the target changes the coefficient by about a fifth."""
     kl_loss_coef: float = 0.0
     """Weight in the loss of the KL to the reference policy (``ref_logp`` in the batch)."""
-    kl_estimator: str = "k3"
-    """Of the KL in the loss: ``k1`` (with the gradient of k2), ``k2``, ``k3``, or ``low_var_kl``, k3 up to 10."""
+    kl_estimator: str | None = None
+    """Estimator of the KL to the reference policy: ``k1`` (in the loss with the gradient of k2), ``k2``, ``k3``, or
+    ``low_var_kl``, k3 up to 10. It counts for ``kl_ctl`` and for ``kl_loss_coef``. Null: k1 in rewards, k3 in the
+    loss."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     recompute_logprob: bool = False
@@ -159,7 +162,7 @@ class PPOActorConfig(TrainEngineConfig):
         require_range("discount", self.discount, low=0.0, high=1.0)
         require_range("gae_lambda", self.gae_lambda, low=0.0, high=1.0)
         require_range("kl_loss_coef", self.kl_loss_coef, low=0.0)
-        require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        require_choice("kl_estimator", self.kl_estimator, (None, *KL_ESTIMATORS))
         self._read_rollout_keys()
         self._check_loss()
         self._check_overlong()
@@ -195,10 +198,21 @@ class PPOActorConfig(TrainEngineConfig):
         """``token`` or ``sequence``: of what the loss takes ratios."""
         return "sequence" if self.policy_loss == "gspo" else self.importance_sampling_level
 
+    @property
+    def agg_mode(self) -> str:
+        """``loss_agg_mode``, or the mode that null stands for."""
+        return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean")
+
     def _check_loss(self) -> None:
         require_choice("policy_loss", self.policy_loss, tuple(POLICY_LOSSES))
         require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
-        require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
+        _check_scale_factor(self.agg_mode, self.loss_scale_factor)
+        if self.policy_loss == "gmpo" and self.agg_mode != "seq-mean-token-mean":
+            raise ConfigError(
+                f"config key 'loss_agg_mode' is {self.loss_agg_mode!r}, but policy_loss 'gmpo' has one loss for each "
+                "sequence, whatever its length; leave 'loss_agg_mode' out"
+            )
         require_range("kl_ctl", self.kl_ctl, low=0.0)
         require_range("kl_horizon", self.kl_horizon, low=1)
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
@@ -206,19 +220,14 @@ class PPOActorConfig(TrainEngineConfig):
                 f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an adaptive coefficient "
                 "is multiplied, expected both to be more than 0"
             )
-        for key in ("loss_scale_factor", "sapo_tau_pos", "sapo_tau_neg"):
-            if (value := getattr(self, key)) is not None and not value > 0:
+        for key in ("sapo_tau_pos", "sapo_tau_neg"):
+            if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"config key {key!r} is {value}; expected more than 0")
         self._check_covariance()
         if self.importance_sampling_level == "sequence" and self.policy_loss not in WITH_SEQUENCE_RATIOS:
             raise ConfigError(
                 f"config key 'importance_sampling_level' is 'sequence', but policy_loss {self.policy_loss!r} has no "
                 f"ratio of sequences; expected policy_loss to be one of {', '.join(map(repr, WITH_SEQUENCE_RATIOS))}"
-            )
-        if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_scale_factor is not None):
-            raise ConfigError(
-                f"config key 'loss_scale_factor' is {self.loss_scale_factor} and 'loss_agg_mode' is "
-                f"{self.loss_agg_mode!r}; the factor belongs to 'seq-mean-token-sum-norm', which does not go without it"
             )
         if self.c_clip is not None and self.policy_loss not in ("ppo", "gspo"):
             raise ConfigError(
@@ -288,10 +297,26 @@ class PPOCriticConfig(TrainEngineConfig):
     """Optimizer steps in one `ppo_update`."""
     eps_clip: float = 0.5
     """New values count at most this far from the old ones."""
+    loss_agg_mode: str = "token-mean"
+    """How losses of tokens become one, as `PPOActorConfig.loss_agg_mode`."""
+    loss_scale_factor: float | None = None
+    """The constant that ``seq-mean-token-sum-norm`` divides by."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_critic:
             raise ConfigError("config key 'is_critic' is False; a critic has a value head, expected True")
+        require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        _check_scale_factor(self.loss_agg_mode, self.loss_scale_factor)
         require_range("ppo_n_minibatches", self.ppo_n_minibatches, low=1)
         require_range("eps_clip", self.eps_clip, low=0.0)
+
+
+def _check_scale_factor(mode: str, factor: float | None) -> None:
+    if factor is not None and not factor > 0:
+        raise ConfigError(f"config key 'loss_scale_factor' is {factor}; expected more than 0")
+    if (mode == "seq-mean-token-sum-norm") != (factor is not None):
+        raise ConfigError(
+            f"config key 'loss_scale_factor' is {factor} and 'loss_agg_mode' is {mode!r}; the factor belongs to "
+            "'seq-mean-token-sum-norm', which does not go without it"
+        )

@@ -8,9 +8,10 @@ import torch
 
 from ..api import Batch, LossFn, TrainEngine
 from ..training.microbatch import validate_batch
+from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import PPOCriticConfig
 from .logprobs import align_with_tokens
-from .losses import count_loss_tokens, ppo_critic_loss
+from .losses import ppo_critic_loss
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
@@ -58,16 +59,16 @@ class PPOCritic:
             )
         share = {key: batch[key] for key in ("input_ids", "attention_mask", "values", "returns")}
         share["loss_mask"] = loss_mask_of(batch)
+        share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
         stats = TokenStats()
         self.engine.train()
-        result = train_minibatches(
-            self.engine, share, self.config.ppo_n_minibatches, self._loss_fn(stats), count_loss_tokens
-        )
+        n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
+        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses)
         return {**stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-            loss, seen = ppo_critic_loss(
+            losses, seen = ppo_critic_loss(
                 _token_values(output, micro_batch),
                 micro_batch["values"],
                 micro_batch["returns"],
@@ -75,7 +76,7 @@ class PPOCritic:
                 self.config.eps_clip,
             )
             stats.add(seen, micro_batch["loss_mask"])
-            return loss
+            return aggregate(losses, micro_batch)
 
         return loss_fn
 

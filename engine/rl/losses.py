@@ -76,13 +76,14 @@ def ppo_critic_loss(
     loss_mask: torch.Tensor,
     eps_clip: float = 0.5,
 ) -> tuple[torch.Tensor, Stats]:
-    """Clipped value loss: mean of ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
 
     Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
     function near the old one; the clipped form is that of the reference implementation of PPO (OpenAI baselines).
 
     Returns:
-        the scalar loss, and the stats ``value``, ``value_clip_fraction`` and ``value_error`` (``|v - R|``).
+        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error``
+        (``|v - R|``).
     """
     mask = loss_mask.bool()
     values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
@@ -93,5 +94,4 @@ def ppo_critic_loss(
         "value_clip_fraction": (clipped > plain).float(),
         "value_error": (values - returns).abs(),
     }
-    loss = masked_mean(torch.maximum(plain, clipped) / 2, mask)
-    return loss, {name: value.detach() for name, value in stats.items()}
+    return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}

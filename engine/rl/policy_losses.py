@@ -121,8 +121,8 @@ def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     """``-mean(A) exp(mean(c))`` for each sequence, the ``c`` being ``log r`` clipped where that lowers the objective.
 
     ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
-    loss of its sequence, so ``seq-mean-token-mean`` gives that of Zhao et al., "Geometric-Mean Policy Optimization",
-    2025, arXiv 2507.20673.
+    loss of its sequence, and ``seq-mean-token-mean``, the only mode that goes with it, counts each sequence once. Zhao
+    et al., "Geometric-Mean Policy Optimization", 2025, arXiv 2507.20673.
     """
     low, high = _clip_range(config)
     sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio

@@ -12,12 +12,17 @@ from holdfast.engine import OptimizerConfig, TrainEngineConfig, load_areal
 from holdfast.engine.areal.keys import FILE, KEYS, NOTHING, SECTIONS
 from holdfast.engine.areal.load import _own_keys
 from holdfast.engine.areal.rules import RULES
-from holdfast.engine.rl import NormConfig, PPOActorConfig, PPOCriticConfig
+from holdfast.engine.rl import DPOConfig, NormConfig, PPOActorConfig, PPOCriticConfig
 from holdfast.engine.rl.off_policy import RejectionSamplingConfig
+from holdfast.engine.rollouts import RolloutConfig
+from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.recover import RecoverConfig
 from holdfast.utils.errors import ConfigError
 
-CLASSES = {cls.__name__: cls for cls in (TrainEngineConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig)}
+ENGINES = (TrainEngineConfig, PPOActorConfig, PPOCriticConfig, DPOConfig)
+CLASSES: dict[str, type] = {
+    cls.__name__: cls for cls in (*ENGINES, RolloutConfig, GenerationHyperparameters, RecoverConfig)
+}
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Job:
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     total_train_epochs: int = 1
     tags: list[str] = field(default_factory=list)
+    rollout: RolloutConfig | None = None
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -113,26 +119,19 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
             "scheduling_spec": [{"gpu": 1}],
             "weight_update_mode": "xccl",
             "megatron": {"ddp": {"overlap_grad_reduce": True}, "moe_router_bias_update_rate": 0.0},
-            "fsdp": {"offload_params": True, "memory_efficient_load": False},
+            "fsdp": {"offload_params": False, "memory_efficient_load": True},
             "kl_ctl": 0.0,
-            "kl_estimator": "k2",
         },
         recover={"mode": "auto", "no_save_optim": True},
         saver={"freq_epochs": 1},
         sglang={"model_path": "m"},
     )
-    job = load_areal(Job, path)
-    assert job.actor.kl_estimator == PPOActorConfig().kl_estimator
+    load_areal(Job, path)
     (text,) = warnings(caplog)
-    told = ("actor.backend", "actor.scheduling_spec", "actor.weight_update_mode", "actor.fsdp.offload_params", "sglang")
-    told += (
-        "actor.megatron.ddp.overlap_grad_reduce",
-        "actor.kl_estimator",
-        "recover.no_save_optim",
-        "saver.freq_epochs",
-    )
+    told = ("actor.backend", "actor.scheduling_spec", "actor.weight_update_mode", "actor.fsdp.memory_efficient_load")
+    told += ("actor.megatron.ddp.overlap_grad_reduce", "recover.no_save_optim", "saver.freq_epochs", "sglang")
     assert [key for key in told if key not in text] == []
-    assert "memory_efficient_load" not in text and "bias_update_rate" not in text, "they say nothing"
+    assert "offload_params" not in text and "bias_update_rate" not in text, "they have no effect"
 
     caplog.clear()
     load_areal(PPOActorConfig, write(tmp_path, actor={"path": "m", "kl_ctl": 0.0, "offload": False}))
@@ -152,9 +151,22 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"megatron": {"enable_mtp": True}}, "'actor.megatron.enable_mtp'"),
         ({"megatron": {"moe_z_loss_coeff": 0.1}}, "z-loss"),
         ({"behave_imp_weight_cap": 5.0}, "rejection_sampling: {metric: ratio, upper"),
-        ({"kl_ctl": 0.1, "kl_estimator": "k3"}, "'kl_estimator' is 'k3' with kl_ctl 0.1"),
-        ({"kl_estimator": "k3"}, "'kl_estimator' is 'k3' with kl_ctl 0.1"),
-        ({"beta": 0.1}, "of the DPO loss"),
+        ({"beta": 0.1}, "'actor.beta' .* of DPO: read `DPOConfig`"),
+        ({"backend": "fsdp:d4p1t2"}, "'backend' is 'fsdp:d4p1t2', with tensor parallelism"),
+        ({"backend": "fsdp:d1c8"}, "section 'actor' .*'backend' is 'fsdp:d1c8', with context parallelism"),
+        ({"backend": "megatron:(attn:d4p2t2|ffn:d2p2t1e4)"}, "with expert and pipeline and tensor parallelism"),
+        ({"fsdp": {"offload_params": True}}, "'actor.fsdp.offload_params' .* is True: .* stay on the device here"),
+        ({"fsdp": {"per_layer_optim_step": True}}, "'actor.fsdp.per_layer_optim_step'"),
+        ({"offload": True}, "'actor.offload' .* expected False"),
+        ({"archon": {"offload_params": True}}, "'actor.archon.offload_params'"),
+        ({"enable_tree_training": True}, "'actor.enable_tree_training' .* no tree training"),
+        ({"archon": {"attn_type": "tree"}}, "'actor.archon.attn_type' .* expected 'varlen' or 'sdpa'"),
+        ({"megatron": {"fp8_config": {"mode": "e4m3"}}}, "'actor.megatron.fp8_config' .* no training in fp8"),
+        ({"megatron": {"ddp": {"fp8_param_gather": True}}}, "'actor.megatron.ddp.fp8_param_gather'"),
+        ({"archon": {"fp8_config": {"mode": "blockwise"}}}, "'actor.archon.fp8_config.mode'"),
+        ({"megatron": {"moe_router_dtype": "fp32"}}, "'actor.megatron.moe_router_dtype' .* compute in `dtype` here"),
+        ({"megatron": {"exp_avg_dtype": "bfloat16"}}, "'actor.megatron.exp_avg_dtype' .* adam_bf16"),
+        ({"fsdp": {"shard_vision_across_sp": True}}, "'actor.fsdp.shard_vision_across_sp' .* no sequence parallelism"),
         ({"dtype": "float16"}, "'dtype' is 'float16'"),
         ({"epz_clip": 0.2}, r"'actor.epz_clip' .* neither AReaL's nor Holdfast's; did you mean actor.eps_clip"),
         ({"optimizer": {"lrr": 0.2}}, r"'actor.optimizer.lrr' .* did you mean actor.optimizer.lr"),
@@ -182,6 +194,73 @@ def test_a_teacher_and_rewards_normalised_by_the_rollout_are_refused_for_the_act
             load_areal(Job, path)
         load_areal(RecoverConfig, path)
     load_areal(PPOActorConfig, write(tmp_path, actor={"path": "m"}, teacher=None))
+
+
+def test_values_without_effect_of_keys_that_are_refused_are_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_effect = {
+        "offload": False,
+        "enable_tree_training": False,
+        "fsdp": {"offload_params": False, "per_layer_optim_step": False, "shard_vision_across_sp": False},
+        "archon": {"offload_params": False, "attn_type": "varlen", "fp8_config": {"mode": "disabled"}},
+        "megatron": {"fp8_config": None, "moe_router_dtype": None, "main_grads_dtype": "float32"},
+    }
+    load_areal(PPOActorConfig, write(tmp_path, actor=without_effect, enable_offload=False, defaults=["_self_"]))
+    assert warnings(caplog) == []
+    for backend in ("fsdp:d4", "fsdp:d8p1t1", "megatron:(attn:d2p1t1|ffn:d2p1t1e1)", "archon:d4"):
+        load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend}))
+
+
+def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_refused(tmp_path: Path) -> None:
+    for extra, message in [
+        ({"enable_offload": True}, "'enable_offload' .* may not fit"),
+        ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
+        ({"allocation_mode": "sglang:d2+d2t2"}, "'backend' is 'd2t2', with tensor parallelism"),
+        ({"allocation_mode": "megatron:(attn:d2c4|ffn:d1e8)"}, "with context and expert parallelism"),
+    ]:
+        path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
+        with pytest.raises(ConfigError, match=message):
+            load_areal(TrainEngineConfig, path)
+        load_areal(RecoverConfig, path)
+    load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode="sglang:d2p1t2+d2p1t1"))
+
+
+def test_rollouts_are_read_from_their_sections(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        seed=3,
+        rollout={"max_head_offpolicyness": 2, "max_concurrent_rollouts": 64, "queue_size": None, "request_timeout": 60},
+        gconfig={"n_samples": 8, "greedy": False, "temperature": 0.7, "stop_token_ids": [5, 6]},
+        actor={"path": "m"},
+    )
+    rollout = RolloutConfig(2, 64, seed=3, request_timeout_s=60.0)
+    assert load_areal(RolloutConfig, path) == load_areal(RolloutConfig, path, section="rollout") == rollout
+    assert load_areal(Job, path).rollout == rollout
+    gconfig = GenerationHyperparameters(8, temperature=0.7, stop_token_ids=[5, 6])
+    assert load_areal(GenerationHyperparameters, path) == gconfig
+    for key, value in {"greedy": True, "max_tokens": 2048, "stop": ["x"], "ignore_eos": True}.items():
+        with pytest.raises(ConfigError, match=f"'gconfig.{key}'"):
+            load_areal(GenerationHyperparameters, path, [f"gconfig.{key}={value}"])
+
+
+def test_a_dpo_file_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, actor={"path": "m", "beta": 0.2, "loss_type": "ipo"}, ref={"path": "m", "beta": 0.2})
+    config = load_areal(DPOConfig, path)
+    assert (config.beta, config.loss_type, config.mb_spec.granularity) == (0.2, "ipo", 2)
+    assert load_areal(TrainEngineConfig, path, section="ref").path == "m"
+
+
+def test_a_class_that_no_section_becomes_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, lr=0.5, actor={"path": "m"})
+    for section in (None, "actor"):
+        with pytest.raises(ConfigError, match=r"OptimizerConfig is no section of AReaL's files; expected TrainEngine"):
+            load_areal(OptimizerConfig, path, section=section)
+
+
+def test_the_estimator_of_kl_in_rewards_is_kept(tmp_path: Path) -> None:
+    config = load_areal(PPOActorConfig, write(tmp_path, actor={"kl_ctl": 0.1, "kl_estimator": "k2"}))
+    assert (config.kl_ctl, config.kl_estimator) == (0.1, "k2")
 
 
 def test_the_loss_of_a_switch_is_policy_loss(tmp_path: Path) -> None:

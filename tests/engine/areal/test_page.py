@@ -20,8 +20,8 @@ def said(value: object) -> str:
 def becomes(fate: Fate) -> str:
     if fate.kind == "renamed":
         return f"`{fate.to}`" if fate.value is NOTHING else f"`{fate.to}: {fate.value}`"
-    if fate.kind == "refused" and fate.neutral is not NOTHING:
-        return f"refused unless `{said(fate.neutral)}`"
+    if fate.kind == "refused" and fate.neutral:
+        return f"refused unless {' or '.join(f'`{said(value)}`' for value in fate.neutral)}"
     return fate.kind if fate.absent is NOTHING else f"same; `{said(fate.absent)}` when absent"
 
 

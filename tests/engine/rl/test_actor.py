@@ -1,6 +1,7 @@
 """PPOActor and PPOCritic on a real sharded engine, against an unsharded padded model and autograd."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from holdfast.engine.api import Batch, FinetuneSpec
 from holdfast.engine.config import MicroBatchSpec, OptimizerConfig
 from holdfast.engine.fsdp_engine import FSDPEngine
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig, PPOCritic, PPOCriticConfig
+from holdfast.engine.rl.aggregation import LOSS_AGG_MODES
 from holdfast.utils.errors import BatchError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.rl.reference import reference_logprobs
@@ -234,6 +236,43 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     return seen
 
 
+def verls_value_loss(
+    mode: str, values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> float:
+    """Sums over rows in float64; ``seq-mean-token-sum-norm`` with TRL's mean over sequences, L = 9."""
+    rows = []
+    for v, v_old, target, row in zip(*(x.double() for x in (values, old, returns)), mask.bool(), strict=True):
+        near = v.clamp(v_old - 0.5, v_old + 0.5)
+        rows.append(torch.max((v - target) ** 2, (near - target) ** 2)[row])
+    rows = [row for row in rows if len(row)]
+    total = {
+        "token-mean": torch.cat(rows).mean(),
+        "seq-mean-token-mean": torch.stack([row.mean() for row in rows]).mean(),
+        "seq-mean-token-sum": torch.stack([row.sum() for row in rows]).mean(),
+        "seq-mean-token-sum-norm": torch.stack([row.sum() for row in rows]).mean() / 9,
+    }[mode]
+    return 0.5 * float(total)
+
+
+def _value_losses(rank: int, world_size: int, path: str) -> None:
+    optimizer = OptimizerConfig(type="sgd", lr=0.0, weight_decay=0.0)
+    spec = MicroBatchSpec(max_tokens_per_mb=10)
+    config = PPOCriticConfig(path=path, dtype="float32", optimizer=optimizer, ppo_n_minibatches=1, mb_spec=spec)
+    engine = FSDPEngine(config)
+    start(engine)
+    batch, generator = global_batch(), torch.Generator().manual_seed(3)
+    values = PPOCritic(config, engine).compute_values(batch)
+    batch["values"], batch["returns"] = (
+        values + torch.randn(values.shape, generator=generator) * scale for scale in (0.6, 2.0)
+    )
+    for mode in LOSS_AGG_MODES:
+        factor = 9.0 if mode == "seq-mean-token-sum-norm" else None
+        critic = PPOCritic(replace(config, loss_agg_mode=mode, loss_scale_factor=factor), engine)
+        expected = verls_value_loss(mode, values, batch["values"], batch["returns"], batch["loss_mask"])
+        assert critic.ppo_update(batch)["loss"] == pytest.approx(expected, rel=1e-5), mode
+    engine.destroy()
+
+
 def _all_checks(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return {
         "grpo": _grpo_against_reference(rank, world_size, path),
@@ -259,6 +298,10 @@ def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list
 def test_grpo_on_two_ranks_takes_the_step_of_an_unsharded_padded_model(two_ranks: list[dict[str, Any]]) -> None:
     first, second = (result["grpo"] for result in two_ranks)
     assert first == second
+
+
+def test_value_losses_become_one_by_loss_agg_mode_as_in_verl(model_path: str) -> None:
+    run_ranks(_value_losses, 1, model_path)
 
 
 def test_grpo_on_one_rank_takes_the_same_step(model_path: str) -> None:

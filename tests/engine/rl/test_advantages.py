@@ -16,7 +16,7 @@ def grpo_norm(group_size: int) -> NormConfig:
 
 
 def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
-    """``x`` and ``mask`` are ``[B, S]``."""
+    """Results for ``[B, S]``, with the deviation about the mean of its own level."""
     size, result = norm.group_size or 1, np.zeros_like(x)
     for row, column in zip(*np.nonzero(mask), strict=True):
 
@@ -31,15 +31,60 @@ def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.n
             mean = np.mean(others) if others else 0.0
         if norm.std_level:
             values = [x[i] for i in members(norm.std_level)]
-            std = np.std(values, ddof=1 if norm.std_unbiased else 0) if len(values) > 1 else 0.0
+            std = np.std(values, ddof=1 if norm.std_unbiased else 0)
         result[row, column] = (x[row, column] - mean) / (std + norm.eps)
     return result
 
 
-@pytest.mark.parametrize("mean_level", ["group", "batch", None])
-@pytest.mark.parametrize("std_level", ["group", "batch", None])
+def areal_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
+    """Results for ``[B, S]`` with AReaL's deviation: about the mean that each value loses, or about 0."""
+    size, result = norm.group_size or 1, np.zeros_like(x)
+
+    def unit(level: str, row: int) -> list[tuple[int, int]]:
+        rows = range(row // size * size, row // size * size + size) if level == "group" else range(len(x))
+        return [(i, j) for i in rows for j in range(x.shape[1]) if mask[i, j]]
+
+    def centered(at: tuple[int, int]) -> float:
+        if norm.mean_level is None:
+            return x[at]
+        counted = [x[i] for i in unit(norm.mean_level, at[0]) if not norm.mean_leave1out or i != at]
+        return x[at] - sum(counted) / len(counted)
+
+    for row, column in zip(*np.nonzero(mask), strict=True):
+        squares = [centered(i) ** 2 for i in unit(norm.std_level or "", row)]
+        std = (sum(squares) / (len(squares) - norm.std_unbiased)) ** 0.5 if len(squares) > 1 else 1.0
+        result[row, column] = centered((row, column)) / (std + norm.eps)
+    return result
+
+
+FAR_MEANS = [("batch", "group"), (None, "group"), (None, "batch")]
+"""Levels of mean and deviation where values may lie far from the mean that they lose, though they agree."""
+
+
+@pytest.mark.parametrize(("mean_level", "std_level"), FAR_MEANS)
 @pytest.mark.parametrize(("leave1out", "unbiased"), [(False, True), (True, False)])
-def test_normalise_equals_a_loop_at_every_level(
+def test_a_deviation_under_a_mean_of_a_wider_level_is_areals(
+    mean_level: str | None, std_level: str, leave1out: bool, unbiased: bool
+) -> None:
+    norm = NormConfig(mean_level, leave1out, std_level, unbiased, 1e-5, group_size=4)
+    for rewards in ([1.0, 1, 1, 1, 0, 1, 0, 0], [1.0] * 8, [0.0] * 8, RNG.normal(size=8).tolist()):
+        x = np.array(rewards)[:, None]
+        expected = areal_by_loop(x, np.ones_like(x), norm)[:, 0]
+        found = normalise(torch.tensor(rewards), norm).numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert np.abs(found).max() < 3, "nothing is divided by eps alone"
+    tokens, mask = RNG.normal(size=(8, 5)), RNG.random((8, 5)) < 0.6
+    got = normalise(torch.tensor(tokens), norm, torch.tensor(mask)).numpy()
+    np.testing.assert_allclose(got, areal_by_loop(tokens, mask, norm), rtol=1e-5, atol=1e-6)
+
+
+OWN_MEANS = [(mean, std) for mean in ("group", "batch", None) for std in ("group", "batch", None)]
+OWN_MEANS = [levels for levels in OWN_MEANS if levels not in FAR_MEANS]
+
+
+@pytest.mark.parametrize(("mean_level", "std_level"), OWN_MEANS)
+@pytest.mark.parametrize(("leave1out", "unbiased"), [(False, True), (True, False)])
+def test_normalise_equals_a_loop_at_every_other_pair_of_levels(
     mean_level: str | None, std_level: str | None, leave1out: bool, unbiased: bool
 ) -> None:
     norm = NormConfig(mean_level, leave1out, std_level, unbiased, 1e-5, group_size=3)
@@ -76,10 +121,15 @@ def test_a_group_of_equal_rewards_has_no_advantage(reward: float) -> None:
 
 
 @pytest.mark.parametrize("leave1out", [False, True])
-def test_a_group_of_one_is_finite(leave1out: bool) -> None:
-    norm = NormConfig("group", leave1out, "group", group_size=1)
-    values = normalise(torch.tensor([3.0, -2.0]), norm)
-    assert bool(torch.isfinite(values).all()) and (leave1out or values.tolist() == [0, 0])
+@pytest.mark.parametrize("std_level", [None, "group", "batch"])
+def test_a_group_of_one_has_no_advantage(std_level: str | None, leave1out: bool) -> None:
+    norm = NormConfig("group", leave1out, std_level, group_size=1)
+    assert normalise(torch.tensor([3.0, -2.0]), norm).tolist() == [0, 0]
+
+
+def test_a_single_value_that_loses_no_mean_of_its_own_is_not_scaled() -> None:
+    norm = NormConfig("batch", std_level="group", group_size=1)
+    np.testing.assert_allclose(normalise(torch.tensor([3.0, -1.0]), norm).numpy(), [2.0, -2.0], rtol=2e-5)
 
 
 def test_a_batch_that_is_not_whole_groups_is_refused() -> None:

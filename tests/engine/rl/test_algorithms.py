@@ -12,7 +12,8 @@ import torch
 
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
-from holdfast.engine.rl import NormConfig, PPOActor
+from holdfast.engine.fsdp_engine import FSDPEngine
+from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
 from holdfast.engine.rl.off_policy import RejectionSamplingConfig
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.rl.reference import (
@@ -44,9 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
     "sequence sapo": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
     "gpg": {"policy_loss": "gpg", "loss_agg_mode": "seq-mean-token-sum"},
-    "gmpo": {"policy_loss": "gmpo", "loss_agg_mode": "seq-mean-token-mean"},
+    "gmpo": {"policy_loss": "gmpo"},
     **{f"KL {kind}": {"kl_loss_coef": 0.3, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
     "KL in rewards": {"kl_ctl": 0.2, "discount": 0.9, "gae_lambda": 0.95},
+    "k3 in rewards": {"kl_ctl": 0.2, "discount": 0.9, "gae_lambda": 0.95, "kl_estimator": "k3"},
     "entropy": {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
     "overlong": {
         "overlong_reward_penalty": True,
@@ -159,7 +161,8 @@ def advantages_of(batch: Batch, case: dict[str, Any]) -> list[torch.Tensor]:
     advantages = [score.repeat(int(row.sum())) for score, row in zip(scores.flatten(), mask, strict=True)]
     if kl_ctl := case.get("kl_ctl"):
         for i, row in enumerate(mask):
-            penalties = (-kl_ctl * (batch["logprobs"][i, row] - batch["ref_logp"][i, row])).tolist()
+            logp, ref = (batch[key][i, row].double() for key in ("logprobs", "ref_logp"))
+            penalties = (-kl_ctl * kl(case.get("kl_estimator", "k1"), logp, ref)).tolist()
             for t in range(len(penalties)):
                 advantages[i][t] += sum(penalty * (0.9 * 0.95) ** k for k, penalty in enumerate(penalties[t:]))
     return advantages
@@ -197,7 +200,8 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
             loss = policy_losses(kind, p, behave, adv)
         loss = loss + case.get("kl_loss_coef", 0.0) * kl(case.get("kl_estimator", "k3"), p, ref)
         losses.append(loss - case.get("entropy_coeff", 0.0) * h)
-    total = aggregate(case.get("loss_agg_mode", "token-mean"), losses, case.get("loss_scale_factor"))
+    mean = "seq-mean-token-mean" if kind == "gmpo" else "token-mean"
+    total = aggregate(case.get("loss_agg_mode", mean), losses, case.get("loss_scale_factor"))
     total.backward()
     with torch.no_grad():
         for param in model.parameters():
@@ -266,6 +270,30 @@ def test_every_choice_takes_the_step_of_its_formula(model_path: str, world_size:
 def test_some_choices_take_the_step_of_their_formula(model_path: str) -> None:
     for wrong in run_ranks(_each_case, 2, model_path, 2, list(CASES)[::10]):
         assert wrong == []
+
+
+def _kl_of_rewards(rank: int, world_size: int) -> dict[str | None, torch.Tensor]:
+    """Estimator -> what a token loses, over ``kl_ctl``."""
+    batch, found = whole_batch(), {}
+    batch["rewards"] = torch.zeros(len(batch["rewards"]))
+    for estimator in (None, "k1", "k2", "k3"):
+        config = PPOActorConfig(device="cpu", kl_ctl=0.2, kl_estimator=estimator, discount=0.0)
+        engine = FSDPEngine(config)
+        engine.create_process_group()
+        ready = PPOActor(config, engine).compute_advantages(batch)
+        found[estimator] = -5 * ready["advantages"][batch["loss_mask"].bool()]
+        engine.destroy()
+    return found
+
+
+def test_the_kl_in_rewards_is_of_the_estimator_as_in_areal() -> None:
+    (found,) = run_ranks(_kl_of_rewards, 1)
+    batch, mask = whole_batch(), whole_batch()["loss_mask"].bool()
+    logp, base = batch["logprobs"][mask].double(), batch["ref_logp"][mask].double()
+    areal = {"k1": logp - base, "k2": (logp - base) ** 2 / 2, "k3": (base - logp).exp() - 1 - (base - logp)}
+    areal = {name: kl.clamp(-10, 10) for name, kl in areal.items()}
+    for name, expected in {None: areal["k1"], **areal}.items():
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:

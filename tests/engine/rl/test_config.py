@@ -26,14 +26,15 @@ def test_an_actor_is_read_from_yaml_with_and_without_its_norms(tmp_path: Path) -
     ("override", "message"),
     [
         ("eps_clip=-0.1", "'eps_clip' is -0.1"),
-        ("kl_estimator=k4", "'kl_estimator' is 'k4'; expected one of 'k1', 'k2', 'k3', 'low_var_kl'"),
+        ("kl_estimator=k4", "'kl_estimator' is 'k4'; expected one of None, 'k1', 'k2', 'k3', 'low_var_kl'"),
         ("policy_loss=grpo", "'policy_loss' is 'grpo'; expected one of 'ppo', 'gspo', 'cispo', 'sapo', 'gpg', 'gmpo'"),
         ("policy_loss=none", "'sapo', 'gpg', 'gmpo', 'clip_cov', 'kl_cov'"),
         ("clip_cov_lb=6", "'clip_cov_lb' is 6.0, not below 'clip_cov_ub', 5.0: no token lies between them"),
         ("kl_cov_ratio=2", "'kl_cov_ratio' is 2.0"),
-        ("loss_agg_mode=mean", "'loss_agg_mode' is 'mean'; expected one of 'token-mean'"),
+        ("loss_agg_mode=mean", "'loss_agg_mode' is 'mean'; expected one of None, 'token-mean'"),
         ("loss_agg_mode=seq-mean-token-sum-norm", "'loss_scale_factor' is None and 'loss_agg_mode' is 'seq-mean-token"),
         ("loss_scale_factor=100", "'loss_scale_factor' is 100.0 and 'loss_agg_mode' is 'token-mean'"),
+        ("loss_scale_factor=0", "'loss_scale_factor' is 0.0; expected more than 0"),
         ("importance_sampling_level=row", "'importance_sampling_level'"),
         ("sapo_tau_neg=0", "'sapo_tau_neg' is 0.0; expected more than 0"),
         ("rejection_sampling.upper=2", "'use_decoupled_loss' is False, so that there are no weights to bound"),
@@ -74,6 +75,10 @@ def test_a_bad_actor_value_is_an_error_that_names_the_key(override: str, message
         (["policy_loss=clip_cov", "c_clip=3"], "'c_clip' is 3.0, but policy_loss 'clip_cov' does not clip so"),
         (["policy_loss=sapo", "use_decoupled_loss=true"], "policy_loss 'sapo' is not defined for it"),
         (["adv_estimator=remax", "reward_norm.std_level=null"], "a baseline of its own, but 'reward_norm' is set"),
+        (
+            ["policy_loss=gmpo", "loss_agg_mode=token-mean"],
+            "'token-mean', but policy_loss 'gmpo' has one loss for each",
+        ),
         (["policy_loss=gpg", "c_clip=3"], "'c_clip' is 3.0, but policy_loss 'gpg' does not clip so"),
         (
             ["use_decoupled_loss=true", "rejection_sampling.metric=kl_k2", "rejection_sampling.action=clamp"],
@@ -116,6 +121,19 @@ def test_keys_of_verl_are_another_spelling_of_rejection_sampling() -> None:
     )
     assert (found.lower, found.upper) == (0.8, 1.25)
     assert replace(config, group_size=2).rejection_sampling == found
+
+
+def test_null_takes_the_mean_that_goes_with_the_loss() -> None:
+    assert PPOActorConfig().agg_mode == "token-mean"
+    assert PPOActorConfig(policy_loss="gmpo").agg_mode == "seq-mean-token-mean"
+    assert PPOActorConfig(loss_agg_mode="seq-mean-token-sum").agg_mode == "seq-mean-token-sum"
+
+
+def test_the_mean_of_a_critic_is_checked_as_the_one_of_an_actor() -> None:
+    with pytest.raises(ConfigError, match="'loss_agg_mode' is 'mean'; expected one of 'token-mean'"):
+        PPOCriticConfig(loss_agg_mode="mean")
+    with pytest.raises(ConfigError, match="the factor belongs to 'seq-mean-token-sum-norm'"):
+        PPOCriticConfig(loss_scale_factor=3.0)
 
 
 def test_a_critic_has_a_value_head() -> None:

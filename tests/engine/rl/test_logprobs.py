@@ -91,7 +91,8 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
         torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-6)
     for found, true in zip(inputs, reference, strict=True):
         assert found.grad is not None and true.grad is not None
-        torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-6)
+        # Logits of about 8 are computed twice, in products of two shapes: some of their last bits, 1e-6, differ.
+        torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_of_a_head_in_bfloat16_cost_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:

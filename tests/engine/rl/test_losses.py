@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from holdfast.engine.rl import PPOActorConfig
+from holdfast.engine.rl.aggregation import aggregate, with_loss_weights
 from holdfast.engine.rl.losses import Stats, kl_estimate, masked_mean, ppo_critic_loss, sft_loss
 from holdfast.engine.rl.policy_losses import POLICY_LOSSES, policy_inputs
 
@@ -76,6 +77,35 @@ def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() ->
     np.testing.assert_allclose(logp.grad.numpy(), np.array(expected) / 5, rtol=1e-6)
 
 
+def gmpo_of_the_paper(
+    logp: list[list[float]], old: list[list[float]], advantages: list[float], low: float, high: float
+) -> float:
+    """The objective, negated, with the clip in ``(e^-low, e^high)``: products of ratios, one mean over the answers."""
+    total = 0.0
+    for answer, before, advantage in zip(logp, old, advantages, strict=True):
+        sign, product = math.copysign(1.0, advantage), 1.0
+        for p, q in zip(answer, before, strict=True):
+            ratio = math.exp(p) / math.exp(q)
+            held = min(max(ratio, math.exp(-low)), math.exp(high))
+            product *= min(ratio**sign, held**sign) ** sign
+        total -= product ** (1 / len(answer)) * advantage
+    return total / len(logp)
+
+
+def test_gmpo_has_the_loss_of_the_paper_without_a_key_for_its_mean() -> None:
+    lengths, advantages = [1, 9, 4], [1.5, -0.5, 0.7]
+    logp, old = ([(-RNG.random(n) * 3).tolist() for n in lengths] for _ in range(2))
+    config = PPOActorConfig(policy_loss="gmpo", eps_clip=0.4, eps_clip_higher=0.6)
+    mask = torch.arange(9)[None, :] < torch.tensor(lengths)[:, None]
+    weighed = with_loss_weights({"loss_mask": mask}, config.agg_mode, config.loss_scale_factor)
+    new, before = (torch.tensor([p for row in rows for p in row]) for rows in (logp, old))
+    a = torch.tensor(advantages).repeat_interleave(torch.tensor(lengths))
+    inputs = policy_inputs(new, before, a, torch.ones(14), torch.tensor([0, 1, 10, 14]))
+    losses, _ = POLICY_LOSSES["gmpo"](inputs, config)
+    loss = aggregate(losses, {key: value[mask] for key, value in weighed.items()})
+    assert float(loss) == pytest.approx(gmpo_of_the_paper(logp, old, advantages, 0.4, 0.6), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("own", [-1.0, -math.inf])
 def test_masked_out_nan_reaches_neither_loss_nor_gradient(name: str, own: float) -> None:
@@ -87,7 +117,7 @@ def test_masked_out_nan_reaches_neither_loss_nor_gradient(name: str, own: float)
     assert own_logp.grad is not None and bool(torch.isfinite(own_logp.grad).all()) and own_logp.grad[1] == 0
     logp = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
     actor, stats = actor_loss(logp, nan - 1, nan + 1, mask, name)
-    critic, _ = ppo_critic_loss(logp, nan, nan, mask)
+    critic = masked_mean(ppo_critic_loss(logp, nan, nan, mask)[0], mask)
     kl = masked_mean(kl_estimate(logp, nan - 1), mask)
     (actor + critic + kl + sft_loss(logp, mask)).backward()
     assert logp.grad is not None and bool(torch.isfinite(logp.grad).all()) and logp.grad[1] == 0
@@ -107,8 +137,8 @@ def test_an_all_masked_loss_is_zero_and_has_a_graph(name: str) -> None:
     x = torch.randn(3, requires_grad=True)
     zeros = torch.zeros(3)
     actor, _ = actor_loss(x, zeros, zeros + 1, zeros, name)
-    critic, _ = ppo_critic_loss(x, zeros, zeros, zeros)
-    total = actor + critic + sft_loss(x, zeros)
+    critic = ppo_critic_loss(x, zeros, zeros, zeros)[0]
+    total = actor + masked_mean(critic, zeros) + sft_loss(x, zeros)
     total.backward()
     assert float(total.detach()) == 0 and x.grad is not None and not bool(x.grad.any())
 
@@ -145,7 +175,7 @@ def test_ppo_critic_loss_equals_a_loop(eps: float) -> None:
             near = min(max(v, v_old - eps), v_old + eps)
             total += max((v - target) ** 2, (near - target) ** 2) / 2
             clipped += (near - target) ** 2 > (v - target) ** 2
-    loss, stats = ppo_critic_loss(f32(values), f32(old), f32(returns), torch.tensor(MASK), eps)
-    np.testing.assert_allclose(float(loss), total / MASK.sum(), rtol=1e-5)
+    losses, stats = ppo_critic_loss(f32(values), f32(old), f32(returns), torch.tensor(MASK), eps)
+    np.testing.assert_allclose(float(masked_mean(losses, torch.tensor(MASK))), total / MASK.sum(), rtol=1e-5)
     fraction = masked_mean(stats["value_clip_fraction"], torch.tensor(MASK))
     np.testing.assert_allclose(float(fraction), clipped / MASK.sum(), rtol=1e-6)
