@@ -32,7 +32,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test-all: test test-slow test-verl  ## Run these, every architecture of docs/mod
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM servers (CPU build, gigabytes, in an environment of its own)
 	$(PY) -m pytest -m vllm tests/live_vllm
+
+test-peers: $(INSTALLED)  ## Run the tests of Accelerate and transformers themselves; ACCELERATE= and TRANSFORMERS= name checkouts
+	HOLDFAST_PEER_ACCELERATE=$(ACCELERATE) HOLDFAST_PEER_TRANSFORMERS=$(TRANSFORMERS) $(PY) -m pytest -m peers tests/peers
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
