@@ -1,7 +1,7 @@
 """Tells a collective that broke down, because a peer hangs or a cable was cut, from an error of the code.
 
 torch has types of its own for NCCL and the store, which also cover misuse; gloo raises plain RuntimeErrors that begin
-with the place in its source. Wordings are those of torch 2.11 to 2.13.
+with the place in its source. Wordings are those of torch 2.11 to 2.15.
 """
 
 import re

@@ -152,6 +152,12 @@ class TrainEngineConfig:
     """Logits are divided by this before log-probabilities, as the sampler did."""
     logprobs_chunk_size: int | None = None
     """Tokens whose log-probabilities and entropy are computed at a time; null takes as many as fit in 128 MiB."""
+    max_model_len: int | None = None
+    """Most tokens of a sequence, prompt and answer: the ``--max-model-len`` of the inference servers. A batch with a
+    longer sequence is refused. LongRoPE models (Phi-3 and Phi-4-mini with long contexts) compute with their long
+    factors if it exceeds their ``original_max_position_embeddings``, as vLLM does, else with the short ones; models of
+    ``rope_type: dynamic`` are scaled if it exceeds their ``max_position_embeddings``. Null: these lengths for such
+    models, and no limit for others."""
     pack_sequences: bool = True
     """Forward micro-batches packed into one row; False pads them, for models that cannot be packed."""
     pad_to_maximum: bool = False
@@ -191,6 +197,7 @@ class TrainEngineConfig:
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)
         require_range("logprobs_chunk_size", self.logprobs_chunk_size, low=1)
+        require_range("max_model_len", self.max_model_len, low=1)
         require_range("timeout_s", self.timeout_s, low=1e-3)
         require_range("lora_rank", self.lora_rank, low=1)
         require_range("lora_alpha", self.lora_alpha, low=1)

@@ -8,7 +8,7 @@ until a `WorkerGroup` ends them.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..utils.config import require_range
 from ..utils.distributed import all_ranks_succeed, gather_numbers
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
-from ..utils.metrics import reduce_stats
+from ..utils.metrics import RunningMeans, reduce_stats
 from .api import (
     Batch,
     FinetuneSpec,
@@ -35,17 +36,18 @@ from .api import (
     Trajectories,
     WeightUpdateMeta,
 )
-from .areal.methods import ArealMethods, RunningMeans, success
 from .config import TrainEngineConfig
 from .dcp.base_model import BaseFolder
 from .dcp.load import load_dcp
 from .dcp.save import save_dcp
 from .dcp.state import DCPState
 from .devices import free_cached_memory
+from .hf.adapter_folder import load_adapters, save_adapters
 from .hf.export import export_hf
 from .hf.sidecars import adopt_base
 from .initial_model import base_of, build_initial_model, load_weights
-from .lora.methods import LoraMethods
+from .lora.build import require_adapters_for, require_base
+from .lora.layers import adapters_off
 from .model_folder import find_model_folder
 from .model_output import ModelOutput
 from .servers.connection import ServerConnection
@@ -54,22 +56,20 @@ from .servers.publish import PublishedWeights
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
 from .training.distributed import close_process_groups, open_process_groups
-from .training.head import ScoringHead, find_scoring_head
+from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
+from .training.model import describe_parameters
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
 from .training.packing import model_output
+from .training.rotary import longest_sequence
 from .training.trajectories import join_trajectories, split_like
 
 logger = get_logger(__name__)
 
 
-class FSDPEngine(LoraMethods, ArealMethods):
-    """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`.
-
-    Args:
-        config: see `TrainEngineConfig`.
-    """
+class FSDPEngine:
+    """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`."""
 
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config
@@ -79,6 +79,7 @@ class FSDPEngine(LoraMethods, ArealMethods):
         self._folder: Path | None = None
         self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
+        self._max_model_len: int | None = None
         self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -109,25 +110,21 @@ class FSDPEngine(LoraMethods, ArealMethods):
         free_cached_memory(groups.device)
         self.counters, self._train_stats = EngineCounters(states=self.counters.states), RunningMeans()
         folder = find_model_folder(self.config, groups.control)
-        model = build_initial_model(self.config, folder, groups)
+        model, self._scoring_head = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
             if self.config.optimizer is not None:
                 trained = (param for param in model.parameters() if param.requires_grad)
                 self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
-        if not self.config.is_critic:
-            self._scoring_head = find_scoring_head(model, groups.device, groups.control)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
+        self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
-        n_params = sum(p.numel() for p in model.parameters())
-        logger.info("initialized %s, %d parameters, in %.2f s", self.config.path, n_params, time.monotonic() - started)
+        self.dcp_state(with_optim=False)  # notes the bits of frozen weights, as every start makes them
+        what, seconds = describe_parameters(model), time.monotonic() - started
+        logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
 
     def destroy(self) -> None:
-        """Free the model and leave the process groups; may be called twice, and after a peer has died.
-
-        Raises:
-            Exception: that of a save in the background, which is waited for first; all is free then.
-        """
+        """Free the model and leave the groups, also after a peer's death. At last raises a background save's error."""
         with ExitStack() as last:
             if self._groups is not None:
                 last.callback(close_process_groups, self._groups)
@@ -206,21 +203,22 @@ class FSDPEngine(LoraMethods, ArealMethods):
             # FSDP averages gradients over ranks; the weights have already divided by everything.
             (loss * self.data_parallel_world_size).backward()
             loss_sum += loss.detach()
-        lr = float(optimizer.param_groups[0]["lr"])
-        weights = weighed.total, weighed.correction
-        loss, grad_norm, skipped = clip_and_step(
-            self.model, optimizer, self._max_norm, self.counters, loss_sum, *weights
-        )
+        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
-        stats = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **success(skipped)}
         stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
         self._train_stats.add(stats)
         return stats
 
+    def _clip_and_step(self, loss: torch.Tensor, weight: float = 1.0, correction: float = 0.0) -> dict[str, float]:
+        optimizer = self._require_optimizer()
+        assert self.config.optimizer is not None
+        max_norm = self.config.optimizer.gradient_clipping
+        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction)
+
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
-        config = self.config
-        return split_and_weigh(batch, config.mb_spec, loss_weight_fn, self.control_group, config.row_tokens)
+        limits = self.config.row_tokens, self._max_model_len
+        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, *limits)
 
     @torch.no_grad()
     def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
@@ -253,7 +251,8 @@ class FSDPEngine(LoraMethods, ArealMethods):
         """
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
-        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self.config.row_tokens)
+        limits = self.config.row_tokens, self._max_model_len
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, *limits)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
         input_ids = join_trajectories(batch)["input_ids"]
@@ -274,6 +273,11 @@ class FSDPEngine(LoraMethods, ArealMethods):
             return model_output(self.model, mb, self.config.pack_sequences)
         return ModelOutput(self.model, mb, self.config, self._scoring_head)
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within the block the engine answers as its base (ConfigError without one: the engine trains all weights)."""
+        require_base(self.config)
+        return adapters_off(self.model)
+
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one; not when every update since the last call was skipped."""
         if self.lr_scheduler is not None and self.counters.steps_since_schedule > 0:
@@ -284,6 +288,85 @@ class FSDPEngine(LoraMethods, ArealMethods):
         """Sum each named number over the data-parallel ranks, in float64."""
         return reduce_stats(sums, self.control_group)
 
+    # AReaL's names. No rank shares its data with another one.
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a model."""
+        return self._model is not None
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """`control_group`."""
+        return self.control_group
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The default process group, with the backend of the device."""
+        assert self.control_group is not None and dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among the ranks that see different data."""
+        return dist.get_rank(self.control_group)
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Number of ranks that see different data."""
+        return dist.get_world_size(self.control_group)
+
+    def current_data_parallel_head(self) -> int:
+        """The first rank with this rank's data: itself."""
+        return dist.get_rank()
+
+    def is_data_parallel_head(self) -> bool:
+        """Whether this rank is the first with its data: always."""
+        return True
+
+    def forward(self, input_: Trajectories) -> Any:
+        """`forward_batch`. Its log-probabilities are about token t, AReaL's about token t + 1."""
+        return self.forward_batch(input_)
+
+    def export_stats(self) -> dict[str, float]:
+        """Mean of each number that `train_batch` returned since the last call, over calls and ranks. Collective.
+
+        Empty without a batch. The updates of an algorithm return their own statistics.
+        """
+        return self._train_stats.take(self.control_group)
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._require_optimizer().zero_grad()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip the gradients of the caller's backward, and update unless they are not finite. Collective.
+
+        For your own training steps; `train_batch` does all of it. FSDP has averaged the gradients over ranks.
+
+        Returns:
+            ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and ``update_successful`` (0 or 1).
+        """
+        self._require_optimizer()
+        stats = self._clip_and_step(torch.zeros((), dtype=torch.float64, device=self.device))
+        return {name: value for name, value in stats.items() if name != "loss"}
+
+    def set_lr(self, lr: float) -> None:
+        """Set the rate of the next step. The schedule sets its own when it advances.
+
+        Raises:
+            ConfigError: there is no optimizer, or ``lr`` is negative.
+        """
+        require_range("lr", lr, low=0.0)
+        for group in self._require_optimizer().param_groups:
+            group["lr"] = lr
+
+    def lr_scheduler_step(self) -> None:
+        """Advance the schedule by one, even without an update. `step_lr_scheduler` needs one."""
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+            self.counters.steps_since_schedule = 0
+
     # Save and load
 
     def register_state(self, name: str, thing: Stateful) -> None:
@@ -292,7 +375,8 @@ class FSDPEngine(LoraMethods, ArealMethods):
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
-        frozen: dict[str, Any] = {"trainable_only": self.config.use_lora, "base": self._base}
+        use_lora, group = self.config.use_lora, self.control_group
+        frozen: dict[str, Any] = {"trainable_only": use_lora, "base": self._base, "group": group}
         if not with_optim:
             return DCPState(self.model, **frozen)
         training = self._require_optimizer(), self.lr_scheduler, self.counters
@@ -310,13 +394,13 @@ class FSDPEngine(LoraMethods, ArealMethods):
 
         Raises:
             ConfigError: the optimizer is asked for, and there is none.
-            CheckpointExistsError: the folder exists.
+            CheckpointExistsError: the folder exists and is not empty.
             CheckpointWriteError: any rank could not write.
             Exception: the save before failed in the background; this one is not made. Each failure is told once.
         """
         if meta.with_optim:
             self._require_optimizer()
-        self._require_adapters_for(meta)
+        require_adapters_for(self.config, meta)
         self.wait_for_save()
         if not blocking:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
@@ -340,8 +424,11 @@ class FSDPEngine(LoraMethods, ArealMethods):
             CheckpointError: see `load_dcp` and `load_hf`.
             OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
         """
-        self._require_adapters_for(meta)
-        {"dcp": self._load_from_dcp, "hf": self._load_from_hf, "peft": self._load_from_peft}[meta.weight_format](meta)
+        require_adapters_for(self.config, meta, loads=True)
+        if meta.weight_format == "peft":
+            load_adapters(self.model, meta.path, group=self.control_group)
+        else:
+            {"dcp": self._load_from_dcp, "hf": self._load_from_hf}[meta.weight_format](meta)
 
     def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
         save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
@@ -353,8 +440,10 @@ class FSDPEngine(LoraMethods, ArealMethods):
         export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
 
     def _load_from_hf(self, meta: SaveLoadMeta) -> None:
-        self._refuse_other_base()
         load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)
+
+    def _save_to_peft(self, meta: SaveLoadMeta) -> None:
+        save_adapters(self.model, meta.path, meta.hf_options(None), group=self.control_group)
 
     # Versions and publishing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed, rank_zero_decides
+from ..utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from ..utils.errors import CheckpointMismatchError, ConfigError
 from ..utils.logging import get_logger
 from ..utils.remote import FETCH_FIRST, require_local
@@ -26,6 +26,7 @@ from .lora.build import add_adapters, draw_adapters
 from .lora.layers import plain_view
 from .model_folder import index_digest, is_first_of_its_node
 from .training.distributed import ProcessGroups, shard_model
+from .training.head import ScoringHead, find_scoring_head
 from .training.model import (
     block_classes,
     build_causal_on_meta,
@@ -35,18 +36,24 @@ from .training.model import (
     give_memory,
 )
 from .training.packing import prepare_packing
+from .training.rotary import longest_sequence
 from .training.value_model import body_name
 
 logger = get_logger(__name__)
 
 
-def build_initial_model(config: TrainEngineConfig, folder: Path, groups: ProcessGroups) -> PreTrainedModel:
-    """The model of ``folder``, sharded, with the weights to start from; every rank calls this.
+def build_initial_model(
+    config: TrainEngineConfig, folder: Path, groups: ProcessGroups
+) -> tuple[PreTrainedModel, ScoringHead | None]:
+    """Build the model of ``folder``, sharded, with the weights to start from; every rank calls this.
 
     Args:
         config: ``path`` is what folders of adapters name as their base; ``folder`` stands for it.
         folder: local folder of a Hugging Face model.
         groups: of all ranks.
+
+    Returns:
+        the model, and its head if that can answer with log-probabilities (see `find_scoring_head`); None of a critic.
 
     Raises:
         ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized` and
@@ -71,8 +78,10 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
     shard_model(model, config, blocks, groups.device)
-    if config.pack_sequences:  # before the model has memory, which a twin of it takes for a moment
+    # Before the model has memory, which twins of it take for a moment.
+    if config.pack_sequences:
         prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
+    head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         unfilled = give_memory(model, skeleton, groups.device)
         base = plain_view(model)
@@ -87,9 +96,14 @@ def build_initial_model(config: TrainEngineConfig, folder: Path, groups: Process
             f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it can only be loaded, "
             "from a folder that has it (config key 'init_from_scratch' false)"
         )
+    if config.max_model_len is None and (longest := longest_sequence(model, None)) and get_rank(groups.control) == 0:
+        logger.warning(
+            "%s: rotary frequencies for at most %d tokens; longer sequences are refused. Servers with a larger "
+            "--max-model-len may compute with others: then set config key 'max_model_len' to theirs", name, longest
+        )  # fmt: skip
     if base is not model:
         set_conversions(model, conversions_of(base))
-    return model
+    return model, head
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:

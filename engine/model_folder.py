@@ -28,6 +28,7 @@ from ..utils.distributed import (
 from ..utils.errors import ConfigError
 from ..utils.files import bytes_digest
 from ..utils.logging import get_logger
+from .compat.transformers_private import commit_of
 from .config import TrainEngineConfig
 
 logger = get_logger(__name__)
@@ -95,6 +96,26 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
     if get_rank(group) == 0:
         logger.info("%s is %s", path, folder)
     return folder
+
+
+def find_source_folder(config: Any) -> Path | None:
+    """The local folder, or the snapshot in the hub's cache, that a transformers model says it was loaded from.
+
+    Args:
+        config: of the model.
+
+    Returns:
+        None if it says nothing, or the folder is gone. Nothing is downloaded.
+    """
+    path = getattr(config, "name_or_path", None)
+    if not isinstance(path, str) or not path:
+        return None
+    if os.path.isdir(path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, revision=commit_of(config), local_files_only=True))
+    except (OSError, ValueError):  # as in `_from_hub`
+        return None
 
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:

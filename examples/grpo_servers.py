@@ -112,7 +112,7 @@ class GRPOServersConfig(GRPOConfig):
     @property
     def gconfig(self) -> GenerationHyperparameters:
         """How completions are sampled."""
-        temperature, stop = self.actor.temperature, (EOS_ID,)
+        temperature, stop = self.actor.temperature, [EOS_ID]
         return GenerationHyperparameters(self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop)
 
 

@@ -1,5 +1,6 @@
 """What recovery can be told, under AReaL's names."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,9 +77,9 @@ class RecoverConfig:
     stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
     """Signals that lead to a snapshot at the next step boundary and exit code 75; the second SIGINT stops at once."""
     must_save_by: str | None = None
-    """When the job will be ended, as a duration from the start of the process (``90m``, ``3h30m``, ``"3:30:00"`` in
-    quotes, seconds) or a local time (``2026-11-20T18:00``, which a restart does not shift): the last snapshot is made,
-    and the run stops, as late as is safe before."""
+    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``, ``2d``, ``5400s``) or a
+    time (``2026-11-20T18:00``, local unless it has an offset), which a restart does not shift. The last snapshot is
+    made, and the run stops, as late as is safe before."""
     mirror_url: str | None = None
     """Where committed generations are copied in the background, as fsspec has it: ``s3://bucket/runs``, ``gs://``,
     ``hdfs://``, ``file:///...``; experiment and trial are appended. None: nowhere."""
@@ -105,6 +106,8 @@ class RecoverConfig:
         if self.resume_path is not None:
             key = "config key 'recover.resume_path'"
             self.resume_path = str(require_local(self.resume_path, "resuming", FETCH_FIRST, key))
+            _require_short(key, self.resume_path)
+        _require_short("'recover.fileroot', experiment_name and trial_name", str(self.recover_root))
         require_range("recover.freq_epochs", self.freq_epochs, low=1)
         require_range("recover.freq_steps", self.freq_steps, low=1)
         require_range("recover.freq_secs", self.freq_secs, low=0.0)
@@ -158,3 +161,15 @@ class RecoverConfig:
         if self.mirror_url is None:
             return None
         return "/".join((self.mirror_url.rstrip("/"), self.experiment_name, self.trial_name))
+
+
+_LONGEST_BYTES = 4096 - 512
+"""Of a path on Linux 4096 bytes, some of which the names of files in a generation take."""
+
+
+def _require_short(key: str, path: str) -> None:
+    n_bytes = len(os.fsencode(os.path.abspath(path)))
+    if n_bytes > _LONGEST_BYTES or any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
+        raise ConfigError(
+            f"{key} give a path of {n_bytes} bytes, {path[:60]!r}...; expected at most {_LONGEST_BYTES}, and 255 a name"
+        )

@@ -9,14 +9,18 @@ Each snapshot therefore counts optimizer steps, names the learning rate, and sam
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
+import torch
+import xxhash
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..engine.dcp.fingerprint import combine_samples, sample_state
 from ..engine.dcp.state import DCPState
+from ..engine.tensors import by_clean_name
 from ..utils.errors import CheckpointCorruptError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .info import EngineFacts
@@ -130,6 +134,46 @@ def check_restored(
             f"({len(wrong)} of {len(rows)} differ). Do not go on with this run; report it"
         )
     return _render(what, rows)
+
+
+_SETTINGS = (
+    *(f"backends.{unit}.fp32_precision" for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")),
+    *(f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")),
+    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
+    *("backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+    *("are_deterministic_algorithms_enabled", "get_default_dtype"),
+)
+"""Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set ``fp32_precision``."""
+
+
+def numerical_switches(states: Mapping[str, DCPState]) -> dict[str, str]:
+    """Settings of this process and its engines that decide what a step computes and are no part of the state.
+
+    Args:
+        states: engine name -> state.
+
+    Returns:
+        name of a setting -> its value as text. "ieee" stands for "none" too, which computes the same.
+    """
+    values = {name: attrgetter(name)(torch) for name in _SETTINGS}
+    found = {f"torch.{name}": str(value() if callable(value) else value) for name, value in values.items()}
+    found = {name: "ieee" if value == "none" else value for name, value in found.items()}
+    for engine, state in states.items():
+        params = by_clean_name(state.model.named_parameters())
+        trained = sorted(name for name, param in params.items() if param.requires_grad)
+        names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
+        found[f"trained parameters of {engine}"] = f"{len(trained)} of {len(params)} (names {names})"
+    return found
+
+
+def warn_of_switches(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Log one warning that names each setting with another value than in the generation ``what``."""
+    if changed := [name for name in saved if name in now and saved[name] != now[name]]:
+        logger.warning(
+            "%s was saved with other settings, so the run goes on with other numbers than without the restart: %s. Set "
+            "them before load as they were, unless the change is meant",
+            what, "; ".join(f"{name} was {saved[name]}, is {now[name]}" for name in changed),
+        )  # fmt: skip
 
 
 def _same(saved: Any, restored: Any) -> bool:

@@ -79,9 +79,11 @@ class RankTarget:
     def state(self, name: str) -> DCPState:
         """What is saved and restored of an engine."""
         engine = self.engines[name]
-        if isinstance(engine, DCPState):
-            return engine
-        return engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+        if not isinstance(engine, DCPState):
+            engine = engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+        if engine.group is None:
+            engine.group = self.group_of(name)
+        return engine
 
     def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
         """Control group (gloo) of an engine; of the first one without a name."""

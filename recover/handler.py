@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -18,42 +17,24 @@ import torch.distributed as dist
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.errors import ConfigError, Preempted
 from ..utils.logging import get_logger
-from ..utils.rng import RngState, capture_rng, restore_rng
+from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
 from .coordinator import Ranks, SessionRef, ranks_of
 from .data.epoch_order import note_order
-from .data.position import RestoredEpoch
 from .info import RecoverInfo
-from .resuming.restore import restore_run
+from .resuming.restore import Position, restore_run
 from .resuming.select import Choice, ResumeChoice
 from .resuming.shared_folder import check_shared
 from .saving.exports import ExportWriter
 from .saving.rank_session import RankSession
 from .saving.saver import Due, Saver, SaveStats
-from .saving.snapshot import SnapshotWriter
+from .saving.snapshot import SnapshotWriter, finite_numbers
 from .storage.generations import Generation, GenerationStore
 from .storage.run_folder import RunFolder
 from .triggers.signals import StopNotice
 from .triggers.triggers import Triggers, Wanted
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class _Position:
-    """Where the run is.
-
-    Attributes:
-        ranks: passed to `load`.
-        step: snapshotted or restored last; None: none yet.
-        epoch: rest of the epoch after a restore; None after the first step.
-        rng: state of this process's random generators, as restored; None in a fresh run.
-    """
-
-    ranks: Ranks
-    step: int | None = None
-    epoch: RestoredEpoch | None = None
-    rng: RngState | None = None
 
 
 class RecoverHandler:
@@ -90,7 +71,7 @@ class RecoverHandler:
         snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
         exports = ExportWriter(config, self._folder, (tokenizer, processor))
         self._saver = Saver(config, self._folder, snapshots, exports, self._triggers.pace)
-        self._position: _Position | None = None
+        self._position: Position | None = None
         self._closed = False
         if config.mode != "off" and not self._triggers.schedule.is_ever_due:
             logger.warning("none of recover.freq_epochs, freq_steps and freq_secs is set: only forced snapshots come")
@@ -143,7 +124,8 @@ class RecoverHandler:
     def load(self, engine: Any, dataloader: Stateful | None = None) -> RecoverInfo | None:
         """Lock the run's folder, and bring the run back to its newest sound generation.
 
-        From here on the ``stop_signals`` lead to a snapshot and `Preempted`; `close` gives up both.
+        From here on the ``stop_signals`` lead to a snapshot and `Preempted`; `close` gives up both, and so does a first
+        `load` that raises.
 
         Args:
             engine: one engine, a dict of named ones, or a `WorkerGroup` whose workers show theirs; in place of an
@@ -171,12 +153,18 @@ class RecoverHandler:
             return None
         self._saver.settle(must=True)  # of a load before this one
         ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
-        ranks.decide_slowly(self._folder.open)
-        with self._folder.journal.beginning():
-            return self._load(ranks, dataloader)
+        with ExitStack() as undo:
+            if self._position is None:  # the caller may never close a handler that has not loaded
+                undo.callback(self._folder.close, wait=False)
+                undo.callback(self._triggers.stops.uninstall)
+            ranks.decide_slowly(self._folder.open)
+            with self._folder.journal.beginning():
+                info = self._load(ranks, dataloader)
+            undo.pop_all()
+        return info
 
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
-        started, position = time.monotonic(), _Position(ranks)
+        started, position = time.monotonic(), Position(ranks)
         self._saver.exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
@@ -190,8 +178,8 @@ class RecoverHandler:
         background_s = self.config.save_timeout_s if self.config.async_save else None
         snapshots, exports = self._triggers.schedule.is_ever_due, self._saver.exports.request
         ranks.open_sessions(RankSession.open, background_s, snapshots, exports)
-        self._position = position
         self._go_on_exporting(ranks, choice)
+        self._position = position
         self._triggers.pace.step_begins()
         return None if choice is None else choice[1]
 
@@ -251,8 +239,9 @@ class RecoverHandler:
                 ``save_failures_allowed``, or a forced snapshot, or the last one before a stop.
             FolderInUseError: the lock on the folder was lost, and another job has used it since: nothing is committed.
             Exception: whatever else ended a snapshot in the background.
-            ConfigError: a user object's state could not be read back, `load` was not called before, the step lies
-                before one that is there already, or the sampler was set to another epoch than the one resumed.
+            ConfigError: a user object's state could not be read back, a metric is no number, `load` was not called
+                before, the step lies before one that is there already, or the sampler was set to another epoch than the
+                one resumed.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -268,7 +257,9 @@ class RecoverHandler:
             )
         ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
         self._folder.journal.note("step", step=step_info.global_step)
-        wanted, stop = self._triggers.after_step(ranks, step_info, partial(self._ask, self._position, step_info, force))
+        wanted, stop = self._triggers.after_step(
+            ranks, step_info, partial(self._ask, self._position, step_info, force, metrics or {})
+        )
         self._position.epoch = None
         if Wanted.SETTLE in wanted:
             self._saver.settle()
@@ -332,8 +323,9 @@ class RecoverHandler:
 
     # Dump
 
-    def _ask(self, position: _Position, step_info: StepInfo, force: bool) -> Wanted:
+    def _ask(self, position: Position, step_info: StepInfo, force: bool, metrics: Mapping[str, float]) -> Wanted:
         """What is wanted after a step beside what `Triggers` knows of."""
+        finite_numbers(metrics)  # what cannot be saved is an error before anything is staged
         if position.epoch is not None:
             position.epoch.check(step_info)
         wanted = (Wanted.FORCE if force else Wanted(0)) | (Wanted.SETTLE if self._saver.written else Wanted(0))
@@ -377,7 +369,7 @@ class RecoverHandler:
         self._resume.go_back(resumed, self._folder.mirror)
         self._folder.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
 
-    def _restore(self, position: _Position, choice: Choice, dataloader: Stateful | None) -> None:
+    def _restore(self, position: Position, choice: Choice, dataloader: Stateful | None) -> None:
         position.epoch = restore_run(position.ranks, choice, dataloader, self._stateful)
         position.rng, info = capture_rng(), choice[1]
         position.step = info.last_step_info.global_step

@@ -47,6 +47,8 @@ class RecoverInfo:
         engines: engine name -> what it must be after a restore.
         save_s: how long the snapshot took up to its commit; a deadline is judged by it after a restart.
         rng: process (``rank_00000`` ..., ``driver``) -> digest of its generators.
+        switches: setting of torch, or ``trained parameters of <engine>`` -> its value in rank 0. Empty if an older
+            version wrote it.
         converted: of a generation that was made of another trainer's checkpoint: ``from``, what that was, and by the
             name of each part of a run that it had not (``data``, ``generators``, ``schedule``, ``epochs``), what
             becomes of that. None: a run wrote it.
@@ -62,6 +64,7 @@ class RecoverInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     engines: dict[str, EngineFacts] = field(default_factory=dict)
     rng: dict[str, str] = field(default_factory=dict)
+    switches: dict[str, str] = field(default_factory=dict)
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:

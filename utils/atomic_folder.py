@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
-from .files import commit_folder, fsync_tree, make_durably, remove_or_log, staging_path
+from .files import commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
+from .manifest import require_outside_commits
 from .write_errors import as_write_error
 
 
@@ -31,7 +32,8 @@ def staged_folder(
             at that moment finds the old folder, the new one, or for an instant none; never a mixture.
 
     Raises:
-        CheckpointExistsError: ``final`` exists, and nothing was said of replacing it.
+        CheckpointExistsError: ``final`` exists and is no empty folder, without ``replace``.
+        ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
     staging = rank_zero_decides(lambda: (_open_over if replace else open_staging)(Path(final)), group)
@@ -49,12 +51,13 @@ def open_staging(final: Path) -> Path:
     """Make a hidden sibling of ``final`` to write into; removes those of killed writers of the same folder.
 
     Raises:
-        CheckpointExistsError: ``final`` exists.
+        CheckpointExistsError: ``final`` exists and is no empty folder.
+        ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
-    if os.path.lexists(final):
-        raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
     with as_write_error(final):
+        if not is_free(final):
+            raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
         return _make_staging(final)
 
 
@@ -68,6 +71,7 @@ def _open_over(final: Path) -> Path:
 
 
 def _make_staging(final: Path) -> Path:
+    require_outside_commits(final.parent)
     make_durably(final.parent)
     for entry in os.listdir(final.parent):
         if re.fullmatch(rf"\.staging-{re.escape(final.name)}-[0-9a-f]{{12}}", entry):

@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -132,18 +134,44 @@ def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank.
+    """Every rank's ``value``, in rank order, on every rank. Each is pickled once and read once per rank.
 
     Raises:
-        PeerError: the value of any rank cannot be pickled; on all ranks.
+        PeerError: the value of any rank cannot be pickled, or read back; on all ranks.
     """
     if get_world_size(group) == 1:
         return [value]
-    gathered: list[Any] = [None] * get_world_size(group)
-    dist.all_gather_object(gathered, _pickled(value), group=control_group(group))
-    if unsent := {rank: f"it {report}" for rank, report in enumerate(gathered) if isinstance(report, str)}:
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # whatever its own code raises: the peers wait in the collective
+        data = pickle.dumps(_Unsent(_why_unsent(error)))
+    gathered = [_unpickled(data) for data in _gather_bytes(data, group)]
+    if unsent := {rank: f"it {found.reason}" for rank, found in enumerate(gathered) if isinstance(found, _Unsent)}:
         raise PeerError("gathering a value of every rank", unsent)
-    return [pickle.loads(data) for data in gathered]
+    return gathered
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """Takes the place of a value that could not be sent."""
+
+    reason: str
+
+
+def _unpickled(data: memoryview) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return _Unsent(_why_unsent(error))
+
+
+def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryview]:
+    sizes = [int(size) for (size,) in gather_numbers([len(data)], group)]
+    own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    own.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+    gathered = own.new_empty((len(sizes), len(own)))
+    dist.all_gather(list(gathered), own, group=control_group(group))
+    return [row.numpy().data[:size] for row, size in zip(gathered, sizes, strict=True)]
 
 
 @contextmanager
@@ -296,5 +324,9 @@ def _pickled(value: object) -> bytes | str:
         data = pickle.dumps(value)
         pickle.loads(data)
     except Exception as error:
-        return f"cannot be sent to the other ranks: {type(error).__name__}: {error}"
+        return _why_unsent(error)
     return data
+
+
+def _why_unsent(error: Exception) -> str:
+    return f"cannot be sent to the other ranks: {type(error).__name__}: {error}"

@@ -92,11 +92,15 @@ class PublishError(ServerError):
 
 
 class UnreachableServerError(PublishError):
-    """A server does not answer: it is down or restarting, or the network to it is. What it serves is not known."""
+    """A server does not answer: it, or the network, is down or restarting. Its weights are unknown."""
+
+
+class NoServerError(UnreachableServerError):
+    """No connection to a server could be made, so nothing was sent: it is down or restarting."""
 
 
 class SlowServerError(PublishError):
-    """A server did not answer in time. It may still do what it was told; what it serves is not known."""
+    """A server did not answer in time. It may still finish the update, so its weights are unknown."""
 
 
 class PoisonedServerError(PublishError):

@@ -6,6 +6,7 @@ an fsync of their own, in that order (Pillai et al., "All File Systems Are Not C
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import shutil
@@ -39,8 +40,7 @@ if _sync_file_range is not None:
 def start_writeback(fd: int, start: int, n_bytes: int) -> None:
     """Have the disk begin with ``n_bytes`` of a file from ``start`` on, so that fsync has less to wait for.
 
-    Only a hint: nothing is waited for, and whether anything went wrong is for fsync to say. Does nothing where the
-    system has no ``sync_file_range`` (it is Linux's).
+    Only a hint: it waits for nothing, and fsync reports errors. Does nothing without ``sync_file_range`` (Linux).
     """
     if _sync_file_range is not None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
@@ -198,6 +198,15 @@ class DurableFile:
         self._file.raw.close()  # what is still buffered could not be written, and must not be tried again
 
 
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a file as `os.open` does; OSError where it is no regular file, because a pipe would block the caller."""
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+    return fd
+
+
 def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
     """Create ``path`` with ``data`` and fsync it. The caller fsyncs the folder.
 
@@ -306,17 +315,25 @@ def staging_path(final: str | os.PathLike[str]) -> Path:
     return final.with_name(f".staging-{final.name}-{uuid.uuid4().hex[:12]}")
 
 
+def is_free(final: str | os.PathLike[str]) -> bool:
+    """Whether a folder may be renamed to ``final``: there is nothing, or an empty folder, which a rename replaces."""
+    is_folder = os.path.isdir(final) and not os.path.islink(final) and not os.path.ismount(final)
+    return not os.listdir(final) if is_folder else not os.path.lexists(final)
+
+
 def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
     """Make a completely written folder visible under its final name, durably.
 
-    The files must have been fsynced by those who wrote them; this fsyncs the folders, renames, and
-    fsyncs the parent.
+    Writers have fsynced the files. This fsyncs the folders, renames, and fsyncs the parent. An empty folder that is
+    there is replaced, and gives its permissions to the new one.
 
     Raises:
-        FileExistsError: ``final`` exists; nothing is ever written over.
+        FileExistsError: ``final`` exists and is no empty folder: nothing is ever written over.
     """
+    if os.path.isdir(final) and is_free(final):
+        shutil.copymode(final, staging)
     fsync_tree(staging)
-    if os.path.lexists(final):
+    if not is_free(final):
         raise FileExistsError(f"{final} exists already and is never written over")
     os.rename(staging, final)
     fsync_dir(Path(final).parent)

@@ -1,15 +1,24 @@
-"""JSON Lines that are appended to while others read: one object a line, torn lines left out."""
+"""JSON Lines that are appended to while others read: one object a line, torn lines left out.
+
+A file is read a line at a time, or from its end, so that its length costs no memory.
+"""
 
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from .files import open_regular
 from .logging import get_logger
 
 logger = get_logger(__name__)
+
+_LONGEST_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
+_SPARE_LINES = 8
 
 
 def to_line(entry: Any) -> bytes:
@@ -18,34 +27,93 @@ def to_line(entry: Any) -> bytes:
 
 
 def read_lines(
-    path: str | os.PathLike[str], key: str, *, like: re.Pattern[bytes] | None = None, last_bytes: int | None = None
+    path: str | os.PathLike[str],
+    key: str,
+    *,
+    like: re.Pattern[bytes] | None = None,
+    ends_of: re.Pattern[bytes] | None = None,
+    last_bytes: int | None = None,
+    since: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """The objects of a file that have ``key``, in the order of the file.
+    """Yield the objects of a file that have ``key``, in the order of the file.
 
-    A line torn by a crash is left out, with a warning unless it is the last one.
+    A line that is torn by a crash, or longer than 1 MiB, is left out, with a warning unless it is the last one.
 
     Args:
         path: the file.
         key: what every object has.
-        like: how the lines begin that are wanted; the others are not parsed. None: all are wanted.
+        like: how the wanted lines begin; the others are not parsed. None: all are wanted.
+        ends_of: of wanted lines in a row that begin so, yield only the first and the last.
         last_bytes: look only at so many bytes at the end of the file; None: at all of them.
+        since: where in the file to begin, as `find_back` gives it.
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: it cannot be read, or is a folder, a pipe or a device.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = 0 if last_bytes is None else max(0, size - last_bytes)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-    for number, line in enumerate(lines[start > 0 :], start=1):
-        if like is not None and not like.match(line):
-            continue
-        try:
-            entry = json.loads(line) if line else None
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict) and key in entry:
+    row: deque[tuple[int, bytes]] | None = None
+    with open(open_regular(path), "rb", buffering=_BLOCK_BYTES) as file:
+        if last_bytes is not None:
+            since = max(since, os.fstat(file.fileno()).st_size - last_bytes)
+        file.seek(since)
+        if last_bytes is not None and since > 0:
+            file.seek(since - 1)
+            next(_lines(file), None)  # the rest of a line, or the end of the one before
+        for number, line in enumerate(_lines(file), start=1):
+            in_row = ends_of is not None and ends_of.match(line)
+            if row is not None and in_row:
+                row.append((number, line))
+                continue
+            if not in_row and like is not None and not like.match(line):
+                continue
+            if row:
+                yield from _last_of(row, path, key)
+            row = None
+            if (entry := _parse(path, number, line, key)) is not None:
+                row = deque(maxlen=_SPARE_LINES) if in_row else None
+                yield entry
+        if row:
+            yield from _last_of(row, path, key)
+
+
+def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
+    """Yield where the lines are that begin with ``begins``, the last one first. Raises as `read_lines`."""
+    needle = b"\n" + begins
+    with open(open_regular(path), "rb", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        while before > 0:
+            start = max(0, before - _BLOCK_BYTES)
+            block = os.pread(file.fileno(), before - start + len(needle) - 1, start)
+            at = len(block)
+            while (at := block.rfind(needle, 0, at + len(needle) - 1)) >= 0:
+                yield start + at + 1
+            before = start
+        if os.pread(file.fileno(), len(begins), 0) == begins:
+            yield 0
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Every line with its end. One that is too long comes as its beginning alone."""
+    while line := file.readline(_LONGEST_BYTES):
+        yield line
+        while line and len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):
+            line = file.readline(_LONGEST_BYTES)
+
+
+def _last_of(row: deque[tuple[int, bytes]], path: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
+    for number, line in reversed(row):
+        if (entry := _parse(path, number, line, key)) is not None:
             yield entry
-        elif line and number < len(lines):
-            logger.warning("%s: line %d is torn and left out", Path(path), number)
+            return
+
+
+def _parse(path: str | os.PathLike[str], number: int, line: bytes, key: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line) if line.strip() else None
+    except (ValueError, RecursionError):
+        entry = None
+    if isinstance(entry, dict) and key in entry:
+        return entry
+    if line.strip() and (line.endswith(b"\n") or len(line) == _LONGEST_BYTES):
+        logger.warning("%s: line %d is torn and left out", Path(path), number)
+    return None

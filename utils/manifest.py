@@ -8,6 +8,7 @@ before anything else is believed, so that no damage can pass for another format 
 this self-checksum; what has none (format version 1, which was never released) is refused.
 """
 
+import contextlib
 import json
 import os
 import stat
@@ -16,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointCorruptError, CheckpointMismatchError
-from .files import DurableFile, bytes_digest, file_digest, walk_leaves, write_durably
+from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from .files import DurableFile, bytes_digest, file_digest, open_regular, walk_leaves, write_durably
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -79,6 +80,31 @@ def _self_checksum(body: bytes) -> bytes:
 
 
 _SELF_CHECKSUM_BYTES = len(_self_checksum(b""))
+
+
+_BEGINS = b'{\n "format_version":'
+
+
+def require_outside_commits(path: str | os.PathLike[str]) -> None:
+    """Refuse to write to ``path``, where it is or lies in a committed folder: a generation, or an export with a
+    manifest. One file more than the manifest names would make that folder a damaged one.
+
+    Raises:
+        ConfigError: with the committed folder.
+    """
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        if _is_committed(folder):
+            raise ConfigError(
+                f"{path} is in {folder}, which is committed with a {MANIFEST_NAME}: with one file more it would be "
+                "refused as damaged. Choose a folder outside of it"
+            )
+
+
+def _is_committed(folder: Path) -> bool:
+    with contextlib.suppress(OSError), open(open_regular(folder / MANIFEST_NAME), "rb") as file:
+        return file.read(len(_BEGINS)) == _BEGINS  # other things have a manifest.json, too
+    return False
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -161,10 +187,8 @@ def list_files(root: Path) -> dict[str, int]:
     return sizes
 
 
-def verify_folder(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names, sizes and bytes with the manifest and return the manifest.
-
-    Ranks can share the reading: each compares the bytes of every ``world_size``-th file.
 
     Raises:
         CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
@@ -172,7 +196,7 @@ def verify_folder(folder: str | os.PathLike[str], rank: int = 0, world_size: int
             verdict on the folder.
     """
     manifest = check_listing(folder)
-    for name, entry in list(manifest["files"].items())[rank::world_size]:
+    for name, entry in manifest["files"].items():
         verify_file(folder, name, entry)
     return manifest
 

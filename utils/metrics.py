@@ -6,6 +6,7 @@ every step: a kill loses none, a power cut may lose the last ones.
 """
 
 import json
+import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -175,3 +176,27 @@ def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = No
     totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     dist.all_reduce(totals, group=control_group(group))
     return dict(zip(names, totals.tolist(), strict=True))
+
+
+class RunningMeans:
+    """Means of named numbers since the last `take`. Numbers that are not finite do not count."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def add(self, stats: Mapping[str, float]) -> None:
+        """Add one number for each name."""
+        for name, value in stats.items():
+            finite = math.isfinite(value)
+            self._sums[name] = self._sums.get(name, 0.0) + (value if finite else 0.0)
+            self._counts[name] = self._counts.get(name, 0.0) + finite
+
+    def take(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """The means over all ranks of ``group``, and start again. Collective."""
+        own = {f"sum {name}": value for name, value in self._sums.items()}
+        own |= {f"count {name}": value for name, value in self._counts.items()}
+        names, totals = list(self._sums), reduce_stats(own, group)
+        self._sums, self._counts = {}, {}
+        counts = {name: totals[f"count {name}"] for name in names}
+        return {name: totals[f"sum {name}"] / count for name, count in counts.items() if count}

@@ -33,6 +33,9 @@ _DAMAGE = (
 )
 """What torch raises of bytes that are not its own."""
 
+_ARCHIVE = b"PK\x03\x04"
+"""First bytes of a file of ``torch.save``, which is a ZIP archive."""
+
 
 def pack_plain(what: str, value: Any) -> bytes:
     """``torch.save`` of tensors and plain values.
@@ -77,7 +80,7 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.de
             compressed, as torch never writes: a small file could fill the memory.
     """
     try:
-        _refuse_compression(file)
+        _check_archive(file)
         return torch.load(file, map_location="cpu" if device is None else partial(_place, device), weights_only=True)
     except _DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
@@ -98,8 +101,7 @@ def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            _refuse_compression(file)
-            mapped = zipfile.is_zipfile(file)
+            mapped = _check_archive(file)
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=mapped)
     except _DAMAGE as error:
@@ -111,13 +113,22 @@ def _place(device: torch.device, storage: Any, location: str) -> Any:
     return storage.cuda(device.index) if location.startswith("cuda") and device.type == "cuda" else storage
 
 
-def _refuse_compression(file: IO[bytes]) -> None:
+def _check_archive(file: IO[bytes]) -> bool:
+    """Whether the file is an archive, as torch writes since 1.6. Refuse one that is cut short or compressed."""
     start = file.tell()
-    if zipfile.is_zipfile(file):
+    begins_as_archive = _ARCHIVE.startswith(file.read(len(_ARCHIVE)))
+    n_bytes = file.seek(0, os.SEEK_END) - start
+    if is_archive := zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise ValueError("it is compressed, which torch.save does not do")
+                raise CheckpointCorruptError("it is compressed, which torch.save does not do")
+    elif begins_as_archive:
+        raise CheckpointCorruptError(
+            f"it ends after {n_bytes} bytes, without the table of contents that torch.save writes last. "
+            "Copy the file again, or use an older checkpoint"
+        )
     file.seek(start)
+    return is_archive
 
 
 def plain_reason(error: Exception) -> str:
@@ -125,6 +136,8 @@ def plain_reason(error: Exception) -> str:
     forbidden = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", str(error))
     if forbidden:
         return f"it holds {forbidden[1]}, which could only be read by running code"
+    if isinstance(error, CheckpointCorruptError):
+        return str(error)
     if isinstance(error, pickle.UnpicklingError):
         return "it is not a file of tensors and plain values"
     return f"{type(error).__name__}: {error}".splitlines()[0]

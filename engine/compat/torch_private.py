@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from . import Private, require
@@ -13,6 +14,9 @@ from . import Private, require
 _CUT = "know which part of a tensor is this rank's"
 _MADE_UP = "make sharded tensors of what it holds already"
 _VIEW = "look at a model's modules and tensors without its hooks"
+
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_REDUCE = "reduce gradients that only some ranks have"
 
 _HOOKS = "tell whether somebody looks at what a model's head returns"
 
@@ -32,6 +36,12 @@ NAMES = (
     ),
     Private("torch.distributed.checkpoint.filesystem:CURRENT_DCP_VERSION", "write .metadata of DCP"),
     Private("torch.distributed.distributed_c10d:_abort_process_group", "leave NCCL when a peer is dead", ("group",)),
+    Private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", _REDUCE),
+    Private(f"{_GROUP}:FSDPParamGroup.post_backward", _REDUCE),
+    Private(f"{_GROUP}:FSDPParamGroup.is_unsharded", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.sharded_param", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.unsharded_param", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.unsharded_accumulated_grad", _REDUCE),
     Private("torch:_foreach_norm", "clip a gradient"),
     Private("torch:_foreach_mul_", "clip a gradient"),
     Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
@@ -41,6 +51,7 @@ NAMES = (
     Private("torch:ops.aten.clone.default._schema.is_mutable", "follow conversions of weights"),
     Private("torch:UntypedStorage._cdata", "tell whether tensors share memory"),
     Private("torch:Tensor._version", "notice that a tensor was written to while it was copied"),
+    Private("torch.utils.data:DataLoader._iterator", "tell whether persistent workers have their seed"),
     Private("torch.nn:Module._modules", _VIEW),
     Private("torch.nn:Module._parameters", _VIEW),
     Private("torch.nn:Module._buffers", _VIEW),
@@ -76,8 +87,10 @@ __all__ = [
     "children_of",
     "compute_local_shape_and_global_offset",
     "count_forward_hooks",
+    "fill_missing_gradients",
     "foreach_mul_",
     "foreach_norm",
+    "is_iterated",
     "is_persistent",
     "like_sharded",
     "loading_of",
@@ -173,6 +186,45 @@ def same_layout(one: DTensor, other: DTensor) -> bool:
     return one._spec is other._spec or one._spec == other._spec
 
 
+def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
+    """Have FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
+
+    FSDP2 reduces the gradients that there are, so ranks that reach other parameters would reduce buffers of different
+    lengths.
+
+    Args:
+        module: `fully_shard` was called on it.
+        filled: takes in each sharded parameter whose gradient of this step is zeros from here alone, and loses it again
+            when a later backward of the step reaches it.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:  # no parameter that is not in a module inside it
+        return
+    reduce = group.post_backward
+
+    def has_no_gradient(param: Any) -> bool:
+        unsharded = param.unsharded_param
+        return unsharded.grad is None and param.unsharded_accumulated_grad is None and unsharded.requires_grad
+
+    def fill(missing: list[Any]) -> None:
+        reached = [param for param in group.fsdp_params if param not in missing]
+        filled.difference_update(param.sharded_param for param in reached)
+        filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
+        held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
+        dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 takes one only
+        for param in missing:
+            param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
+
+    def fill_and_reduce(*args: Any) -> None:
+        if group.reduce_grads and group.is_unsharded:
+            missing = [param for param in group.fsdp_params if has_no_gradient(param)]
+            if missing or filled:
+                fill(missing)
+        reduce(*args)
+
+    group.post_backward = fill_and_reduce
+
+
 def n_writes(tensor: torch.Tensor) -> int:
     """The operations on a tensor or its views that torch has counted as writes; it counts none of inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
@@ -186,3 +238,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def writes_in_place(operator: Any) -> bool:
     """Whether an operator, as ``__torch_dispatch__`` gets it, changes one of its inputs."""
     return operator._schema.is_mutable
+
+
+def is_iterated(loader: Any) -> bool:
+    """Whether a ``DataLoader`` with persistent workers has started them."""
+    return loader._iterator is not None

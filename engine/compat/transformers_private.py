@@ -50,6 +50,7 @@ __all__ = [
     "attention_of",
     "build_from_config",
     "class_with_head",
+    "commit_of",
     "conversions_of",
     "custom_object_save",
     "drop_tolerated_keys",
@@ -147,6 +148,11 @@ def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedMo
     """What an auto class makes for a config of this class; None if it makes nothing."""
     found = factory._model_mapping[type(config)] if has_head(factory, config) else None
     return found[0] if isinstance(found, tuple | list) else found
+
+
+def commit_of(config: PretrainedConfig) -> str | None:
+    """The commit of the hub's repository that a config was loaded from; None: not from the hub."""
+    return getattr(config, "_commit_hash", None)
 
 
 def attention_of(config: PretrainedConfig) -> str:

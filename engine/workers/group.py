@@ -231,18 +231,12 @@ class WorkerGroup:
         ref = self._actors[rank].call.remote(method, args, kwargs)
         return self._gather(f"{method}()", {rank: ref}, deadline)[0]
 
-    def run_all(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        per_rank: Sequence[tuple] | None = None,
-        deadline: float | None = None,
-    ) -> list[Any]:
+    def run_all(self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None) -> list[Any]:
         """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank; else as `call_all`."""
         shares = self._shares(per_rank)
         self._check_usable()
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
-        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, deadline)
+        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` for work beside the training: on a thread of its own in every worker, while other calls go on.
@@ -267,15 +261,14 @@ class WorkerGroup:
         """Ray's names of the nodes that the ranks run on."""
         return {process.node_id for process in self._processes}
 
-    def server(self, rank: int = 0, timeout_s: float = 240.0) -> RemoteServer:
-        """A picklable `InferenceServer` in front of one rank's worker, for workers of other groups.
+    def server(self, timeout_s: float = 240.0) -> RemoteServer:
+        """A picklable `InferenceServer` in front of the worker of rank 0, for workers of other groups.
 
         Args:
-            rank: the rank that serves.
             timeout_s: how long an answer may take; less than `WeightUpdateMeta.timeout_s`, after which the publisher
                 would call it an error of the server instead of a loss.
         """
-        return RemoteServer(self._actors[rank], self.name, rank, timeout_s, self._hang_timeout_s)
+        return RemoteServer(self._actors[0], self.name, 0, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement.

@@ -11,16 +11,18 @@ from ...engine.dcp.metadata import read_layout
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from ...utils.manifest import verify_file
-from ..consistency import EngineSample, sample_engine
+from ..consistency import EngineSample, numerical_switches, sample_engine
 from ..coordinator import rank_target
 from ..process_state import ProcessState, rank_state_name
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank holds after a restore; ``rng`` as `ProcessState.restore` returns it."""
+    """What one rank holds after a restore. ``switches`` is from `numerical_switches`, ``rng`` from
+    `ProcessState.restore`."""
 
     samples: dict[str, EngineSample]
+    switches: dict[str, str]
     rng: str | None
 
 
@@ -129,4 +131,5 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         if name in versions and hasattr(engine, "set_version"):
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
-    return RankState({name: sample_engine(load.state, load.first_group) for name, load in loads.items()}, rng)
+    samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
+    return RankState(samples, numerical_switches(states), rng)

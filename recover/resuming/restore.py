@@ -2,11 +2,13 @@
 data cursor, engines, user objects and generators, and compare what is there then with what was saved."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.api import Stateful
 from ...utils.logging import get_logger
-from ..consistency import check_restored, combine_ranks
+from ...utils.rng import RngState
+from ..consistency import check_restored, combine_ranks, warn_of_switches
 from ..coordinator import Ranks
 from ..data.position import RestoredEpoch
 from ..data.state import restore_data
@@ -16,6 +18,23 @@ from .rank import check_rank, read_rank
 from .select import Choice
 
 logger = get_logger(__name__)
+
+
+@dataclass
+class Position:
+    """Where the run is.
+
+    Attributes:
+        ranks: passed to `load`.
+        step: snapshotted or restored last; None: none yet.
+        epoch: rest of the epoch after a restore; None after the first step.
+        rng: state of this process's random generators, as restored; None in a fresh run.
+    """
+
+    ranks: Ranks
+    step: int | None = None
+    epoch: RestoredEpoch | None = None
+    rng: RngState | None = None
 
 
 def restore_run(
@@ -51,6 +70,7 @@ def restore_run(
     facts = combine_ranks([state.samples for state in states])
     table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
     logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
+    warn_of_switches(path.name, info.switches, states[0].switches)
     _tell_absent(path, info)
     if info.world_size > ranks.world_size and info.rng:
         logger.warning(

@@ -228,7 +228,8 @@ class ResumeChoice:
             return path, replace(info, last_step_info=StepInfo.at(info.last_step_info.global_step, now))
         if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
-                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size"
+                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size, "
+                "or RecoverHandler(..., epochs_may_change=True) and put the data to its place yourself"
             )
         return path, info
 

@@ -23,7 +23,7 @@ from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_ba
 from ...utils.manifest import FileEntry
 from ...utils.rng import capture_rng, restore_rng
 from ...utils.write_errors import as_write_error
-from ..consistency import EngineSample, count_engine
+from ..consistency import EngineSample, count_engine, numerical_switches
 from ..coordinator import RankTarget, rank_target
 from ..process_state import capture_process, rank_state_name, write_process
 from .rank_exports import Export, ExportRequest
@@ -37,12 +37,14 @@ class RankPart:
         entries: every file, fsynced, named relative to the generation.
         versions: engine name -> weight version, of the engines that count one.
         samples: engine name -> this rank's counts and fingerprint.
+        switches: see `numerical_switches`.
         rng: digest of this rank's generators.
     """
 
     entries: list[FileEntry]
     versions: dict[str, int]
     samples: dict[str, EngineSample]
+    switches: dict[str, str]
     rng: str
 
 
@@ -56,6 +58,7 @@ class _RankCapture:
         values: engine name -> nested tensors, as `DCPState.state_dict` has them.
         counts: engine name -> what the engine counts; nothing sampled yet.
         versions: engine name -> weight version, of the engines that count one.
+        switches: see `numerical_switches`.
         process: generators and user objects, as a file holds them.
         rng: digest of the generators.
     """
@@ -65,6 +68,7 @@ class _RankCapture:
     values: dict[str, dict[str, Any]]
     counts: dict[str, EngineSample]
     versions: dict[str, int]
+    switches: dict[str, str]
     process: bytes
     rng: str
 
@@ -169,7 +173,7 @@ class RankSession:
         if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):
                 self._finish_staging(capture, in_background)
-        return RankPart(entries, capture.versions, samples, capture.rng)
+        return RankPart(entries, capture.versions, samples, capture.switches, capture.rng)
 
     def write_export(self, holder: Any, folder: str, in_background: bool) -> None:
         """Write the export that was captured; else as `write_snapshot`."""
@@ -208,7 +212,8 @@ class RankSession:
         else:
             values = {name: state.state_dict() for name, state in states.items()}
         groups = {name: target.group_of(name) for name in target.engines}
-        return _RankCapture(get_rank(), groups, values, counts, versions, process, rng)
+        switches = numerical_switches(states)
+        return _RankCapture(get_rank(), groups, values, counts, versions, switches, process, rng)
 
     def _capture_export(self, target: RankTarget, staged: bool) -> _ExportCapture:
         assert self._request is not None, "an export is due, but none was ever to be"

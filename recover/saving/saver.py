@@ -12,10 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch.distributed as dist
+
 from ...engine.api import Stateful, StepInfo
+from ...engine.collective_errors import collective_broke
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
 from ...utils.distributed import is_write_failure
-from ...utils.errors import CheckpointWriteError, ConfigError, PeerError, StaleSnapshotError
+from ...utils.errors import CheckpointWriteError, ConfigError, HoldfastError, PeerError, StaleSnapshotError
 from ...utils.logging import get_logger
 from ...utils.write_errors import as_write_error
 from ..config import RecoverConfig
@@ -84,6 +87,7 @@ class _StepInBackground:
         began_s: on the monotonic clock.
         job: writes it.
         watch: on the progress of the job.
+        distributed: whether this process was in torch.distributed when the job began.
         was_busy: whether another step was skipped for it.
     """
 
@@ -93,6 +97,7 @@ class _StepInBackground:
     began_s: float
     job: BackgroundJob
     watch: ProgressWatch
+    distributed: bool
     was_busy: bool = False
 
 
@@ -219,7 +224,7 @@ class Saver:
         job = BackgroundJob("snapshot", list(tasks.values()), daemon=True)
         job.start()
         watch = ProgressWatch(job, partial(self._folder.staged_bytes, step))
-        self._background = _StepInBackground(step, tasks, must, began_s, job, watch)
+        self._background = _StepInBackground(step, tasks, must, began_s, job, watch, dist.is_initialized())
         self._at_exit.register()
 
     def _export(self, ranks: Ranks, step: int, began_s: float, *, in_background: bool) -> float:
@@ -284,12 +289,19 @@ class Saver:
         self._background = None
         with ExitStack() as told:  # of the export first: should both have failed, the snapshot's error is raised
             for kind, task in background.tasks.items():
-                told.callback(
-                    self._collect, background.step, must or (background.must and kind == "snapshot"), kind, task
-                )
+                told.callback(self._collect, background, must or (background.must and kind == "snapshot"), kind, task)
 
-    def _collect(self, step: int, must: bool, kind: str, task: Task) -> None:
-        with self.tolerating(step, must, kind):
+    def _collect(self, background: _StepInBackground, must: bool, kind: str, task: Task) -> None:
+        step, error = background.step, task.error()
+        alone = background.distributed and _lost_peers(error)
+        with self.tolerating(step, must or alone, kind):
+            if alone:
+                raise CheckpointWriteError(
+                    f"step {step}: the {kind} is lost, because the ranks could not reach each other while it was "
+                    f"written ({type(error).__name__}: {error}). Either a rank has ended, or torch.distributed was "
+                    "destroyed: call wait or close of the RecoverHandler before destroy_process_group. What was "
+                    "committed before is intact"
+                ) from error
             self._count(kind, task.result())
 
     def require_success(self, step: int) -> None:
@@ -370,3 +382,10 @@ class Saver:
                     "call wait or close of the RecoverHandler before it ends, and before torch.distributed or the "
                     "engine is destroyed"
                 )
+
+
+def _lost_peers(error: BaseException | None) -> bool:
+    if collective_broke(error):
+        return True
+    foreign = isinstance(error, ValueError) and not isinstance(error, HoldfastError)
+    return foreign and not dist.is_initialized()  # torch says so of a group that is gone

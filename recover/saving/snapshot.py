@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ...engine.api import Stateful, StepInfo
-from ...utils.errors import CheckpointError, FolderInUseError
+from ...utils.errors import CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import write_entry
@@ -99,7 +99,7 @@ class SnapshotWriter:
         data = capture_data(ranks, dataloader)  # first: asking torchdata's loader may draw a number
         ranks.run_sessions(RankSession.capture, in_background, True, export)
         driver = capture_process(self._stateful) if ranks.is_driver else None
-        return Capture(step_info, _finite(metrics), data, driver, in_background, began_s)
+        return Capture(step_info, finite_numbers(metrics), data, driver, in_background, began_s)
 
     def write(self, ranks: Ranks, capture: Capture) -> float:
         """Write and commit what was captured; collective over the callers.
@@ -148,6 +148,7 @@ class SnapshotWriter:
             metrics=capture.metrics,
             engines=facts,
             rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
+            switches=parts[0].switches,
         )
         entries = [entry for part in parts for entry in part.entries]
         with self._folder.committing():
@@ -172,9 +173,23 @@ class SnapshotWriter:
             logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """JSON has no NaN; a metric that is not finite is left out."""
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite, as floats: JSON has no NaN.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str | bytes):  # of which float() would take some
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"dump was given the metric {name!r} as {value!r}, a {type(value).__name__}; expected a number"
+            ) from error
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import Preempted
-from ...utils.json_lines import read_lines, to_line
+from ...utils.files import open_regular
+from ...utils.json_lines import find_back, read_lines, to_line
 from ...utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -45,7 +46,7 @@ class Journal:
         if self._fd is not None:
             return
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             end = os.lseek(self._fd, 0, os.SEEK_END)
             self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # by a power cut
         except OSError as error:
@@ -123,11 +124,71 @@ def _described(error: BaseException) -> str:
 
 
 def read_journal(
-    trial_root: Path, events: Collection[str], *, last_bytes: int | None = None
+    trial_root: Path,
+    events: Collection[str],
+    *,
+    ends_of: str | None = None,
+    last_bytes: int | None = None,
+    since: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """The events of some kinds, oldest first; none where there is no journal (a run of an older version)."""
-    wanted = re.compile(rb'\{"event": "(?:' + "|".join(events).encode() + rb')"')
+    """Yield the events of some kinds, oldest first; none where there is no journal (a run of an older version).
+
+    An event that lacks a fact, or has one of another type than `Journal` writes, is left out with a warning.
+
+    Args:
+        trial_root: the run's folder.
+        events: the kinds.
+        ends_of: of events of this kind in a row, yield the first and the last.
+        last_bytes: look only at so many bytes at the end of the journal; None: at all of them.
+        since: where in the journal to begin.
+    """
+    path, row = trial_root / JOURNAL_NAME, None if ends_of is None else _begins([ends_of])
     try:
-        yield from read_lines(trial_root / JOURNAL_NAME, "event", like=wanted, last_bytes=last_bytes)
-    except (FileNotFoundError, IsADirectoryError):
+        for event in read_lines(path, "event", like=_begins(events), ends_of=row, last_bytes=last_bytes, since=since):
+            if wrong := _wrong_fact(event):
+                logger.warning("%s: a line has %s, and is left out", path, wrong)
+            else:
+                yield event
+    except FileNotFoundError:
         return
+    except OSError as error:
+        logger.warning("cannot read %s: %s", path, error)
+
+
+def last_start(trial_root: Path) -> tuple[int, dict[str, Any]] | None:
+    """Offset in the journal, and event, of the last attempt that has loaded; None if none has."""
+    try:
+        for at in find_back(trial_root / JOURNAL_NAME, b'{"event": "start"'):
+            if (event := next(read_journal(trial_root, ["start"], since=at), None)) is not None:
+                return at, event
+    except OSError:  # `read_journal` has told, or there is none
+        pass
+    return None
+
+
+def _begins(events: Collection[str]) -> re.Pattern[bytes]:
+    return re.compile(rb'\{"event": "(?:' + "|".join(events).encode() + rb')"')
+
+
+_MOST = 1e11
+"""No time or count of a run is larger. As seconds of the epoch it is a year that calendars still know."""
+_NUMBER, _COUNT, _TEXT = (int, float), (int,), (str,)
+_FACTS: dict[str, tuple[type, ...]] = {
+    **{"time": _NUMBER, "load_s": _NUMBER, "process_started": _NUMBER, "blocked_s": _NUMBER},
+    **{"step": _COUNT, "pid": _COUNT, "world_size": _COUNT, "failed_in_a_row": _COUNT},
+    **{"host": _TEXT, "error": _TEXT, "reason": _TEXT, "how": _TEXT, "mirror": _TEXT, "keep": (dict,)},
+}
+_NEEDED = {"step": ("step",), "save": ("blocked_s", "failed_in_a_row")}
+"""Which facts the events of a kind always have, besides their time."""
+
+
+def _wrong_fact(event: dict[str, Any]) -> str | None:
+    for name in ("time", *_NEEDED.get(event["event"], ())):
+        if event.get(name) is None:
+            return f"no {name}"
+    for name, kinds in _FACTS.items():
+        fact = event.get(name)
+        number = isinstance(fact, int | float)
+        if fact is not None and (not isinstance(fact, kinds) or (number and not -1 <= fact <= _MOST)):
+            return f"{name} {str(fact)[:50]!r}"
+    return None

@@ -17,6 +17,7 @@ as runs with different folders are given different URLs.
 import re
 import threading
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,6 +77,8 @@ class Mirror:
             attempts=attempts,
             first_wait_s=first_wait_s,
         )
+        self._complete: set[int] = set()
+        """Steps whose manifests this object has seen there, so that a copy need not read those of all others."""
         self._changed = threading.Condition()
         self._copying: Generation | None = None
         self._waiting: Generation | None = None
@@ -91,9 +94,19 @@ class Mirror:
         Raises:
             MirrorError: the mirror does not answer.
         """
-        manifests = {step: self._remote.read(_manifest(step)) for step in self.traces()}
-        complete = [(step, found) for step, found in manifests.items() if found is not None]
-        return [step for step, found in complete if (self._remote.read(_damaged(step)) == found) == damaged]
+        return self._steps_of(self._remote.names(), damaged=damaged)
+
+    def _steps_of(self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()) -> list[int]:
+        """`steps` of a folder with these names. The manifests of the steps ``known`` are there, and are not read."""
+        found = []
+        for step in _steps_in(names):
+            marked = _damaged(step) in names
+            if step in known and _folder(step) in names and not marked:
+                found += [] if damaged else [step]
+            elif (manifest := self._remote.read(_manifest(step))) is not None:
+                is_damaged = marked and self._remote.read(_damaged(step)) == manifest
+                found += [step] if is_damaged == damaged else []
+        return found
 
     def traces(self) -> list[int]:
         """The steps of which there is anything, complete or not, newest first.
@@ -101,8 +114,7 @@ class Mirror:
         Raises:
             MirrorError: the mirror does not answer.
         """
-        matches = (_NAMES.fullmatch(name) for name in self._remote.names())
-        return sorted({int(match[1]) for match in matches if match}, reverse=True)
+        return _steps_in(self._remote.names())
 
     def has_other(self, generation: Generation) -> bool:
         """Whether there is a complete copy of this step that is of another generation, which `submit` would replace.
@@ -259,13 +271,17 @@ class Mirror:
         What is newer than the one just copied stays, and does not count: it was damaged, or out of reach, when the run
         resumed from an older one, and is no reason to remove a sound copy. The run replaces it in its time.
         """
-        kept = [step for step in self.steps() if step <= newest][: self._keep]
-        for step in reversed(self.traces()):
+        names = self._remote.names()
+        sound = self._steps_of(names, damaged=False, known=self._complete)
+        self._complete |= set(sound)
+        kept = [step for step in sound if step <= newest][: self._keep]
+        for step in reversed(_steps_in(names)):
             if step <= newest and step not in kept and step not in pins:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
         """The manifest first: no half-removed generation looks complete."""
+        self._complete.discard(step)
         self._remote.remove_file(_manifest(step))
         self._remote.remove_folder(_folder(step))
         self._remote.remove_file(_marker(step))
@@ -335,6 +351,11 @@ class Mirror:
             except FileNotFoundError as error:
                 raise CheckpointCorruptError(f"{self.url}/{path} was removed while it was read") from error
         return file.digest
+
+
+def _steps_in(names: Collection[str]) -> list[int]:
+    matches = map(_NAMES.fullmatch, names)
+    return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 
 def _folder(step: int) -> str:

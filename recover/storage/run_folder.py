@@ -52,7 +52,7 @@ class RunFolder:
         self.commit_hangs = False
         self._config, self._rules = config, RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
-        self._commit_lock, self._ended = Lock(), False
+        self._commit_lock, self._ended, self._committed = Lock(), False, False
 
     def open(self) -> None:
         """Take the lock and connect to the mirror, if there is to be one; a second call does nothing.
@@ -61,8 +61,9 @@ class RunFolder:
             FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
             ConfigError: the mirror's URL cannot be used.
         """
+        is_open = self._lock.held
         self._lock.acquire(self._config.lock_timeout_s)
-        if self._config.mirror_path is not None and self.mirror is None:
+        if self._config.mirror_path is not None and not (is_open and self.mirror):
             self.mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
         self.journal.open()
 
@@ -117,6 +118,7 @@ class RunFolder:
 
     def keep(self, generation: Generation) -> None:
         """After a commit: copy the generation to the mirror, and delete those that no rule wants beside it."""
+        self._committed = True
         self.copy(generation)
         self.delete_old()
 
@@ -137,7 +139,8 @@ class RunFolder:
     def close(self, *, wait: bool) -> None:
         """Close the mirror (with ``wait`` after pending copies), delete what these had kept, and release the lock.
 
-        While a commit hangs nothing is done: it may still succeed, so the lock is kept until the process ends.
+        `open` may follow. While a commit hangs nothing is done: it may still succeed, so the lock is kept until the
+        process ends.
         """
         if self.commit_hangs:
             return
@@ -146,4 +149,5 @@ class RunFolder:
             ends.callback(self.journal.close)
             if self.mirror is not None:
                 self.mirror.close(self._config.mirror_timeout_s if wait else 0.0)
-                self.delete_old()
+                if self._committed:  # a run that could not even load deletes nothing
+                    self.delete_old()

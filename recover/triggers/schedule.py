@@ -88,8 +88,7 @@ class Pace:
         step_s: the longest of the last steps, snapshots left out; 0.0 before the first.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._began: float | None = None
         self._saves, self._steps = deque([0.0], _PACE_OF), deque([0.0], _PACE_OF)
 
@@ -105,12 +104,12 @@ class Pace:
 
     def step_begins(self) -> None:
         """The next step begins now."""
-        self._began = self._clock()
+        self._began = time.monotonic()
 
     def step_ends(self) -> None:
         """The step that began last ends now; the first one of a process, which nobody saw begin, is not measured."""
         if self._began is not None:
-            self._steps.append(self._clock() - self._began)
+            self._steps.append(time.monotonic() - self._began)
             self._began = None
 
     def saved(self, seconds: float) -> None:

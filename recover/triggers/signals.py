@@ -3,6 +3,8 @@
 A handler may run between any two instructions of the main thread (not inside a call into C, such as a collective:
 that delays it), so it only sets an attribute and writes to standard error; everything else happens at the next step
 boundary, in `StopRequests.due`. A question there costs microseconds, plus what the notices take, at most once a second.
+
+Forked children (the workers of a data loader) get the default handlers back inside `fork`, so that they end at once.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -36,12 +39,10 @@ _CRASHES = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGA
 _INTERRUPTED = b"\nholdfast: finishing the step, then a snapshot; Ctrl-C again stops at once\n"
 
 _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
-_COLONS = re.compile(r"()(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)  # the groups of _UNITS, without days
-_SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*")
 _FORMS = (
-    "a duration from the start of the process ('5400', '90m', '3h30m', '2d', '3:30:00' as h:m:s) or a time "
-    "('2026-11-20T18:00' local, '2026-11-20T18:00+01:00')"
+    "a duration from the start of the process with its units ('90m', '3h30m', '2d', '5400s'), or a time "
+    "('2026-11-20T18:00', local unless it has an offset as '+01:00')"
 )
 
 
@@ -91,35 +92,67 @@ class StopRequests:
         self._interrupted = False
         self._unanswered: signal.Signals | None = None
         self._granted = False
+        self._listening = False
         self._replaced: dict[signal.Signals, Any] = {}
-        self._pid = os.getpid()
+        self._pid, self._main_thread = os.getpid(), 0
 
     def install(self) -> None:
-        """Handle the signals from now on; a second call does nothing, and neither does one outside the main thread."""
+        """Handle the signals from now on. Does nothing in a second call, and outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             logger.debug("not in the main thread: signals are left to it")
             return
-        self._pid = os.getpid()
+        if self._listening:
+            return
+        _watch_forks()
+        self._pid, self._main_thread = os.getpid(), threading.get_ident()
+        self._listening = True
+        _installed.add(self)
         for number in self._signals:
-            if number not in self._replaced:
-                self._replaced[number] = signal.signal(number, self._on_signal)
+            if (before := signal.signal(number, self._on_signal)) != self._on_signal:
+                self._replaced[number] = before
 
     def uninstall(self) -> None:
-        """Put back the handlers that were there, except where another has replaced ours since; main thread only.
+        """Put back the handlers that were there, except where another has replaced ours since.
 
-        A signal that no step boundary has answered is then sent again, to them: what was asked to end must not live on
-        because a worker was lost at the same time and the job begins another attempt.
+        Python allows that in the main thread only. Called from another thread, each signal that still comes is passed
+        on to the handler that was there, which is put back then.
+
+        A signal that no step boundary has answered is sent again, to the handlers that were there: a process that was
+        asked to end must not live on because a worker was lost at the same time and the job begins another attempt.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if not self._listening:
             return
-        for number, before in self._replaced.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not installed from Python
-        self._replaced.clear()
+        self._listening = False
+        if threading.current_thread() is threading.main_thread():
+            self._put_back()
         unanswered, self._unanswered = self._unanswered, None
         if unanswered is not None:
             logger.warning("%s came too late for a snapshot and is passed on", unanswered.name)
-            signal.raise_signal(unanswered)
+            signal.pthread_kill(self._main_thread, unanswered)
+
+    def _put_back(self) -> None:
+        for number, before in self._replaced.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not installed from Python
+        _installed.discard(self)
+
+    def _pass_on(self, number: signal.Signals, frame: FrameType | None) -> None:
+        """Treat a signal as if this object had never been installed."""
+        self._put_back()
+        before = self._replaced.get(number)
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def give_up_in_child(self) -> None:
+        """Restore the default handlers, in a forked child. Handlers in Python run between two instructions only, so a
+        child in a long call or in a blocking read would not end when its parent ends it."""
+        for number, before in self._replaced.items():
+            if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL)
+        self._unanswered = None
 
     def request(self, notice: StopNotice) -> None:
         """Ask for a stop at the next step boundary, from any thread or signal handler; the first reason is kept."""
@@ -165,29 +198,57 @@ class StopRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Note the signal. No locks and no logging here: what it interrupted may hold them."""
-        in_job = os.getpid() == self._pid
+        if not self._listening:
+            self._pass_on(signal.Signals(number), frame)
+            return
         if number == signal.SIGINT:  # Ctrl-C reaches the job's forked children too: they leave the first one to it
             if self._interrupted:
                 self._unanswered = None
                 raise KeyboardInterrupt
             self._interrupted = True
-            if in_job:
+            if os.getpid() == self._pid:
                 with contextlib.suppress(OSError):
                     os.write(2, _INTERRUPTED)
-        elif not in_job:  # a forked child is no job, and must end when its parent ends it
-            self.uninstall()
-            os.kill(os.getpid(), number)
         if not self._granted:
             self._unanswered = signal.Signals(number)
         self.request(StopNotice(signal.Signals(number).name))
+
+
+_installed: set[StopRequests] = set()
+"""The objects with handlers in place."""
+_forking = threading.local()
+
+
+@cache
+def _watch_forks() -> None:
+    """Have forked children end by signals, from now on. Python cannot take that back, so each hook first looks whether
+    there is anything to do."""
+    os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals, after_in_child=_let_signals_in_child)
+
+
+def _hold_signals() -> None:
+    """Keep the signals from this thread during the fork: Python clears in the child those that came before."""
+    if _installed:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _let_signals() -> None:
+    if (mask := _forking.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _let_signals_in_child() -> None:
+    for stop in _installed:
+        stop.give_up_in_child()
+    _let_signals()
 
 
 def parse_deadline(text: str, after: float) -> float:
     """Unix time of a deadline.
 
     Args:
-        text: seconds ``"5400"``, ``"90m"``, ``"3h30m"``, ``"2d"``, ``"3:30:00"`` (h:m:s), each from the start of
-            this process; or an ISO time, local unless it has an offset.
+        text: a duration from the start of this process, with units: ``"90m"``, ``"3h30m"``, ``"2d"``, ``"5400s"``.
+            Or an ISO time, local unless it has an offset.
         after: unix time that it must be later than.
 
     Raises:
@@ -205,9 +266,7 @@ def parse_deadline(text: str, after: float) -> float:
 
 
 def _parse(text: str) -> float | None:
-    if _SECONDS.fullmatch(text):
-        return process_started_at() + float(text)
-    if text and (match := _UNITS.fullmatch(text) or _COLONS.fullmatch(text)):
+    if text and (match := _UNITS.fullmatch(text)):
         days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
         return process_started_at() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if _TIME.fullmatch(text):

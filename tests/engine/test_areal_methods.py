@@ -11,8 +11,9 @@ import torch
 from holdfast.engine import FinetuneSpec, FSDPEngine, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from holdfast.engine.api import Batch
 from holdfast.utils.errors import BatchError, ConfigError, PeerError
+from tests.engine.hf_models import tiny_config
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, reference, rows, same, whole
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -63,7 +64,17 @@ def _filled_rows(rank: int, folder: str) -> None:
     ours, theirs = (engine.train_batch(batch, nll, loss_tokens) for engine in (plain, filled))
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert lengths - {1} == {12}, "of a dummy there is one token"
+    assert lengths == {12}, "dummies too"
+
+
+def test_rows_are_filled_up_beyond_the_positions_that_a_model_has_learned(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model", tiny_config("gpt2"))
+    assert model.config.n_positions == 32
+    engine = make_engine(tmp_path / "model", pad_to_maximum=True, mb_spec=MicroBatchSpec(n_mbs=4, max_tokens_per_mb=80))
+    batch = make_batch((32, 7))  # and two dummies
+    torch.testing.assert_close(engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5)
+    assert engine.train_batch(batch, nll, loss_tokens)["update_skipped"] == 0
+    engine.destroy()
 
 
 def _own_step(rank: int, folder: str) -> None:

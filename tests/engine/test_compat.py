@@ -75,7 +75,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
     outside = [path for path in files if path.parent.name != "compat"]
     assert [use for path in outside for use in private_uses(path)] == []
     found = {path.name for path in files if path not in outside and list(private_uses(path))}
-    libraries = ("lightning", "peft", "ray", "torch", "trackio", "transformers", "trl")
+    libraries = ("peft", "ray", "torch", "trackio", "transformers", "trl")
     assert found == {f"{library}_private.py" for library in libraries}, "the scan sees nothing"
 
 

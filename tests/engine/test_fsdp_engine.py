@@ -246,8 +246,13 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     engine.train_batch(batch, nll, loss_tokens)
     engine.step_lr_scheduler()
     engine.set_version(7)
+    if rank == 0:
+        for name in ("dcp", "hf"):
+            Path(out, name).mkdir()  # as callers do that make the folder first
     engine.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
     engine.save(SaveLoadMeta(f"{out}/hf", "hf", with_optim=False, base_model_path=folder))
+    with pytest.raises((ConfigError, PeerError), match=r"dcp, which is committed with a manifest\.json"):
+        engine.save(SaveLoadMeta(f"{out}/dcp/hf", "hf", with_optim=False, base_model_path=folder))
     engine.save(SaveLoadMeta(f"{shelf_url(Path(out))}/hf_at_url", "hf", with_optim=False, base_model_path=folder))
     for path in Path(f"{out}/hf").iterdir():
         assert Path(f"{out}/hf_at_url/{path.name}").read_bytes() == path.read_bytes()

@@ -1,6 +1,7 @@
 """Models people bring start as transformers starts them: nested models, buffers, dtypes, heads."""
 
 import json
+import logging
 import weakref
 from itertools import product
 from pathlib import Path
@@ -33,11 +34,30 @@ from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
 from tests.engine.hf.test_load_plan import MULTIMODAL, TEXT, write_multimodal
 from tests.engine.hf_models import tiny_model
+from tests.engine.models import write_model_folder
 from tests.engine.test_fsdp_engine import SPEC
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
 IDS = torch.randint(3, 28, (1, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_start_says_which_parameters_text_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference: Any = write_model_folder(tmp_path / "model", architectures.tiny_config("gemma3"))
+    reference(input_ids=IDS + architectures.FIRST_TOKEN, use_cache=False).logits.square().sum().backward()
+    trained = sum(param.numel() for param in reference.parameters() if param.grad is not None)
+    untrained = sum(param.numel() for param in reference.parameters() if param.grad is None)
+    assert untrained > 0, "transformers' causal class has the vision tower"
+    with caplog.at_level(logging.INFO):
+        engine = FSDPEngine(TrainEngineConfig(path=str(tmp_path / "model"), dtype="float32"))
+        engine.create_process_group()
+        engine.initialize(None, SPEC)
+    assert (
+        f": {trained + untrained} parameters, {trained} of them trained; text gives no gradient to the {untrained} of "
+        "model.vision_tower, model.multi_modal_projector, which take memory all the same"
+    ) in caplog.text
+    engine.destroy()
+
 
 BROUGHT: dict[str, PretrainedConfig] = {
     "buffers computed by the model around": FalconH1Config(

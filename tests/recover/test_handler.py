@@ -121,6 +121,18 @@ def test_dump_insists_on_load_first_going_forward_and_an_open_handler(tmp_path: 
             call(tiny.state)
 
 
+@pytest.mark.parametrize("metric", ["text", "0.5", None, [1.0], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_named_and_nothing_is_dumped(tmp_path: Path, metric: Any) -> None:
+    handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
+    handler.load(tiny.state)
+    with pytest.raises(ConfigError, match=r"dump was given the metric 'reward' as .*; expected a number"):
+        handler.dump(tiny.state, step_info(0), metrics={"reward": metric})
+    assert names(tmp_path) == [] and hidden(tmp_path) == []
+    scalar: Any = torch.tensor(0.5)
+    assert handler.dump(tiny.state, step_info(0), metrics={"reward": scalar})
+    handler.close()
+
+
 def test_a_step_that_could_not_be_loaded_is_not_dumped(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     handler.load(tiny.state)

@@ -118,6 +118,14 @@ def test_a_missing_info_is_corrupt(tmp_path: Path) -> None:
         RecoverInfo.read(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["fileroot", "resume_path", "trial_name"])
+def test_a_path_that_leaves_no_room_for_the_names_of_files_is_refused(key: str) -> None:
+    path = "t" * 256 if key == "trial_name" else "/" + "long/" * 814 + "end"  # 4074 bytes
+    values: dict[str, Any] = {key: path}
+    with pytest.raises(ConfigError, match=rf"{key}.* give a path of \d+ bytes"):
+        RecoverConfig(**values)
+
+
 def test_paths_follow_experiment_and_trial() -> None:
     config = RecoverConfig(experiment_name="gsm8k", trial_name="a", fileroot="/data")
     assert config.trial_root == Path("/data/gsm8k/a") and config.recover_root == Path("/data/gsm8k/a/recover")

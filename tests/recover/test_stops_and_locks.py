@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.recover.triggers.signals import StopNotice
-from holdfast.utils.errors import FolderInUseError, Preempted
+from holdfast.utils.errors import CheckpointNotFoundError, FolderInUseError, Preempted
+from holdfast.utils.folder_lock import probe_lock
 from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, run_until, step_info
@@ -103,9 +105,11 @@ def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_
 @pytest.mark.slow
 def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
     started = time.time()
-    job = Job(tmp_path, wait=False, must_save_by="80")  # a first save is taken to last a minute, until one was measured
+    job = Job(
+        tmp_path, wait=False, must_save_by="80s"
+    )  # a first save is taken to last a minute, until one was measured
     code, err = job.finish()
-    assert code == 75 and "must_save_by '80'" in err and time.time() - started < 60
+    assert code == 75 and "must_save_by '80s'" in err and time.time() - started < 60
     assert len(names(tmp_path)) == 1
 
 
@@ -249,6 +253,40 @@ def test_a_signal_that_no_step_answers_any_more_is_passed_on(tmp_path: Path) -> 
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_first_load_that_fails_gives_up_lock_journal_and_signals_and_may_be_tried_again(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_until(tmp_path / "other", 2)
+    handler = make_handler(tmp_path / "runs", mode="must", freq_steps=1, mirror_url=f"file://{tmp_path}/mirror")
+    trial, tiny = handler.config.trial_root, Tiny()
+    with pytest.raises(CheckpointNotFoundError):
+        handler.load(tiny.state)
+    assert probe_lock(handler.config.lock_path) is False and signal.getsignal(signal.SIGTERM) == before
+    assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(f"{trial}/")]
+
+    shutil.copytree(tmp_path / "other" / "e" / "t" / "recover", trial / "recover", dirs_exist_ok=True)
+    info = handler.load(tiny.state)
+    assert info and info.last_step_info.global_step == 1 and probe_lock(handler.config.lock_path)
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(2))
+    handler.close()
+    assert (tmp_path / "mirror" / "e" / "t" / "global_step_2" / "manifest.json").is_file()
+
+
+def test_a_handler_closed_by_another_thread_leaves_no_signal_unanswered(tmp_path: Path) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        handler = make_handler(tmp_path, freq_steps=1)
+        handler.load(Tiny().state)
+        thread = threading.Thread(target=handler.close)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +312,7 @@ def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
 
 
 def test_a_deadline_that_passes_during_recovery_stops_at_the_next_step(tmp_path: Path) -> None:
-    handler, tiny = make_handler(tmp_path, freq_steps=100, must_save_by="0.001"), Tiny()
+    handler, tiny = make_handler(tmp_path, freq_steps=100, must_save_by="1s"), Tiny()
     handler.load(tiny.state)
     with pytest.raises(Preempted, match="must_save_by"):
         handler.dump(tiny.state, step_info(0))

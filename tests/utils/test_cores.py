@@ -18,3 +18,12 @@ def test_the_cores_are_shared_among_the_ranks_of_the_host(
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert reading_threads() == expected
+
+
+@pytest.mark.parametrize(("own", "of_parent", "expected"), [(6, 24, 6), (2, 16, 2), (1, 8, 1), (24, 24, 3), (24, 6, 3)])
+def test_cores_that_the_launcher_has_divided_are_not_divided_again(
+    own: int, of_parent: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(of_parent if pid == os.getppid() else own)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert reading_threads() == expected

@@ -130,6 +130,29 @@ class StubbornError(Exception):
         raise ValueError("not me")
 
 
+class Counted:
+    """Counts how often it is pickled and read back in this process."""
+
+    pickled = 0
+    read = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        Counted.pickled += 1
+        return {"payload": b"x" * 1000}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Counted.read += 1
+
+
+def count_pickling(rank: int, world_size: int) -> tuple[int, int]:
+    gather_objects(Counted())
+    return Counted.pickled, Counted.read
+
+
+def test_a_gathered_object_is_pickled_once_and_read_once_on_each_rank() -> None:
+    assert run_ranks(count_pickling, 2) == [(1, 2)] * 2
+
+
 def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
     for result, why in ((threading.Lock(), "TypeError: cannot pickle"), (UnreadableResult(), "KeyError: 'on arrival'")):
         with pytest.raises(PeerError, match=f"rank 0: its result cannot be sent to the other ranks: {why}"):

@@ -5,6 +5,8 @@ import os
 import random
 import resource
 import signal
+import stat
+import tempfile
 import time
 from itertools import count
 from multiprocessing import get_context
@@ -223,6 +225,22 @@ def test_commit_makes_a_staged_folder_visible_and_refuses_an_existing_name(tmp_p
     with pytest.raises(FileExistsError, match="never written over"):
         commit_folder(again, final)
     assert again.exists() and (final / "actor" / "x").read_bytes() == b"1"
+
+
+def test_commit_replaces_an_empty_folder_and_keeps_its_permissions(tmp_path: Path) -> None:
+    final, staging = Path(tempfile.mkdtemp(dir=tmp_path)), tmp_path / ".staging"
+    staging.mkdir()
+    (staging / "x").touch()
+    commit_folder(staging, final)
+    assert os.listdir(final) == ["x"] and stat.S_IMODE(final.stat().st_mode) == 0o700 and not staging.exists()
+
+
+def test_commit_refuses_a_link_to_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "final").symlink_to(tmp_path / "empty")
+    (tmp_path / ".staging").mkdir()
+    with pytest.raises(FileExistsError):
+        commit_folder(tmp_path / ".staging", tmp_path / "final")
 
 
 def test_commit_refuses_a_dangling_link_in_the_place_of_the_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from holdfast.engine.dcp.load import DCPLoad, read_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.info import RecoverInfo
+from holdfast.recover.info import INFO_NAME, RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.faults.generations import reseal
+from tests.helpers import run_ranks
 from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,6 +42,68 @@ def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.L
     for word in ("step 2", "optimizer_steps", "0.025", *facts.fingerprints.values(), "generators of rank_00000"):
         assert word in message
     assert all(len(line) <= 120 for line in message.splitlines())
+
+
+def _plain_sgd() -> DCPState:
+    """A model whose optimizer keeps no state, so that only ``requires_grad`` tells what is trained."""
+    model = Tiny().model
+    return DCPState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _use_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+
+
+def _use_other_attention() -> None:
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
+def _save_with_tf32(rank: int, world_size: int, root: str) -> None:
+    _use_tf32()
+    handler, state = make_handler(root, freq_steps=1), _plain_sgd()
+    handler.load(state)
+    handler.dump(state, step_info(2))
+    handler.close()
+
+
+def _warnings_of_load(
+    rank: int, world_size: int, root: str, prepare: Callable[[], None] | None, freeze: bool
+) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("holdfast.recover").addHandler(handler)
+    if prepare is not None:
+        prepare()
+    state = _plain_sgd()
+    next(iter(state.model.parameters())).requires_grad_(not freeze)
+    make_handler(root).load(state)
+    return [message for message in messages if "settings" in message]
+
+
+def test_a_process_with_other_settings_is_warned_once_with_both_values_of_each(tmp_path: Path) -> None:
+    run_ranks(_save_with_tf32, 1, str(tmp_path))
+    assert run_ranks(_warnings_of_load, 1, str(tmp_path), _use_tf32, False) == [[]]
+    ((warning,),) = run_ranks(_warnings_of_load, 1, str(tmp_path), _use_other_attention, True)
+    for change in (
+        "torch.backends.cuda.matmul.fp32_precision was tf32, is ieee",
+        "torch.backends.cudnn.benchmark was True, is False",
+        "torch.backends.cuda.flash_sdp_enabled was True, is False",
+        "trained parameters of default was 2 of 2 (names ",
+    ):
+        assert change in warning
+    assert warning.startswith("global_step_2 was saved with other settings") and warning.count(", is ") == 4
+
+
+def test_a_generation_of_an_older_version_without_switches_loads_without_a_warning(tmp_path: Path) -> None:
+    run_ranks(_save_with_tf32, 1, str(tmp_path))
+    path = newest(tmp_path) / INFO_NAME
+    content = json.loads(path.read_bytes())
+    assert content.pop("switches")
+    path.write_text(json.dumps(content))
+    reseal(path.parent)
+    assert run_ranks(_warnings_of_load, 1, str(tmp_path), None, False) == [[]]
 
 
 class _Forgetful(DCPState):

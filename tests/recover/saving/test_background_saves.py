@@ -22,7 +22,7 @@ from holdfast.recover.saving import rank_session
 from holdfast.recover.saving.rank_session import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
-from tests.recover.runs import SPEC, Tiny, hidden, names, step_info
+from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, step_info
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -263,7 +263,7 @@ def test_a_rank_that_cannot_write_is_reported_everywhere_at_one_step(tmp_path: P
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
-def _group_goes_away(rank: int, world_size: int, root: str) -> None:
+def _group_goes_away(rank: int, world_size: int, root: str) -> str:
     tiny, begun, gate = Tiny(), threading.Event(), threading.Event()
     handler = make(root, max_ckpt_to_keep=1)
     handler.load(tiny.state)
@@ -278,14 +278,20 @@ def _group_goes_away(rank: int, world_size: int, root: str) -> None:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     gate.set()
-    with pytest.raises(ValueError, match="process group"):
-        handler.wait()
-    handler.close()
+    with pytest.raises(CheckpointWriteError) as caught:
+        handler.close()
+    return str(caught.value)
 
 
-def test_a_rank_without_its_group_does_not_take_itself_for_all(tmp_path: Path) -> None:
-    run_ranks(_group_goes_away, 2, str(tmp_path))
+def test_a_snapshot_whose_ranks_leave_torch_distributed_is_one_error_and_the_one_before_stays(tmp_path: Path) -> None:
+    for told in run_ranks(_group_goes_away, 2, str(tmp_path)):
+        assert told.startswith("step 1: the snapshot is lost, because the ranks could not reach each other")
+        assert "close of the RecoverHandler before destroy_process_group" in told
     assert names(tmp_path) == ["global_step_0"]
+    handler, tiny = make_handler(tmp_path), Tiny()  # the lock is free
+    info = handler.load(tiny.state)
+    assert info and info.last_step_info.global_step == 0 and hidden(tmp_path) == []
+    handler.close()
 
 
 def test_a_wait_that_is_interrupted_forgets_nothing(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.recover.storage.journal import Journal, read_journal
+from holdfast.recover.storage.journal import Journal, last_start, read_journal
 
 
 def test_lines_are_written_again_once_there_is_room(
@@ -42,3 +42,26 @@ def test_the_end_names_an_error_whose_text_cannot_be_made(tmp_path: Path) -> Non
         finally:
             journal.close()
     assert [event["error"] for event in read_journal(tmp_path, ["end"])] == ["Unspeakable"]
+
+
+def test_a_journal_that_is_a_pipe_blocks_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path)
+    journal.open()
+    journal.note("step", step=0)
+    journal.close()
+    assert list(read_journal(tmp_path, ["step"])) == [] and last_start(tmp_path) is None
+    assert "no regular file" in caplog.text
+
+
+def test_the_last_start_that_is_whole_is_found_behind_damaged_ones(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.open()
+    for step in (1, 2):
+        journal.start(step=step)
+        journal.note("step", step=step)
+    journal.note("start", step="three")
+    journal.close()
+    found = last_start(tmp_path)
+    assert found is not None and found[1]["step"] == 2
+    assert [event["event"] for event in read_journal(tmp_path, ["start", "step"], since=found[0])] == ["start", "step"]

@@ -97,6 +97,28 @@ def test_the_newest_stay_at_the_mirror(url: str, store: GenerationStore) -> None
     assert {name.split("/")[0] for name in listing(url)} == {"global_step_3", "global_step_2"}
 
 
+def test_a_copy_takes_as_many_requests_however_many_copies_there_are(
+    server: S3Server, s3_url: str, store: GenerationStore
+) -> None:
+    mirror, requests = Mirror(s3_url, None), list[int]()
+    for step in range(12):
+        server.clear()
+        copy(mirror, commit(store, step, sizes=[10]))
+        requests.append(len(server.requests))
+    assert requests[1:] == [requests[1]] * 11 and requests[1] <= requests[0] + 2, requests
+    assert mirror.steps() == Mirror(s3_url, None).steps() == list(range(11, -1, -1))
+
+
+def test_a_copy_that_was_marked_as_damaged_meanwhile_makes_room_for_sound_ones(
+    s3_url: str, store: GenerationStore
+) -> None:
+    copy(mirror := Mirror(s3_url, 2), commit(store, 0), commit(store, 1))
+    fs, root = storage(s3_url)
+    fs.pipe_file(f"{root}/.damaged-global_step_1", fs.cat_file(f"{root}/global_step_1/manifest.json"))
+    copy(mirror, commit(store, 2))
+    assert mirror.steps() == [2, 0] and mirror.steps(damaged=True) == []
+
+
 def test_a_sound_copy_makes_no_room_for_a_newer_unusable_one(
     url: str, store: GenerationStore, back: GenerationStore
 ) -> None:
