@@ -13,11 +13,11 @@ import torch
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..recover import RecoverConfig, RecoverHandler
+from ..utils.compat.trl_private import forget_buffer, restore_kept
 from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import CheckpointMismatchError, DatasetMismatchError
 from ..utils.logging import get_logger
 from .compat.transformers_private import evaluation_loaders, history_of, is_exportable, restore_history, restore_state
-from .compat.trl_private import forget_buffer, restore_kept
 from .loader_notes import LoaderNotes, persistent_state, restore_persistent
 
 logger = get_logger(__name__)

@@ -13,11 +13,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..engine.api import FinetuneSpec, Stateful
 from ..recover import RecoverConfig, RecoverHandler
+from ..utils.compat.trl_private import is_trls, kept_by
 from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
 from .compat.transformers_private import TrainerSeam, is_exportable
-from .compat.trl_private import is_trls, kept_by
 from .trainer_run import TrainerRun
 
 logger = get_logger(__name__)

@@ -18,11 +18,11 @@ from ..engine.dcp.save import save_dcp
 from ..engine.dcp.state import DCPState
 from ..engine.hf.export import save_hf
 from ..recover.host_engine import HostEngine
+from ..utils.compat.verl_private import BaseManager, tracker_of, use_manager
 from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
-from .compat.verl_private import BaseManager, tracker_of, use_manager
 from .verl_retention import DCP, place_of, retire
 
 logger = get_logger(__name__)

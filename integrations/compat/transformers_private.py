@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from ...engine.compat import Private, require
+from ...utils.compat import Private, require
 
 if TYPE_CHECKING:
     from ..trainer_run import TrainerRun

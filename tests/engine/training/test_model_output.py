@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FSDPEngine, MicroBatchSpec, OptimizerConfig
 from holdfast.engine.api import Batch
-from holdfast.engine.compat.torch_private import TorchDispatchMode
-from holdfast.engine.model_output import ModelOutput
-from holdfast.engine.rl import logprobs as logprobs_module
-from holdfast.engine.rl.logprobs import token_logprobs
+from holdfast.engine.training import logprobs as logprobs_module
 from holdfast.engine.training.head import find_scoring_head
+from holdfast.engine.training.logprobs import token_logprobs
+from holdfast.engine.training.model_output import ModelOutput
+from holdfast.utils.compat.torch_private import TorchDispatchMode
 from holdfast.utils.errors import BatchError
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.models import tiny_qwen3, write_model_folder

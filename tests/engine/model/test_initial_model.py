@@ -28,7 +28,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
-from holdfast.engine import FSDPEngine, OptimizerConfig, SaveLoadMeta, TrainEngineConfig, initial_model
+from holdfast.engine import (
+    FSDPEngine,
+    OptimizerConfig,
+    SaveLoadMeta,
+    TrainEngineConfig,
+)
+from holdfast.engine.model import initial_model
 from holdfast.engine.training import model
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures

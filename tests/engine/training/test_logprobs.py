@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
-from holdfast.engine.rl import logprobs as module
-from holdfast.engine.rl.logprobs import next_tokens, score_tokens, token_logprobs
+from holdfast.engine.training import logprobs as module
+from holdfast.engine.training.logprobs import next_tokens, score_tokens, token_logprobs
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 

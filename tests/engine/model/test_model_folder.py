@@ -15,18 +15,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from holdfast.engine import SaveLoadMeta, TrainEngineConfig, WeightUpdateMeta
-from holdfast.engine.model_folder import find_model_folder
+from holdfast.engine.model.model_folder import find_model_folder
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import tiny_model
 from tests.engine.hub import Hub, serve_hub
-from tests.engine.test_initial_model import start
+from tests.engine.model.test_initial_model import start
 from tests.helpers import free_port, run_ranks
 from tests.limits import stretched
 from tests.once import make_once
 
 RANK = """
 import json, sys
-from tests.engine.test_model_folder import report
+from tests.engine.model.test_model_folder import report
 print("REPORT" + json.dumps(report(json.loads(sys.argv[1]))))
 """
 

@@ -17,8 +17,8 @@ from threading import Lock
 
 import torch
 
-from .compat.torch_private import n_writes
-from .tensors import local_tensor
+from ...utils.compat.torch_private import n_writes
+from ..memory.tensors import local_tensor
 
 SAMPLES = 8
 """Elements of each tensor that are compared, evenly spread."""

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.engine import OptimizerConfig, TrainEngineConfig, load_areal
-from holdfast.engine.areal.keys import FILE, KEYS, NOTHING, SECTIONS
-from holdfast.engine.areal.load import _own_keys
-from holdfast.engine.areal.rules import RULES
+from holdfast.engine import OptimizerConfig, TrainEngineConfig
 from holdfast.engine.rl import DPOConfig, NormConfig, PPOActorConfig, PPOCriticConfig
 from holdfast.engine.rl.off_policy import RejectionSamplingConfig
 from holdfast.engine.rollouts import RolloutConfig
 from holdfast.engine.servers.api import GenerationHyperparameters
+from holdfast.integrations.areal import load_areal
+from holdfast.integrations.areal.keys import FILE, KEYS, NOTHING, SECTIONS
+from holdfast.integrations.areal.load import _own_keys
+from holdfast.integrations.areal.rules import RULES
 from holdfast.recover import RecoverConfig
 from holdfast.utils.errors import ConfigError
 

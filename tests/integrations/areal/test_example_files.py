@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.engine import TrainEngineConfig, load_areal
-from holdfast.engine.areal.keys import KEYS, Fate
+from holdfast.engine import TrainEngineConfig
 from holdfast.engine.rl import DPOConfig
+from holdfast.integrations.areal import load_areal
+from holdfast.integrations.areal.keys import KEYS, Fate
 from holdfast.recover import RecoverConfig
 from holdfast.utils.errors import ConfigError
-from tests.engine.areal.test_load import Job
+from tests.integrations.areal.test_load import Job
 
 FILES = yaml.safe_load((Path(__file__).parent / "files.yaml").read_text())
 REMOVED = "AReaL has removed it: `rejection_sampling"

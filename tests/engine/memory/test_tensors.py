@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from holdfast.engine.dcp.fingerprint import sample_state
 from holdfast.engine.hf.shard_ranges import local_part
-from holdfast.engine.tensors import local_box
+from holdfast.engine.memory.tensors import local_box
 from tests.helpers import run_ranks
 
 PLACEMENTS: dict[str, list[Any]] = {

@@ -1,12 +1,12 @@
-"""docs/areal.md has the tables that files are read by; ``python -m tests.engine.areal.test_page`` writes them."""
+"""docs/areal.md has the tables that files are read by; ``python -m tests.integrations.areal.test_page`` writes them."""
 
 import re
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
-from holdfast.engine.areal.keys import FILE, KEYS, NOTHING, Fate
-from holdfast.engine.areal.rules import RULES
+from holdfast.integrations.areal.keys import FILE, KEYS, NOTHING, Fate
+from holdfast.integrations.areal.rules import RULES
 
 PAGE = Path(__file__).parents[3] / "docs" / "areal.md"
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -51,7 +51,7 @@ def page_with_tables(text: str) -> str:
 
 def test_the_tables_of_the_page_are_the_ones_that_files_are_read_by() -> None:
     text = PAGE.read_text()
-    assert page_with_tables(text) == text, "run python -m tests.engine.areal.test_page"
+    assert page_with_tables(text) == text, "run python -m tests.integrations.areal.test_page"
 
 
 if __name__ == "__main__":

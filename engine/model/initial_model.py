@@ -10,24 +10,23 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
-from ..utils.errors import CheckpointMismatchError, ConfigError
-from ..utils.logging import get_logger
-from ..utils.remote import FETCH_FIRST, require_local
-from .compat.transformers_private import conversions_of, set_conversions
-from .config import TrainEngineConfig
-from .dcp.base_model import BaseFolder
-from .hf.dtypes import base_dtype, file_dtypes
-from .hf.file_io import WeightReader
-from .hf.load import load_hf
-from .hf.load_plan import plan_loading
-from .hf.quantized import refuse_quantized
-from .lora.build import add_adapters, draw_adapters
-from .lora.layers import plain_view
-from .model_folder import index_digest, is_first_of_its_node
-from .training.distributed import ProcessGroups, shard_model
-from .training.head import ScoringHead, find_scoring_head
-from .training.model import (
+from ...utils.compat.transformers_private import conversions_of, set_conversions
+from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.logging import get_logger
+from ...utils.remote import FETCH_FIRST, require_local
+from ..config import TrainEngineConfig
+from ..dcp.base_model import BaseFolder
+from ..hf.dtypes import base_dtype, file_dtypes
+from ..hf.file_io import WeightReader
+from ..hf.load import load_hf
+from ..hf.load_plan import plan_loading
+from ..hf.quantized import refuse_quantized
+from ..lora.build import add_adapters, draw_adapters
+from ..lora.layers import plain_view
+from ..training.distributed import ProcessGroups, shard_model
+from ..training.head import ScoringHead, find_scoring_head
+from ..training.model import (
     block_classes,
     build_causal_on_meta,
     build_on_meta,
@@ -35,9 +34,10 @@ from .training.model import (
     draw_weights,
     give_memory,
 )
-from .training.packing import prepare_packing
-from .training.rotary import longest_sequence
-from .training.value_model import body_name
+from ..training.packing import prepare_packing
+from ..training.rotary import longest_sequence
+from ..training.value_model import body_name
+from .model_folder import index_digest, is_first_of_its_node
 
 logger = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...engine.compat import Private, require
+from . import Private, require
 
 _SAVE = "save and load what verl's FSDP engine trains"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..utils.errors import ConfigError, PeerError
-from ..utils.logging import get_logger
+from .errors import ConfigError, PeerError
+from .logging import get_logger
 
 logger = get_logger(__name__)
 

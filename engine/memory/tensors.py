@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..utils.distributed import get_rank
-from ..utils.errors import ConfigError
-from .compat.torch_private import compute_local_shape_and_global_offset
+from ...utils.compat.torch_private import compute_local_shape_and_global_offset
+from ...utils.distributed import get_rank
+from ...utils.errors import ConfigError
 
 T = TypeVar("T", bound=torch.Tensor)
 

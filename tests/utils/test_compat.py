@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.compat import Private, peft_private, ray_private, require, torch_private, transformers_private
 from holdfast.integrations.compat import transformers_private as integrations_private
+from holdfast.utils.compat import (
+    Private,
+    peft_private,
+    ray_private,
+    require,
+    torch_private,
+    transformers_private,
+)
 from holdfast.utils.errors import UnsupportedVersionError
 from tests.limits import stretched
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.engine import host_blocks
 from holdfast.engine.dcp import direct_reader, save
 from holdfast.engine.dcp.layout import Box
-from holdfast.engine.host_blocks import HostBlocks
+from holdfast.engine.memory import host_blocks
+from holdfast.engine.memory.host_blocks import HostBlocks
 
 DEVICE = torch.device("meta")  # one that takes two blocks, which are not pinned
 

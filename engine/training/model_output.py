@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..utils.errors import BatchError
-from .compat.torch_private import tree_map
-from .config import TrainEngineConfig
-from .rl.logprobs import align_with_tokens, token_logprobs
-from .training.head import ScoringHead, scoring
-from .training.microbatch import MicroBatch
-from .training.packing import model_output
+from ...utils.compat.torch_private import tree_map
+from ...utils.errors import BatchError
+from ..config import TrainEngineConfig
+from .head import ScoringHead, scoring
+from .logprobs import align_with_tokens, token_logprobs
+from .microbatch import MicroBatch
+from .packing import model_output
 
 
 class ModelOutput:
