@@ -1,7 +1,7 @@
-"""Tells a collective that broke down, because a peer hangs or a cable was cut, from an error of the code.
+"""Detection of collectives that failed because a peer hangs or the network broke.
 
-torch has types of its own for NCCL and the store, which also cover misuse; gloo raises plain RuntimeErrors that begin
-with the place in its source. Wordings are those of torch 2.11 to 2.15.
+torch has error types for NCCL and the store, which also cover misuse. gloo raises RuntimeErrors that start with a place
+in its source. The patterns match torch 2.11 to 2.15.
 """
 
 import re
@@ -9,16 +9,17 @@ import re
 import torch.distributed as dist
 
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] ")
-"""``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``. ``[enforce fail at ...`` is not one of them: that
-ranks disagree about a size is a bug."""
+"""Matches ``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``, but not ``[enforce fail at ...``, which
+is a bug: ranks disagree about a size.
+"""
 _GLOO_CLOSED = re.compile(r"^Application timeout caused pair closure")
-"""What every later collective of a group says in which one has timed out."""
+"""Message of every collective after one in the same group has timed out."""
 _MONITORED_BARRIER = re.compile(r"failed to pass monitoredBarrier|received errors while waiting for send/recv")
 _NCCL_BREAKDOWN = re.compile(r"timeout|timed out|ncclRemoteError|ncclSystemError", re.IGNORECASE)
 
 
 def collective_broke(error: BaseException | None) -> bool:
-    """Whether ``error`` says that peers could not be reached in time, which no change of the code would mend."""
+    """Return whether ``error`` says that peers could not be reached in time, so that the code is not the cause."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):

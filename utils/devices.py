@@ -1,8 +1,7 @@
-"""Which device each rank computes on, agreed among the ranks before any of them uses it.
+"""Choice of the device of each rank, agreed among the ranks before any of them uses it.
 
-A rank that chose by itself might train on the CPU beside others on GPUs, or share a GPU with one of them: both end in
-a hang, or in training a hundred times too slow. So every rank tells the others what it has chosen, and what cannot be
-is one error on all of them.
+Ranks that chose alone might train on the CPU while others use GPUs, or share a GPU. Both end in a hang, or in training
+that is a hundred times too slow. So the ranks exchange their choices, and a bad combination is one error on all ranks.
 """
 
 import gc
@@ -21,19 +20,20 @@ from .logging import get_logger
 logger = get_logger(__name__)
 
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
-"""Of a default group that trains on GPUs. It is bound to the rank's device (``device_id``): NCCL then connects at once,
-where an error is told, and never guesses a device."""
+"""Backend of a default group that trains on GPUs. The group is bound to the rank's device (``device_id``), so that NCCL
+connects at once, where errors are reported, and never guesses a device.
+"""
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a rank tells the others of its device.
+    """Device that a rank has chosen, as the other ranks see it.
 
     Attributes:
-        host: name of its host.
-        device: what torch calls it there; empty when the rank has none that it may use.
-        gpu: the GPU's UUID; empty on the CPU.
-        error: why there is none.
+        host: host name.
+        device: torch's name of the device, or "" if the rank found none.
+        gpu: UUID of the GPU, or "" on the CPU.
+        error: reason why the rank found no device.
     """
 
     host: str
@@ -45,18 +45,18 @@ class DeviceReport:
 def choose_device(
     wanted: str, *, visible: int, local_rank: int, bound: torch.device | None = None, has_nccl: bool = True
 ) -> torch.device:
-    """The device of a rank.
+    """Choose the device of a rank.
 
     Args:
-        wanted: ``auto``, ``cpu`` or ``cuda``; see `TrainEngineConfig.device`.
-        visible: how many CUDA devices torch sees.
-        local_rank: the rank's place on its host. With one visible device that is the rank's, whatever its place: the
-            launcher shows each rank its own.
-        bound: the device that the default process group is bound to, if it is.
-        has_nccl: whether the default process group can carry tensors of a GPU.
+        wanted: ``auto``, ``cpu`` or ``cuda``. See `TrainEngineConfig.device`.
+        visible: number of CUDA devices that torch sees. A single one belongs to this rank, because the launcher shows
+            each rank its own.
+        local_rank: the rank's place on its host.
+        bound: device that the default process group is bound to, or None.
+        has_nccl: whether the default process group can carry GPU tensors.
 
     Raises:
-        ConfigError: CUDA is wanted, or visible, and cannot be used.
+        ConfigError: CUDA is wanted or visible, and cannot be used.
     """
     if wanted == "cpu" or (wanted == "auto" and not visible):
         return torch.device("cpu")
@@ -88,7 +88,7 @@ def choose_device(
 
 
 def device_here(wanted: str) -> torch.device:
-    """`choose_device` for this process, in its environment and its default process group, if there is one yet.
+    """Call `choose_device` with the environment and the default process group of this process.
 
     Raises:
         ConfigError: as `choose_device` does.
@@ -106,21 +106,21 @@ def device_here(wanted: str) -> torch.device:
 def agree_on_device(
     choose: Callable[[], torch.device], gather: Callable[[DeviceReport], Sequence[DeviceReport]]
 ) -> torch.device:
-    """This rank's device, when all ranks have one and these go together; a collective.
+    """Return this rank's device after checking that the devices of all ranks fit together. Collective.
 
     Args:
-        choose: gives this rank's.
-        gather: every rank's report, in rank order, on every rank.
+        choose: chooses the device of this rank.
+        gather: gathers the reports of all ranks in rank order.
 
     Raises:
-        ConfigError: this rank has none, or ranks differ in type or share a GPU.
-        PeerError: other ranks have none.
+        ConfigError: this rank has no device, or ranks differ in device type or share a GPU.
+        PeerError: other ranks have no device.
     """
     device, error = None, None
     try:
         device = choose()
         report = _report(device)
-    except Exception as caught:  # CUDA's own errors, too: the others must not wait for this rank
+    except Exception as caught:  # also CUDA's own errors, so that the other ranks do not wait for this one
         error, report = caught, DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}")
     reports = gather(report)
     if error is not None:
@@ -138,7 +138,7 @@ def _report(device: torch.device) -> DeviceReport:
 
 
 def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
-    """Raise ConfigError unless all ranks compute on the CPU, or each on a GPU of its own."""
+    """Raise ConfigError unless all ranks use the CPU, or each rank uses another GPU."""
     on_cpu = [rank for rank, report in enumerate(reports) if not report.gpu]
     if 0 < len(on_cpu) < len(reports):
         hosts = sorted({reports[rank].host for rank in on_cpu})
@@ -159,10 +159,9 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Free what nothing uses any more, and give memory of a GPU back, for other processes or engines on it.
+    """Free unused memory, and return cached GPU memory to other processes and engines on the device.
 
-    A sharded model is freed by this alone: its modules and their hooks hold each other. torch keeps the GPU's memory
-    for later otherwise.
+    The collection is needed because the modules of a sharded model and their hooks form reference cycles.
     """
     gc.collect()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""AReaL's configuration files: a table of what becomes of each key, and the function that reads by it."""
+"""Reader of AReaL's configuration files."""
 
 from .load import load_areal
 

@@ -1,4 +1,4 @@
-"""Read configuration classes from an AReaL file, as AReaL would read it: see docs/areal.md."""
+"""Configuration classes from an AReaL file, with AReaL's meaning of each key. See docs/areal.md."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,31 +25,31 @@ _PLACE = ("experiment_name", "trial_name", "fileroot")
 def load_areal(
     cls: type[T], path: str | os.PathLike[str], overrides: Sequence[str] = (), *, section: str | None = None
 ) -> T:
-    """Read an instance of ``cls`` from a whole AReaL file.
+    """Read an instance of ``cls`` from an AReaL file.
 
-    Keys of Holdfast may stand next to AReaL's. A key that is absent has AReaL's default wherever that changes the
-    result. One warning names the keys without effect here (schedulers, servers). Interpolations (``${actor.path}``) are
-    resolved in the whole file.
+    Holdfast's keys may stand next to AReaL's. An absent key gets AReaL's default if that changes the result. One
+    warning names the keys without effect (schedulers, servers). Interpolations (``${actor.path}``) are resolved in the
+    whole file.
 
     Args:
         cls: `TrainEngineConfig`, `PPOActorConfig`, `PPOCriticConfig`, `DPOConfig`, `RolloutConfig`,
-            `GenerationHyperparameters`, `RecoverConfig` or a class derived from one, which is read from its section. Or
-            a dataclass with fields of these types, each read from the section of its name. A field of another type is
-            read from the key of its name, as it is.
+            `GenerationHyperparameters`, `RecoverConfig` or a subclass of one, which is read from its section. Or a
+            dataclass whose fields have these types, each read from the section of its name. Fields of other types are
+            read from the key of their name.
         path: YAML file.
         overrides: ``section.key=value`` strings that win over the file, as on AReaL's command line.
-        section: section to read in place of the section of the class (``actor``, ``critic`` ...): ``"ref"``.
+        section: section to read instead of that of the class (``actor``, ``critic`` ...): ``"ref"``.
 
     Raises:
-        ConfigError: the message names the key, and what to do. Reasons: ``cls`` is none of these; a key changes the
-            result or the memory of the job, and there is nothing like it here; a key is in neither AReaL nor Holdfast;
-            or as for `load_config`.
+        ConfigError: ``cls`` is none of these, a key changes the result or the memory of the job and is not supported, a
+            key is known to neither AReaL nor Holdfast, or as for `load_config`. The message names the key and the
+            remedy.
 
     Example:
         ``load_areal(PPOActorConfig, "gsm8k_grpo.yaml", ["actor.path=Qwen/Qwen3-0.6B"])``
     """
     _require_class_of_a_file(cls)
-    overrides = [override.removeprefix("+") for override in overrides]  # as Hydra has new keys
+    overrides = [override.removeprefix("+") for override in overrides]  # Hydra's mark of new keys
     source = f"{path} with overrides {overrides}" if overrides else f"{path}"
     reader = _Reader(read_yaml(path, overrides, source), source)
     if _tables_of(cls):
@@ -96,7 +96,7 @@ class _Reader:
         if not isinstance(found, dict):
             raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
         mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
-        if mode is not None:  # AReaL's older way to write the backends of servers and trainer: "sglang:d4+d4t2"
+        if mode is not None:  # AReaL's older key for the backends of servers and trainer: "sglang:d4+d4t2"
             found.setdefault("backend", str(mode).rpartition("+")[2])
         keys = self._translate(_tables_of(cls), cls, name, found)
         if "RecoverConfig" in _names(cls) and (saver := self._resolved("saver")):
@@ -233,7 +233,7 @@ def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _field_types(cls: type) -> dict[str, Any]:
-    """Field -> its class; of ``X | None``, X."""
+    """Maps each field to its class, and ``X | None`` to X."""
     hints = get_type_hints(cls)
     return {field.name: _unwrapped(hints[field.name]) for field in fields(cls)}
 

@@ -60,7 +60,7 @@ def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 
 def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's; a remark."""
+    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's, with a remark."""
     remarks = []
     for name in ("reward_norm", "adv_norm"):
         norm = keys.get(name) or {}
@@ -71,7 +71,7 @@ def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 
 def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`mode` that is `off` or `disabled`: no exports either, where AReaL's `saver` goes on; a remark."""
+    """`mode` that is `off` or `disabled`: no exports either, although AReaL's `saver` goes on, with a remark."""
     if keys.get("mode") not in ("disabled", "off", False):
         return []
     return ["the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"]
@@ -86,7 +86,7 @@ _OF_MEGATRON = {
 
 
 def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`target_modules` with Megatron's names (`linear_qkv`): those of transformers' layers; a remark."""
+    """`target_modules` with Megatron's names (`linear_qkv`): translated to transformers' layers, with a remark."""
     names = keys.get("target_modules") or []
     if not keys.get("use_lora") or not any(name in _OF_MEGATRON for name in names):
         return []
@@ -99,4 +99,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "PPOActorConfig": (weights_of_one, bounds_of_nothing, one_minibatch, deviation),
     "RecoverConfig": (nothing_saved,),
 }
-"""By class, in this order."""
+"""Rules of each class, in the order in which they apply."""

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.integrations.compat import transformers_private as integrations_private
 from holdfast.utils.compat import (
     Private,
     peft_private,
     ray_private,
     require,
     torch_private,
+    trainer_private,
     transformers_private,
 )
 from holdfast.utils.errors import UnsupportedVersionError
@@ -38,7 +38,7 @@ LIBRARIES = (
 LISTS = {
     "torch": torch_private.NAMES,
     "transformers": transformers_private.NAMES,
-    "transformers, in integrations": integrations_private.NAMES,
+    "transformers' Trainer": trainer_private.NAMES,
     "ray": ray_private.NAMES,
     "peft": peft_private.NAMES,
 }
@@ -82,7 +82,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
     outside = [path for path in files if path.parent.name != "compat"]
     assert [use for path in outside for use in private_uses(path)] == []
     found = {path.name for path in files if path not in outside and list(private_uses(path))}
-    libraries = ("peft", "ray", "torch", "trackio", "transformers", "trl")
+    libraries = ("peft", "ray", "torch", "trackio", "trainer", "transformers", "trl")
     assert found == {f"{library}_private.py" for library in libraries}, "the scan sees nothing"
 
 

@@ -1,8 +1,7 @@
-"""What Holdfast uses of other libraries without their promise to keep it: one file a library, checked at import.
+"""Private names of other libraries that Holdfast needs, one file per library, checked at import.
 
-A release that takes such a name away, or gives it other parameters, is found when the file is imported and not in the
-middle of a run: the error names the library, its version, the name, and what it is needed for. No other file of the
-packages uses a private name; a test looks.
+If a release removes such a name or changes its parameters, the import fails with the library, its version, the name and
+its use, instead of a failure in the middle of a run. A test checks that no other file uses private names.
 """
 
 import inspect
@@ -17,12 +16,12 @@ from ..errors import UnsupportedVersionError
 
 @dataclass(frozen=True)
 class Private:
-    """A name without a promise.
+    """Private name of another library.
 
     Attributes:
-        name: where it is, as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``.
-        use: what it is needed for, to end the sentence "Holdfast needs it to ...".
-        parameters: those that a call from here gives it by name or position; None for what is not called.
+        name: location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``.
+        use: purpose, which completes the sentence "Holdfast needs it to ...".
+        parameters: parameters that Holdfast passes, or None if the name is not called.
     """
 
     name: str
@@ -31,10 +30,10 @@ class Private:
 
 
 def require(library: str, names: Iterable[Private]) -> None:
-    """See that all of ``names`` are there.
+    """Check that all ``names`` exist.
 
     Raises:
-        UnsupportedVersionError: one is not, or takes other parameters.
+        UnsupportedVersionError: a name is missing or has other parameters.
     """
     for private in names:
         try:
@@ -46,16 +45,16 @@ def require(library: str, names: Iterable[Private]) -> None:
 
 
 def require_attributes(library: str, thing: Any, names: Iterable[str], use: str) -> None:
-    """See that an object has attributes that only its ``__init__`` makes, which no look at its class can find.
+    """Check attributes that only ``__init__`` sets, which the class does not show.
 
     Args:
-        library: whose class it is.
+        library: library of the object's class.
         thing: the object.
-        names: of the attributes.
-        use: what they are needed for, to end the sentence "Holdfast needs it to ...".
+        names: names of the attributes.
+        use: purpose, which completes the sentence "Holdfast needs it to ...".
 
     Raises:
-        UnsupportedVersionError: one is not there.
+        UnsupportedVersionError: an attribute is missing.
     """
     if lacking := [name for name in names if not hasattr(thing, name)]:
         raise UnsupportedVersionError(
@@ -65,7 +64,7 @@ def require_attributes(library: str, thing: Any, names: Iterable[str], use: str)
 
 
 def _find(name: str) -> Any:
-    """What has this name; None for an attribute that a class only announces, since its objects have it."""
+    """Resolve a name. Returns None for an attribute that a class only annotates, because only its objects have it."""
     owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
     found = pkgutil.resolve_name(owner)
     return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)

@@ -1,4 +1,4 @@
-"""What peft keeps to itself: how its layers are switched off without a change of what is trained."""
+"""Private names of PEFT: switching layers off without changing what is trained."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ require("peft", NAMES)
 
 
 def is_off(layer: Any) -> bool:
-    """Whether a layer of peft computes as what it has replaced."""
+    """Return whether a PEFT layer computes like the layer that it replaced."""
     return bool(layer._disable_adapters)
 
 
 def switch_off(layer: Any, off: bool = True) -> None:
-    """Have a layer of peft compute as what it has replaced, or not.
+    """Make a PEFT layer compute like the layer that it replaced, or with its adapters again.
 
-    The public ``enable_adapters`` changes ``requires_grad`` as well, which FSDP2 does not expect during a run.
+    The public ``enable_adapters`` also changes ``requires_grad``, which FSDP2 does not expect during a run.
     """
     layer._disable_adapters = off

@@ -1,4 +1,4 @@
-"""What Ray keeps to itself: the nodes that it was told to drain, what is free on each node, and who started it."""
+"""Private names of Ray: nodes that will be drained, free resources per node, and who started the cluster."""
 
 from collections.abc import Mapping
 
@@ -21,9 +21,9 @@ require("ray", NAMES)
 
 
 def draining_deadlines(timeout_s: float) -> Mapping[str, int] | None:
-    """Node id -> unix time in ms when it will be gone, 0 when nobody said; None when this Ray does not tell.
+    """Return node id -> Unix time in ms of its removal (0 if unknown), or None if this version of Ray does not tell.
 
-    That is no error at import, unlike what else is needed here: a run goes on without such notices.
+    Missing support is no error at import, because a run works without these notices.
 
     Raises:
         RayError: Ray did not answer in ``timeout_s``.
@@ -34,11 +34,11 @@ def draining_deadlines(timeout_s: float) -> Mapping[str, int] | None:
 
 
 def free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Node id -> resources that nothing has reserved there, as of a moment ago."""
+    """Return node id -> unreserved resources, as of a moment ago."""
     return ray._private.state.available_resources_per_node()
 
 
 def started_here() -> bool:
-    """Whether this process has started the cluster, as ``ray.init(address="local")`` does: then no node joins it."""
+    """Return whether this process started the cluster (``ray.init(address="local")``), which no other node can join."""
     node = ray._private.worker._global_node
     return node is not None and node.is_head()

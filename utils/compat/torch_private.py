@@ -1,4 +1,4 @@
-"""What torch keeps to itself: how a module and a sharded tensor hold what is theirs, and DCP's records of files."""
+"""Private names of torch: contents of modules, parts of sharded tensors, and DCP's file records."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -109,32 +109,32 @@ __all__ = [
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Its submodules, by name; a dict that may be written to."""
+    """Return the direct submodules by name, as a dict that may be changed."""
     return module._modules
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Its own parameters, by name, not those of submodules; a dict that may be written to."""
+    """Return the module's own parameters by name, without submodules, as a dict that may be changed."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Its own buffers, by name, not those of submodules; a dict that may be written to."""
+    """Return the module's own buffers by name, without submodules, as a dict that may be changed."""
     return module._buffers
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """What torch.compile wraps; another module itself."""
+    """Return the module that torch.compile wraps, or the module itself."""
     return getattr(module, "_orig_mod", module)
 
 
 def count_forward_hooks(module: nn.Module) -> int:
-    """Hooks on its forward, before and after it; not those on its submodules."""
+    """Count the forward hooks and pre-hooks of the module itself."""
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether the state dict has the module's buffer of this name."""
+    """Return whether the state dict contains the module's buffer of this name."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -145,9 +145,9 @@ def replace_members(
     parameters: Mapping[str, torch.Tensor | None] | None = None,
     buffers: Mapping[str, torch.Tensor | None] | None = None,
 ) -> None:
-    """Give a view of a module others than those that it shares with the module; None leaves them.
+    """Replace the members that a view of a module shares with the module. None keeps them.
 
-    With parameters or buffers of its own it no longer runs state-dict pre-hooks: FSDP2's would reshard the live model.
+    A view with other parameters or buffers runs no state-dict pre-hooks, because FSDP2's would reshard the live model.
     """
     new = {"_modules": children, "_parameters": parameters, "_buffers": buffers}
     module.__dict__.update({kind: members for kind, members in new.items() if members is not None})
@@ -156,49 +156,49 @@ def replace_members(
 
 
 def saving_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
-    """What fills the module's part of a state dict: a method, and the hooks after it."""
+    """Return the method that fills the module's part of a state dict, and the hooks after it."""
     return module._save_to_state_dict, list(module._state_dict_hooks.values())
 
 
 def loading_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
-    """What takes the module's part of a state dict: a method, and the hooks before it."""
+    """Return the method that reads the module's part of a state dict, and the hooks before it."""
     return module._load_from_state_dict, list(module._load_state_dict_pre_hooks.values())
 
 
 def made_sharded(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """A DTensor of this shape and stride with ``local`` for this rank's part, which stays on its device.
+    """Make a DTensor of this shape and stride from this rank's part ``local``, which stays on its device.
 
-    (`DTensor.from_local` moves it to the mesh's.)
+    `DTensor.from_local` would move it to the device of the mesh.
     """
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
 
 def like_sharded(local: torch.Tensor, sharded: DTensor) -> DTensor:
-    """A DTensor of the layout, shape and dtype of ``sharded`` with ``local`` for this rank's part: `made_sharded`."""
+    """Make a DTensor with the layout, shape and dtype of ``sharded`` from this rank's part ``local``."""
     return DTensor(local, sharded._spec, requires_grad=False)
 
 
 def same_layout(one: DTensor, other: DTensor) -> bool:
-    """Whether two DTensors have the same mesh, placements, shape, stride and dtype."""
+    """Return whether two DTensors have the same mesh, placements, shape, stride and dtype."""
     return one._spec is other._spec or one._spec == other._spec
 
 
 def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
-    """Have FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
+    """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
 
-    FSDP2 reduces the gradients that there are, so ranks that reach other parameters would reduce buffers of different
+    FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce buffers of different
     lengths.
 
     Args:
-        module: `fully_shard` was called on it.
-        filled: takes in each sharded parameter whose gradient of this step is zeros from here alone, and loses it again
-            when a later backward of the step reaches it.
+        module: module that `fully_shard` was called on.
+        filled: receives each sharded parameter whose gradient of this step consists of these zeros alone. A later
+            backward of the step that reaches the parameter removes it.
     """
     group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:  # no parameter that is not in a module inside it
+    if group is None:  # all its parameters belong to nested groups
         return
     reduce = group.post_backward
 
@@ -211,7 +211,7 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
         filled.difference_update(param.sharded_param for param in reached)
         filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
         held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
-        dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 takes one only
+        dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 needs one dtype
         for param in missing:
             param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
 
@@ -226,20 +226,20 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
 
 
 def n_writes(tensor: torch.Tensor) -> int:
-    """The operations on a tensor or its views that torch has counted as writes; it counts none of inference tensors."""
+    """Return torch's count of writes to a tensor or its views. Inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same for all tensors in one memory, on the meta device too, as long as one of them lives."""
+    """Return an id that is equal for tensors in the same memory, also on the meta device, while one of them lives."""
     return tensor.untyped_storage()._cdata
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Whether an operator, as ``__torch_dispatch__`` gets it, changes one of its inputs."""
+    """Return whether an operator that ``__torch_dispatch__`` receives changes one of its inputs."""
     return operator._schema.is_mutable
 
 
 def is_iterated(loader: Any) -> bool:
-    """Whether a ``DataLoader`` with persistent workers has started them."""
+    """Return whether a ``DataLoader`` has started its persistent workers."""
     return loader._iterator is not None

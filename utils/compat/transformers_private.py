@@ -1,4 +1,4 @@
-"""What transformers keeps to itself: how it loads, converts and initialises models, and what it knows of weights."""
+"""Private names of transformers: loading, converting and initialising models, and their rules for weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -72,17 +72,17 @@ __all__ = [
 def build_from_config(
     model_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """A model with weights of its own, on the default device; ``options`` as ``attn_implementation``."""
+    """Build a model with new weights on the default device. ``options`` are those of ``from_config``."""
     return model_class._from_config(config, dtype=dtype, **options)
 
 
 def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
-    """Fill ``model`` as `from_pretrained` does, and return what it found: ``missing_keys``, ``unexpected_keys``,
+    """Fill ``model`` like `from_pretrained`, and return its report: ``missing_keys``, ``unexpected_keys``,
     ``mismatched_keys`` and ``conversion_errors``.
 
     Args:
-        model: its own parameters and buffers are replaced.
-        tensors: name in the folder -> tensor, or what can be indexed with ``[...]`` and moved with ``to``.
+        model: its parameters and buffers are replaced.
+        tensors: name in the folder -> tensor, or an object that supports ``[...]`` and ``to``.
     """
     config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))  # type: ignore[arg-type]
     found, _ = PreTrainedModel._load_pretrained_model(model, dict(tensors), None, config)
@@ -90,86 +90,88 @@ def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
 
 
 def loading_rules(model_class: type[PreTrainedModel]) -> dict[str, Any]:
-    """Class attributes that say under which names a folder may have a model's tensors, and which dtypes they keep."""
+    """Return the class attributes on how a folder may name a model's tensors, and which tensors keep their dtype."""
     return {name: getattr(model_class, name) for name in ("base_model_prefix", *_RULES)}
 
 
 def drop_tolerated_keys(model: PreTrainedModel, found: Any) -> None:
-    """Take out of what `load_state` returned the keys that transformers neither misses nor reports."""
+    """Remove the keys that transformers tolerates from the report of `load_state`."""
     model._adjust_missing_and_unexpected_keys(found)
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
-    """The conversions that were of use when ``model`` was loaded; ``save_pretrained`` reverts them."""
+    """Return the conversions that were applied when ``model`` was loaded. ``save_pretrained`` reverts them."""
     return list(getattr(model, "_weight_conversions", ()))
 
 
 def set_conversions(model: PreTrainedModel, conversions: list[Any]) -> None:
-    """Have ``save_pretrained`` and `revert_weight_conversion` revert these."""
+    """Set the conversions that ``save_pretrained`` and `revert_weight_conversion` revert."""
     model._weight_conversions = conversions  # type: ignore[assignment]
 
 
 def keys_not_saved(model: PreTrainedModel) -> list[str]:
-    """``state_dict`` keys that ``save_pretrained`` leaves out."""
+    """Return the ``state_dict`` keys that ``save_pretrained`` leaves out."""
     return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def float32_patterns(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Regular expression for ``state_dict`` keys -> dtype, of what has another one in a model loaded in ``dtype``."""
+    """Return patterns of ``state_dict`` keys -> dtype, for tensors that keep another dtype in a model loaded in
+    ``dtype``.
+    """
     return {pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
-    """Draw the parameters, and compute the buffers, that ``module`` itself has in ``model``."""
+    """Initialise the parameters and buffers of ``module`` itself, as in a new ``model``."""
     model._init_weights(module)
 
 
 def unsplit_classes(model: PreTrainedModel) -> set[str]:
-    """Names of the classes of modules that belong on one device: the repeated blocks."""
+    """Return the class names of the repeated blocks, which belong on one device."""
     return set(model._no_split_modules or ())
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether transformers has put adapters (LoRA ...) into the model."""
+    """Return whether transformers has added adapters (LoRA ...) to the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def forget_adapters(view: PreTrainedModel) -> None:
-    """Have a view of a model, whose adapters it leaves out, taken for a model without them."""
+    """Mark a view of a model, which leaves the adapters out, as a model without adapters."""
     view.__dict__["_hf_peft_config_loaded"] = False
 
 
 def has_head(factory: Any, config: PretrainedConfig) -> bool:
-    """Whether an auto class (``AutoModelForCausalLM``) has a model for a config of this class."""
+    """Return whether an auto class (``AutoModelForCausalLM``) has a model for this type of config."""
     return type(config) in factory._model_mapping
 
 
 def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """What an auto class makes for a config of this class; None if it makes nothing."""
+    """Return the model class that an auto class has for this type of config, or None."""
     found = factory._model_mapping[type(config)] if has_head(factory, config) else None
     return found[0] if isinstance(found, tuple | list) else found
 
 
 def commit_of(config: PretrainedConfig) -> str | None:
-    """The commit of the hub's repository that a config was loaded from; None: not from the hub."""
+    """Return the commit of the hub repository that a config was loaded from, or None for a local folder."""
     return getattr(config, "_commit_hash", None)
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    """The name of the attention that a model was built with."""
+    """Return the name of the attention that a model was built with."""
     return str(config._attn_implementation)
 
 
 def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None:
-    """Have the parts of a built model that have one attention take another; no ``config.json`` says which.
+    """Replace the attention ``instead_of`` by ``name`` in the parts of a built model that use it.
 
-    transformers' own ``set_attn_implementation`` does not reach configs that only modules inside have.
+    transformers' own ``set_attn_implementation`` does not reach configs that only inner modules have.
     """
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PretrainedConfig):
             for part in _parts(config):
                 if attention_of(part) == instead_of:
-                    part._attn_implementation = {"": name}  # type: ignore[assignment]  (of this part alone)
+                    part._attn_implementation = {"": name}  # type: ignore[assignment]
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -1,4 +1,4 @@
-"""What TRL's trainers keep to themselves and change while they train: what a run resumed has to find again."""
+"""Private attributes of TRL's trainers that change during training and must be restored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,16 +21,19 @@ KEPT: dict[str, tuple[str, ...]] = {
     "RewardTrainer": _METRICS,
     "SFTTrainer": _METRICS,
 }
-"""Class of ``trl.trainer`` -> attributes that its training changes. Not among them are the texts of the completions
-sampled last, which are only shown, and which weights vLLM has: it is given those that were restored."""
+"""Maps a class of ``trl.trainer`` to the attributes that its training changes.
+
+Left out are the texts of the last completions, which are only shown, and the weights that vLLM has, because it receives
+the restored ones.
+"""
 
 
 def kept_by(trainer: Any) -> tuple[str, ...]:
-    """What a trainer has of those in `KEPT`.
+    """Return the attributes in `KEPT` that a trainer has.
 
     Raises:
-        UnsupportedVersionError: its class has a buffer of samples in TRL as it is known here, and the installed one's
-            has none under this name.
+        UnsupportedVersionError: the trainer's class should have a buffer of samples, but the installed TRL has none
+            under this name.
     """
     known = next((KEPT[cls.__name__] for cls in type(trainer).__mro__ if is_trls(cls) and cls.__name__ in KEPT), ())
     if "_step" in known:
@@ -39,17 +42,19 @@ def kept_by(trainer: Any) -> tuple[str, ...]:
 
 
 def is_trls(cls: type) -> bool:
-    """Whether a class is one of TRL's stable trainers, or a base of these; not one of ``trl.experimental``."""
+    """Return whether a class is one of TRL's stable trainers or a base of them, and not one of ``trl.experimental``."""
     return cls.__module__.startswith("trl.trainer.")
 
 
 def forget_buffer(trainer: Any, batches: int) -> bool:
-    """Have a trainer that samples do so at its next step, since what it has in its buffer was cut otherwise; whether it
-    is such a trainer.
+    """Make a trainer that samples do so at its next step, because its buffer was cut for other batches.
 
     Args:
-        trainer: of any class.
-        batches: of the loader that were given in this epoch.
+        trainer: any trainer.
+        batches: number of batches that the loader has given in this epoch.
+
+    Returns:
+        Whether the trainer samples.
     """
     if not hasattr(trainer, "_buffered_inputs"):
         return False
@@ -58,7 +63,7 @@ def forget_buffer(trainer: Any, batches: int) -> bool:
 
 
 def restore_kept(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Put attributes back; tensors go to the trainer's device, metrics into the dictionaries that are there."""
+    """Restore attributes. Tensors go to the trainer's device, metrics into the existing dictionaries."""
     for name, value in saved.items():
         if name == "_metrics":
             for mode, metrics in value.items():

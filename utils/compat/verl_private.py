@@ -1,4 +1,4 @@
-"""What is used of verl: the base class of its checkpoint managers, and where its FSDP engine takes one from."""
+"""Names of verl: the base class of checkpoint managers, and the place where its FSDP engine looks for one."""
 
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,14 @@ from verl.utils.checkpoint import checkpoint_manager  # type: ignore[import-not-
 from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
 
 BaseManager: Any = checkpoint_manager.BaseCheckpointManager
-"""What a checkpoint manager of verl's is derived from."""
+"""Base class of verl's checkpoint managers."""
 
 
 def tracker_of(root: Path) -> Path:
-    """The file in which verl's trainer names the step to resume from."""
+    """Return the file in which verl's trainer names the step to resume from."""
     return Path(checkpoint_manager.get_checkpoint_tracker_filename(str(root)))
 
 
 def use_manager(manager: Any) -> None:
-    """Have every FSDP engine of this process that is made from now on save and load with ``manager``."""
+    """Make every new FSDP engine of this process save and load with ``manager``."""
     transformer_impl.FSDPCheckpointManager = manager

@@ -1,20 +1,17 @@
-"""What transformers' Trainer keeps to itself: the steps of its loop, where `TrainerRun` comes in.
+"""Private methods of transformers' Trainer: the steps of its loop at which `TrainerRun` is called.
 
-A callback cannot do it: when ``on_train_begin`` comes, the place in the data is already fixed.
+A callback is too late: at ``on_train_begin`` the place in the data is already fixed.
 """
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from ...utils.compat import Private, require
-
-if TYPE_CHECKING:
-    from ..trainer_run import TrainerRun
+from . import Private, require
 
 _RESUME = "resume a Trainer exactly"
 _LOOP = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "steps_in_epoch", "resume_from_checkpoint")
@@ -39,7 +36,7 @@ NAMES = (
 require("transformers", NAMES)
 
 _RESUMED = "a generation of Holdfast"
-"""What Trainer's loop takes for the checkpoint that it resumes from."""
+"""Value that Trainer's loop takes for the checkpoint that it resumes from."""
 
 _LOGS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 _HISTORY = (
@@ -52,13 +49,13 @@ _HISTORY = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of TrainerState that say what happened; the others say what the arguments ask for."""
+"""Fields of TrainerState that say what happened. The other fields come from the arguments."""
 
 
 class TrainerSeam(Trainer):
-    """A Trainer that tells a `TrainerRun` what it is about to do; the run is there while ``train`` is."""
+    """Trainer that calls a `TrainerRun` at each stage. The run exists during ``train``."""
 
-    recovery: "TrainerRun | None" = None
+    recovery: Any = None
 
     def _init_training_state(
         self,
@@ -101,7 +98,7 @@ class TrainerSeam(Trainer):
         _run_of(self).step_trained()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's own, which goes on as in the run if that had started its persistent workers."""
+        """Return Trainer's own loader, continuing the persistent workers of the run that is resumed."""
         loader = super().get_eval_dataloader(eval_dataset)
         if self.recovery is not None:
             self.recovery.begin_evaluation(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
@@ -113,18 +110,18 @@ class TrainerSeam(Trainer):
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
 
-def _run_of(trainer: TrainerSeam) -> "TrainerRun":
+def _run_of(trainer: TrainerSeam) -> Any:
     assert trainer.recovery is not None, "the loop of a Trainer runs in `train`"
     return trainer.recovery
 
 
 def evaluation_loaders(trainer: Any) -> dict[str, Any]:
-    """The evaluation loaders with persistent workers that a Trainer keeps, by dataset."""
+    """Return the evaluation loaders with persistent workers that a Trainer keeps, by dataset."""
     return getattr(trainer, "_eval_dataloaders", {})
 
 
 def history_of(trainer: Any) -> dict[str, Any]:
-    """What a Trainer has done and counted so far: plain values, the state as JSON as its own checkpoints have it."""
+    """Return the progress and logs of a Trainer as plain values, with the state as JSON like in its own checkpoints."""
     state = dataclasses.asdict(trainer.state)
     counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
     if isinstance(loss := counted.get("_tr_loss"), torch.Tensor):
@@ -139,13 +136,13 @@ def history_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
-    """Put the state of a Trainer to what `history_of` returned."""
+    """Restore the state of a Trainer from `history_of`."""
     for name, value in json.loads(saved["state"]).items():
         setattr(trainer.state, name, value)
 
 
 def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
-    """Put everything to what `history_of` returned: in the loop, which has begun to count anew."""
+    """Restore everything from `history_of`. Call it inside the loop, which has reset its counters."""
     restore_state(trainer, saved)
     trainer.current_flos = saved["flos"]
     for name in set(_LOGS) & saved.keys():
@@ -159,7 +156,7 @@ def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
 
 
 def is_exportable(callback: Any) -> bool:
-    """Whether a callback says what it counts."""
+    """Return whether a callback exports its state."""
     return isinstance(callback, ExportableState)
 
 

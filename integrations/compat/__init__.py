@@ -1,1 +1,0 @@
-"""Private parts of transformers' Trainer that the integration with it replaces."""
