@@ -88,11 +88,9 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 class DurableFile:
     """New file, written from start to end, that is on stable storage after `close`. The caller fsyncs the folder.
 
-    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. It costs one pass
-    over bytes that are in the cache anyway. The kernel is asked to start writing early, so that the fsync is short.
-
-    As a context manager it closes the file at the end of the block. If the block raises, the unfinished file stays for
-    the caller to remove.
+    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. The kernel is
+    asked to start writing early, so that the fsync is short. As a context manager it closes the file at the end of the
+    block. If the block raises, the unfinished file stays for the caller to remove.
 
     Args:
         path: must not exist.
@@ -125,10 +123,10 @@ class DurableFile:
         return len(view)
 
     def write_views(self, views: Iterable[bytes | memoryview]) -> None:
-        """Append all ``views``, whose bytes must not change before this returns.
+        """Append all ``views`` without a copy. Their bytes must not change before this returns.
 
-        The views are passed to the system without a copy. Writes end at multiples of `_BLOCK_BYTES`, so that the page
-        cache keeps the file in large pages and a later digest takes two thirds of the time.
+        Writes end at multiples of `_BLOCK_BYTES`, so that the page cache keeps the file in large pages and a later
+        digest takes two thirds of the time.
         """
         self._file.flush()
         pending: list[memoryview] = []
@@ -257,8 +255,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
     """Yield all bytes of a file in order. A part is valid until the next one is requested.
 
-    Mapped pages need no copy, which halves the time for files in the page cache. Files that cannot be mapped are read,
-    so that the error says why.
+    Mapped pages need no copy, which halves the time for cached files. Files that cannot be mapped are read, which
+    reports the error.
     """
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
@@ -317,9 +315,7 @@ def staging_path(final: str | os.PathLike[str]) -> Path:
 
 
 def is_free(final: str | os.PathLike[str]) -> bool:
-    """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder that the rename
-    replaces.
-    """
+    """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder."""
     is_folder = os.path.isdir(final) and not os.path.islink(final) and not os.path.ismount(final)
     return not os.listdir(final) if is_folder else not os.path.lexists(final)
 
@@ -374,10 +370,7 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every regular file below ``folder`` as sorted POSIX paths relative to it.
-
-    Raises:
-        OSError: a folder cannot be listed, so its files must not count as missing.
+    """Yield every regular file below ``folder`` as sorted POSIX paths relative to it. Raises OSError as `walk_leaves`.
     """
     root = Path(folder)
     found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
@@ -401,5 +394,4 @@ def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_r
 
 
 def _raise(error: OSError) -> None:
-    """Pass errors on from `os.walk`, which ignores them by default."""
     raise error

@@ -38,7 +38,7 @@ LIBRARIES = (
 LISTS = {
     "torch": torch_private.NAMES,
     "transformers": transformers_private.NAMES,
-    "transformers' Trainer": trainer_private.NAMES,
+    "transformers, Trainer": trainer_private.NAMES,
     "ray": ray_private.NAMES,
     "peft": peft_private.NAMES,
 }
