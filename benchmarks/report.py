@@ -43,8 +43,8 @@ def describe(document: Mapping[str, Any]) -> str:
     machine, options = document["machine"], document["options"]
     return (
         f"{document['date']}: {options['parameters'] / 1e6:g}M parameters or more, float32 and AdamW, "
-        f"{options['ranks']} ranks on {options['device']}, {options['rounds']} rounds; "
-        f"{machine['cores']} cores, {machine['gpu'] or 'no GPU'}, torch {machine['torch']}; "
+        f"{options['ranks']} ranks on {options['device']}, {options['rounds']} rounds, "
+        f"{machine['cores']} cores, {machine['gpu'] or 'no GPU'}, torch {machine['torch']}, "
         f"load average {machine['load_average']:.1f} at the end"
     )
 
@@ -56,7 +56,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines = [f"### {name}\n"]
         for figure in figures:
             note = f". {figure.note[0].upper()}{figure.note[1:]}" if figure.note else ""
-            lines.append(f"- `{_short(figure)}`: {figure.title}; {figure.better} is better{note}.")
+            lines.append(f"- `{_short(figure)}`: {figure.title} ({figure.better} is better){note}.")
         lines += ["", f"| {' | '.join(_HEADINGS)} |", f"|---|---|{'---:|' * 3}---|"]
         lines += [f"| {' | '.join(row)} |" for figure in figures for row in _rows(figure)]
         parts.append("\n".join(lines) + "\n")

@@ -23,6 +23,13 @@ PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/
 """A path of the repository; ``recover/`` is a folder of every run, too."""
 
 
+def _script() -> str:
+    """The complete script of the page about saving. The README shows its loop."""
+    page = (DOCS / "saving-and-resuming.md").read_text()
+    (code,) = re.findall(r"<!-- tests/test_readme.py runs this -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
 def _run_block(rank: int, world_size: int, code: str) -> None:
     scope: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), scope)
@@ -36,7 +43,7 @@ def _changed(code: str, old: str, new: object) -> str:
 
 
 def test_the_script_runs_on_two_ranks_with_a_model_folder(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = _script()
     write_model_folder(tmp_path / "model", tiny_qwen3())
     make_tokenizer().save_pretrained(tmp_path / "model")
     code = _changed(code, "Qwen/Qwen3-0.6B", tmp_path / "model")
@@ -47,8 +54,15 @@ def test_the_script_runs_on_two_ranks_with_a_model_folder(tmp_path: Path) -> Non
     run_ranks(_run_block, 2, code)  # the same command again: finished, and nothing is trained
 
 
+def test_the_code_of_the_readme_is_a_part_of_that_script() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    script = [line.partition("  #")[0] for line in _script().splitlines()]
+    assert [line for line in shown.splitlines() if line.partition("  #")[0] not in script] == []
+    assert len(shown.splitlines()) <= 12
+
+
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 120
 
 
 def _text(page: Path) -> str:
@@ -139,12 +153,18 @@ WAYS = {
     "load": ("throughput", ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None]),
     "bytes": ("dcp", ["Holdfast dump", "AReaL dcp.save", "verl torch.save", None, "torch async_save"]),
 }
-"""Benchmark -> which figure the README's row shows, and which way in each of its columns."""
+"""Benchmark -> the figure in the README's row, and the way in each of its columns."""
+
+
+def _as_in_the_readme(line: list[str]) -> str:
+    """Seconds and ratio of a row of the results: ``0.0302 s (0.289)``."""
+    ratio, seconds = line[2], line[4]
+    return f"{seconds} s ({ratio})" if seconds else ratio
 
 
 def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
     results = (DOCS / "performance.md").read_text().partition("<!-- results")[2]
-    rows = _rows(README.partition("## Beside others")[2].partition("\n## ")[0])[1:]
+    rows = _rows(README.partition("## Comparison")[2].partition("\n## ")[0])[1:]
     assert len(rows) == 8
     shown = set()
     for row in rows:
@@ -157,7 +177,8 @@ def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
         measured = _rows(results.partition(f"### {name}\n")[2].partition("\n### ")[0])
         figure, ways = WAYS[name]
         for way, cell in zip(ways, row[1:-1], strict=True):
-            expected = ["-"] if way is None else [line[2] for line in measured if line[:2] == [figure, way]]
+            found = [_as_in_the_readme(line) for line in measured if line[:2] == [figure, way]]
+            expected = ["-"] if way is None else found
             assert [cell.partition(",")[0]] == expected, f"{name}: {way}: the README says {cell}"
     assert shown == set(WAYS)
 
@@ -204,17 +225,19 @@ def test_messages_on_the_pages_about_errors_are_in_the_sources() -> None:
     assert missing == [], "reworded? the page quotes messages as they are printed, with ... for what is filled in"
 
 
-def test_the_tree_names_every_file_of_engine_recover_and_integrations_once_and_no_other() -> None:
-    tree = (DOCS / "architecture.md").read_text().partition("## The tree")[2]
-    for package in ("engine", "recover", "integrations"):
-        section = re.search(rf"^    {package}/ .*?(?=^    \w)", tree, re.DOTALL | re.MULTILINE)
-        assert section is not None
-        folder, named = "", list[str]()
-        for indent, name in re.findall(r"^    ( +)(\w+(?:/|\.py))", section[0], re.MULTILINE):
-            if name.endswith("/"):
-                folder = name
-            else:
-                named.append(name if len(indent) == 2 else folder + name)
-        listed = {path.relative_to(ROOT / package).as_posix() for path in (ROOT / package).rglob("*.py")}
-        expected = {name for name in listed if not name.startswith(("rl/", "compat/")) and "__init__" not in name}
-        assert sorted(named) == sorted(expected)
+def test_the_files_of_the_four_paths_exist() -> None:
+    """The architecture page lists the files of dump, load, train_batch and publish in order."""
+    page = (DOCS / "architecture.md").read_text()
+    for path in ("dump", "load", "train_batch", "publish"):
+        section = page.partition(f"### `{path}`")[2].partition("\n## ")[0].partition("\n### ")[0]
+        files = re.findall(r"^\d+\. .*?`((?:engine|integrations|recover|utils)/[\w/]+\.py)`", section, re.MULTILINE)
+        assert len(files) >= 3, path
+        assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_every_package_is_described_and_no_other() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    described = re.findall(r"^\| `([\w/]+)/` \|", page.partition("## Packages")[2].partition("\n## ")[0], re.MULTILINE)
+    roots = ("engine", "integrations", "recover", "utils")
+    folders = [path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py*")]
+    assert sorted(described) == sorted(set(folders))
