@@ -237,5 +237,7 @@ def test_every_package_is_in_the_architecture_and_no_other() -> None:
     table = (DOCS / "architecture.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
     described = [row[0].strip("`/") for row in _rows(table) if row[0].startswith("`")]
     roots = ("engine", "integrations", "recover", "utils")
-    packages = {path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py")}
+    packages = {
+        path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py")
+    }
     assert sorted(described) == sorted(packages)

@@ -25,51 +25,57 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 _WORDS = (YES, NO, REFUSED, PADDED, LOGITS, NONE)
 _COLUMNS = {
-    "starts": "`FSDPEngine.initialize` from the folder; a multimodal folder as a causal LM",
-    "packed": f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing would let them see each other, so it "
-    "is refused, and the other columns are about `pack_sequences: false`",
-    "packed = alone": "`forward_batch` against transformers on each sequence by itself, float32: equal to 2e-5",
-    "long = alone": "the same for sequences on both sides of the original context length, with and without a long "
-    "neighbour; models without an original length take half of their context. LongRoPE: with the factors that vLLM "
-    "takes at this `max_model_len`",
-    "head": "log-probabilities and entropies come out of the head in chunks, equal to those of transformers' logits to "
-    f"2e-5. `{LOGITS}`: equal, but from whole logits, because the model changes what its head returns",
-    "HF float32, HF bfloat16": "all files of an export equal, byte for byte, the files of `save_pretrained` of the "
-    "unsharded model in that dtype",
-    "gradients": "one `train_batch` with SGD against a step of the unsharded model on padded rows: the loss equal to "
-    "2e-5, every tensor to a thousandth of its largest change",
-    "DCP": "a checkpoint of two ranks is loaded by one: every bit of weights and optimizer state",
-    "bfloat16 step": "one `train_batch` with bfloat16 compute: finite, and the loss near the one in float32",
+    "starts": "`FSDPEngine.initialize` loads the folder. A multimodal folder is loaded as a causal LM",
+    "packed": f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing is refused because sequences would see "
+    "each other, and the other columns are for `pack_sequences: false`",
+    "packed = alone": "`forward_batch` equals transformers on each sequence alone, float32, to 2e-5",
+    "long = alone": "same for sequences on both sides of the original context length, with and without a long "
+    "neighbour. Models without an original length use half of their context. LongRoPE: with the factors that vLLM uses at this "
+    "`max_model_len`",
+    "head": "the head computes log-probabilities and entropies in chunks, equal to 2e-5 to the logits of transformers. "
+    f"`{LOGITS}`: equal, but from whole logits, because the model changes the result of its head",
+    "HF float32, HF bfloat16": "all files of an export equal `save_pretrained` of the unsharded model in that dtype, "
+    "byte for byte",
+    "gradients": "one `train_batch` with SGD equals a step of the unsharded model on padded rows: the loss to 2e-5, "
+    "every tensor to a thousandth of its largest change",
+    "DCP": "one rank loads a checkpoint of two ranks with every bit of weights and optimizer state",
+    "bfloat16 step": "one `train_batch` with bfloat16 compute is finite, with a loss near the one in float32",
     "critic": "a value head on the folder's body: it has the folder's weights, values are finite, a step is taken",
 }
 _HEAD = f"""\
 # Models
 
-What Holdfast does with the causal language models of transformers {{version}}.
-Written by `python -m tests.engine.architectures`: for each, a tiny random model as a folder, two ranks (gloo, CPU), and
-the unsharded model of transformers to compare with.
+Find your model in the tables, or write the row of an architecture again:
 
-| column | what is checked |
+    .venv/bin/python -m tests.engine.architectures Qwen/Qwen3-0.6B
+
+The tables show the results for the causal language models of transformers {{version}}.
+For each model, `python -m tests.engine.architectures` writes a tiny random model as a folder, loads it on two ranks
+(gloo, CPU), and compares it with the unsharded model in transformers.
+
+| column | check |
 |---|---|
 {{columns}}
 
-`{NO}`: an error that Holdfast did not foresee, or a difference without an error, whose reason begins with {SILENT}.
-`{REFUSED}`: an error in words. `{NONE}`: does not apply, or transformers itself cannot do it. Reasons are at the end of
-each row.
+- `{NO}`: an unexpected error, or a difference without an error. The reason of a difference begins with {SILENT}.
+- `{REFUSED}`: an error with an explanation.
+- `{NONE}`: does not apply, or transformers itself cannot run the check.
+
+The last column of each row has the reasons.
 """
 _RELEASED = """\
 ## Released models
 
 Their folders have the released `config.json` with fewer layers and smaller sizes. Each flag, rope setting, tie, list
-and MoE field is as in the public file that the row names, with the date of that file. A key that the file lacks takes
-the default of transformers. Files and reductions are in `tests/engine/architectures/released`.
+and MoE field equals the public file that the row names, with its date. A key that the file lacks has the default of the
+library. Files and reductions are in `tests/engine/architectures/released`.
 
 {summary}
 """
 _OTHERS = """
 ## Other architectures
 
-All other model types that `AutoModelForCausalLM` builds. Their configs are invented: transformers' defaults, made tiny.
+All other model types that `AutoModelForCausalLM` builds. Their configs are invented: the library's defaults, made tiny.
 
 {summary}
 """
