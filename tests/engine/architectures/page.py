@@ -30,8 +30,8 @@ _COLUMNS = {
     "each other, and the other columns are for `pack_sequences: false`",
     "packed = alone": "`forward_batch` equals transformers on each sequence alone, float32, to 2e-5",
     "long = alone": "same for sequences on both sides of the original context length, with and without a long "
-    "neighbour. Models without an original length use half of their context. LongRoPE: with the factors that vLLM uses at this "
-    "`max_model_len`",
+    "neighbour. Models without an original length use half of their context. LongRoPE: with the factors that vLLM uses "
+    "at this `max_model_len`",
     "head": "the head computes log-probabilities and entropies in chunks, equal to 2e-5 to the logits of transformers. "
     f"`{LOGITS}`: equal, but from whole logits, because the model changes the result of its head",
     "HF float32, HF bfloat16": "all files of an export equal `save_pretrained` of the unsharded model in that dtype, "
