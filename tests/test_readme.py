@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|integrations|recover|utils)/[\w/.-]+\.py)`"
+PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/[\w/.-]+\.py)`"
 """A path of the repository; ``recover/`` is a folder of every run, too."""
 
 
@@ -153,13 +153,7 @@ WAYS = {
     "load": ("throughput", ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None]),
     "bytes": ("dcp", ["Holdfast dump", "AReaL dcp.save", "verl torch.save", None, "torch async_save"]),
 }
-"""Benchmark -> the figure in the README's row, and the way in each of its columns."""
-
-
-def _as_in_the_readme(line: list[str]) -> str:
-    """Seconds and ratio of a row of the results: ``0.0302 s (0.289)``."""
-    ratio, seconds = line[2], line[4]
-    return f"{seconds} s ({ratio})" if seconds else ratio
+"""Benchmark -> figure in the README's row, and the way in each of its columns."""
 
 
 def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
@@ -181,6 +175,12 @@ def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
             expected = ["-"] if way is None else found
             assert [cell.partition(",")[0]] == expected, f"{name}: {way}: the README says {cell}"
     assert shown == set(WAYS)
+
+
+def _as_in_the_readme(line: list[str]) -> str:
+    """Seconds and ratio of a row of the results: ``0.0302 s (0.289)``."""
+    ratio, seconds = line[2], line[4]
+    return f"{seconds} s ({ratio})" if seconds else ratio
 
 
 def test_every_guarantee_names_a_test() -> None:
@@ -229,8 +229,9 @@ def test_the_four_paths_of_the_architecture_name_their_files() -> None:
     page = (DOCS / "architecture.md").read_text()
     for path in ("dump", "load", "train_batch", "publish"):
         section = page.partition(f"### `{path}`\n")[2].partition("\n### ")[0]
-        steps = re.findall(r"^(\d+)\. `(?:engine|integrations|recover|utils)/[\w/]+\.py`: ", section, re.MULTILINE)
-        assert len(steps) >= 5 and steps == [str(n + 1) for n in range(len(steps))], path
+        steps = re.findall(r"^(\d+)\. `([\w/]+\.py)`: ", section, re.MULTILINE)
+        assert len(steps) >= 5 and [int(number) for number, _ in steps] == list(range(1, len(steps) + 1)), path
+        assert [name for _, name in steps if not (ROOT / name).is_file()] == []
 
 
 def test_every_package_is_in_the_architecture_and_no_other() -> None:
