@@ -84,14 +84,14 @@ _ENGINE = {
     "mb_spec.n_mbs": Fate("same", "null is 1"),
     "mb_spec.granularity": SAME,
     "mb_spec.n_mbs_divisor": SAME,
-    "mb_spec.max_tokens_per_mb": Fate("same", "when absent 8192, not without a limit; the gradient is the same"),
+    "mb_spec.max_tokens_per_mb": Fate("same", "when absent 8192, not unlimited. The gradient is the same"),
     "mb_spec.packing_algorithm": SAME,
     "optimizer": Fate("same", "null: the engine does not train", absent=None),
     "optimizer.type": Fate("same", "the moments of `adam_bf16` are rounded at random, not to the nearest"),
     **dict.fromkeys((f"optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2", "eps")), SAME),
     **dict.fromkeys((f"optimizer.{key}" for key in ("lr_scheduler_type", "min_lr_ratio", "gradient_clipping")), SAME),
     "optimizer.warmup_steps": Fate("same", "the first step is at 1 / (n + 1) of the rate, AReaL's at 0"),
-    "optimizer.warmup_steps_proportion": Fate("same", "likewise"),
+    "optimizer.warmup_steps_proportion": Fate("same", "same as for `warmup_steps`"),
     "optimizer.initial_loss_scale": _ignored(FLOAT16, 2**32),
     "optimizer.min_loss_scale": _ignored(FLOAT16, 1.0),
     "optimizer.loss_scale_window": _ignored(FLOAT16, 5),
@@ -164,7 +164,7 @@ _ACTOR = {
     "gae_timestep_unit": _refused("advantages are of tokens here, not of turns", "token"),
     "m2_threshold": _refused("there is no M2PO here", None),
     "mask_no_eos_with_zero": _refused(
-        "it takes the reward of answers that were cut off; `mask_truncated_completions` takes their tokens", False
+        "it takes the reward of answers that were cut off, and `mask_truncated_completions` takes their tokens", False
     ),
     "behave_imp_weight_cap": _REMOVED,
     "behave_imp_weight_mode": _REMOVED,
@@ -194,10 +194,10 @@ _RECOVER = {
 }
 
 _SAVER = {
-    **dict.fromkeys(_TIMER[:3], _ignored("exports are beside the snapshots of `recover`")),
+    **dict.fromkeys(_TIMER[:3], _ignored("exports are in the run's folder, next to the snapshots")),
     "freq_steps": Fate("renamed", to="hf_freq_steps"),
-    "freq_epochs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", None),
-    "freq_secs": _ignored("exports are made every so many steps: `recover.hf_freq_steps`", None),
+    "freq_epochs": _ignored("exports are made by number of steps: `recover.hf_freq_steps`", None),
+    "freq_secs": _ignored("exports are made by number of steps: `recover.hf_freq_steps`", None),
     "mode": _ignored("exports are made in the background with `recover.async_save`"),
 }
 
@@ -264,7 +264,7 @@ FILE: Mapping[str, Fate] = {
     "allocation_mode": Fate("renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"),
     "enable_offload": _refused(ON_DEVICE, False, of="TrainEngineConfig"),
     "defaults": _refused(
-        "the files that it names are not read here; write all keys into one file", ["_self_"], of="TrainEngineConfig"
+        "the files that it names are not read here. Write all keys into one file", ["_self_"], of="TrainEngineConfig"
     ),
     "gconfig.reward_normalization": _refused("rewards are normalised by `reward_norm`", False, of="PPOActorConfig"),
     "teacher": _refused("there is no loss of distillation here", None, of="PPOActorConfig"),

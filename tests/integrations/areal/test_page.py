@@ -22,7 +22,7 @@ def becomes(fate: Fate) -> str:
         return f"`{fate.to}`" if fate.value is NOTHING else f"`{fate.to}: {fate.value}`"
     if fate.kind == "refused" and fate.neutral:
         return f"refused unless {' or '.join(f'`{said(value)}`' for value in fate.neutral)}"
-    return fate.kind if fate.absent is NOTHING else f"same; `{said(fate.absent)}` when absent"
+    return fate.kind if fate.absent is NOTHING else f"same, `{said(fate.absent)}` when absent"
 
 
 def table_of_keys(table: Mapping[str, Fate]) -> str:
@@ -34,7 +34,7 @@ def table_of_keys(table: Mapping[str, Fate]) -> str:
 
 
 def table_of_rules() -> str:
-    lines = ["| keys | what becomes of them |", "|---|---|"]
+    lines = ["| keys | result |", "|---|---|"]
     for rule in (rule for rules in RULES.values() for rule in rules):
         keys, _, fate = (rule.__doc__ or "").partition(": ")
         lines.append(f"| {keys} | {fate.rstrip('.')} |")
