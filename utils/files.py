@@ -370,8 +370,7 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every regular file below ``folder`` as sorted POSIX paths relative to it. Raises OSError as `walk_leaves`.
-    """
+    """Yield every regular file below ``folder`` as sorted relative POSIX paths. Raises as `walk_leaves`."""
     root = Path(folder)
     found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
     yield from sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
