@@ -91,7 +91,7 @@ def _wait_for_steps(run: GrpoRun) -> None:
 
 
 def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any], float]:
-    """Return the next start of training after ``attempts`` earlier ones, and the time at which its first step was logged."""
+    """Return the start of training after ``attempts`` earlier ones, and the log time of its first step."""
     _wait(run, lambda: len(run.attempts()) > attempts)
     attempt = run.attempts()[attempts]
     path = run.trial_root / "stats" / "stats.jsonl"
@@ -113,9 +113,7 @@ def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
 
 
 def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
-    """Split the time into phases. ``start`` is the start of processes with their imports, including the rollout
-    worker's.
-    """
+    """Split the time into phases. ``start`` is the start of all processes, including the rollout worker, with imports."""
     loss = attempt["loss"]
     rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
     build_s = _logged(r"initialized \S+ \d+ parameters, in ([\d.]+) s", log)

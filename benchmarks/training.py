@@ -23,7 +23,7 @@ _GROWTH_LENGTH = 64
 
 
 def train_throughput(options: Options) -> list[Figure]:
-    """Measure tokens per second of whole training steps on ragged batches, and how the cost grows with the row length."""
+    """Measure tokens per second of training steps on ragged batches, and how the cost grows with the row length."""
     seconds = on_ranks(_measure, options)["seconds"]
     tokens = Figure(
         "train.tokens",
