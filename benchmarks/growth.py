@@ -132,9 +132,7 @@ def _torch_plan(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> dict[str, f
 
 
 def _tensor_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a training state by name: weights, two moments per weight, and a step count that is the same on all
-    ranks.
-    """
+    """Shapes of a training state by name: weights, two moments per weight, and a step count that all ranks share."""
     square, wide = (WIDTH, WIDTH), (3 * WIDTH, WIDTH)
     layer = {f"self_attn.{n}_proj": square for n in "qkvo"} | {"mlp.gate_proj": wide, "mlp.up_proj": wide}
     layer |= {"mlp.down_proj": wide[::-1], "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
@@ -226,9 +224,7 @@ def _simulate_files(
 def _plan_restore(
     folder: Path, sent: bytes | None, shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int
 ) -> None:
-    """Find this rank's part of every tensor. Without a layout in ``sent``, parse ``.metadata`` and pickle it for
-    others.
-    """
+    """Find this rank's part of every tensor. Without a layout in ``sent``, parse and pickle ``.metadata``."""
     if sent is None:
         parse_metadata.cache_clear()
         layout = read_layout(folder)

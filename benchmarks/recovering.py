@@ -113,7 +113,7 @@ def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
 
 
 def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
-    """Split the time into phases. ``start`` is the start of all processes, including the rollout worker, with imports."""
+    """Split the time into phases. ``start`` is the start of all processes with their imports."""
     loss = attempt["loss"]
     rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
     build_s = _logged(r"initialized \S+ \d+ parameters, in ([\d.]+) s", log)

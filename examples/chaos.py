@@ -99,9 +99,7 @@ class GrpoRun:
         return {"driver": [self._process.pid]}
 
     def kill(self, who: str, rank: int = 0) -> bool:
-        """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if there is no such
-        process.
-        """
+        """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if it does not exist."""
         assert self._process is not None
         if who == "driver":
             self._process.kill()

@@ -97,7 +97,7 @@ class Sampler:
                 lost = loss
 
     def take_times(self, seconds: float) -> dict[str, float]:
-        """Split the ``seconds`` since the last call into phases for `holdfast top`. Time outside of `ask` is training."""
+        """Split the ``seconds`` since the last call into phases for `holdfast top`. The rest is training."""
         spent = self._times.take()
         return {**spent, "training_s": seconds - sum(spent.values())}
 

@@ -211,7 +211,7 @@ def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_siz
 
 
 def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
-    """Split a batch by prompts, with at most one prompt of difference between ranks, into one argument tuple per rank."""
+    """Split a batch evenly by prompts, into one argument tuple per rank."""
     n_prompts = len(batch["input_ids"]) // n_samples
     ends = [rank * n_prompts // n_ranks * n_samples for rank in range(n_ranks + 1)]
     return [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
@@ -239,9 +239,7 @@ def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str
 
 
 def connect_ray(config: GRPOConfig) -> None:
-    """Start Ray with room for all workers, or join the cluster. Worker processes can import the modules next to this
-    file.
-    """
+    """Start Ray with room for all workers, or join the cluster. Workers can import the modules next to this file."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
     options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}

@@ -173,9 +173,7 @@ def require_chat_template(folder: Path) -> None:
 
 
 def draw(config: ReasoningConfig) -> Path:
-    """Draw accuracy on held-out items over the time of the steps, with restarts marked. Returns the path of the
-    picture.
-    """
+    """Draw accuracy on held-out items over the time of the steps, with restarts marked. Returns its path."""
     stats = list(read_stats(config.stats_folder / "stats.jsonl"))
     passed = accumulate(entry["seconds"] / 60 for entry in stats)
     minutes = dict(zip((entry["step"] for entry in stats), passed, strict=True))

@@ -96,7 +96,7 @@ class RolloutWorker:
 
 
 def _stop_ids(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
-    """Return the tokenizer's end token and the others of the model folder (Qwen3 has one for a turn, one for a text)."""
+    """Return the tokenizer's end token and others of the model folder (Qwen3's end a turn or a text)."""
     also: Any = generation_config.eos_token_id
     also = [] if also is None else [also] if isinstance(also, int) else also
     return sorted({tokenizer.eos_token_id, *also})

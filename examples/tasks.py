@@ -38,7 +38,7 @@ class Task(Protocol):
         ...
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
-        """Return the reward of each answer, 1 if it is right. An answer is token ids up to and including the end token."""
+        """Return the reward of each answer (1 if right). Answers are token ids including the end token."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -75,9 +75,7 @@ class TaskWorker(RolloutWorker):
     def sample(
         self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
     ) -> tuple[Batch, dict[str, float]]:
-        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and numbers
-        to log.
-        """
+        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and statistics."""
         items = [self.task.item(number) for number in numbers]
         prompts = [item["prompt_ids"] for item in items]
         batch = self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed)

@@ -1,6 +1,6 @@
-"""Power cuts at every moment of a snapshot, an export, a publication: what was promised is there, what shows is whole.
+"""Power cuts at every moment of a snapshot, an export, a publication: promised data is there, visible data is complete.
 
-The first tests are about the model itself; see power_loss.py for what it lets a power cut do.
+The first tests check the model itself, which power_loss.py describes.
 """
 
 import os
@@ -26,7 +26,7 @@ EVERYTHING = Effort(subsets_of=20, all_points=True)
 
 
 def _left(before: Tree, *calls: Call) -> list[Tree]:
-    """Every state that a power cut can leave once the calls have returned, each once."""
+    """All states that a power cut can leave after the calls, each once."""
     trace = PowerLoss(before, calls)
     found: list[Tree] = []
     for state in trace.states(len(calls), EVERYTHING):
@@ -108,7 +108,7 @@ def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     _judge(recorded(name), tally, say, FULL)
 
 
-BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job comes back to an export
+BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job resumes from an export
 
 
 @pytest.mark.parametrize("name", [*BACK, pytest.param(MIRRORED, marks=pytest.mark.slow)])
@@ -125,7 +125,7 @@ def test_a_job_that_comes_back_trusts_nothing_not_yet_on_disk(
 
 
 def _kills(calls: list[Call]) -> list[int]:
-    """Moments after a name was made, and before an fsync made it certain."""
+    """Moments after a name was created and before an fsync made it certain."""
     return [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
 
 

@@ -1,4 +1,4 @@
-"""A share of the faults is an even choice of them, and never none."""
+"""A share of the faults is an even choice and never empty."""
 
 import pytest
 
