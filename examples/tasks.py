@@ -75,7 +75,7 @@ class TaskWorker(RolloutWorker):
     def sample(
         self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
     ) -> tuple[Batch, dict[str, float]]:
-        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and statistics."""
+        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and stats."""
         items = [self.task.item(number) for number in numbers]
         prompts = [item["prompt_ids"] for item in items]
         batch = self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed)

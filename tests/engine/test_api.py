@@ -1,4 +1,4 @@
-"""Value types refuse what they cannot mean, and name the key."""
+"""Value types refuse meaningless values and name the key."""
 
 import pytest
 import torch

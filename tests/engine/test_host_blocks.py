@@ -1,4 +1,4 @@
-"""Blocks between files and a device, used in turn: whenever the device copies, every value arrives."""
+"""Blocks between files and a device, used in turn: all values arrive, whenever the device copies."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ from holdfast.engine.dcp import direct_reader, save
 from holdfast.engine.dcp.layout import Box
 from holdfast.engine.host_blocks import HostBlocks
 
-DEVICE = torch.device("meta")  # one that takes two blocks, which are not pinned
+DEVICE = torch.device("meta")  # takes two blocks, which are not pinned
 
 
 class Stream:
-    """Does what it is given in order: at once, or not before somebody waits for it. Nobody may count on either."""
+    """Runs operations in order, at once or only when awaited. Correct code works with both."""
 
     def __init__(self, lazy: bool) -> None:
         self.waiting, self._lazy, self._done = list[Callable[[], object]](), lazy, 0

@@ -1,4 +1,4 @@
-"""Models people bring start as transformers starts them: nested models, buffers, dtypes, heads."""
+"""Models from other sources start with the same values as in transformers: nested models, buffers, dtypes, heads."""
 
 import json
 import logging
@@ -119,7 +119,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: str) -> dict[str, Any]:
-    """Engine of every folder under ``root``; name -> whether it computes exactly what transformers does."""
+    """Start an engine of every folder under ``root``. Returns name -> whether it computes exactly like transformers."""
     alike = {}
     for folder in sorted(root.iterdir()):
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -261,9 +261,9 @@ def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, 
 
 
 RENAMED = ["deepseek_v4", "bailing_hybrid", "hy_v4"]
-"""Folders of these have tensors under other names than the causal model has."""
+"""In their folders, tensors have other names than in the causal model."""
 TIED_INSIDE = ["zamba", "prophetnet"]
-"""The bodies of these have weights that are stored under the name of another."""
+"""Their bodies have weights that are stored under the name of another."""
 HEADLESS = ["olmo2", "lfm2", "mamba", "llama4_text", "opt", *RENAMED, *TIED_INSIDE]
 
 
@@ -343,7 +343,7 @@ class BroughtForCausalLM(LlamaForCausalLM):
 
 
 def write_own_code(folder: Path) -> None:
-    """A folder of an architecture that only its own Python code knows."""
+    """A folder of an architecture that exists only in its own Python code."""
     tiny_model("llama").save_pretrained(folder)
     (folder / "brought.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())

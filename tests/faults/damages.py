@@ -99,7 +99,7 @@ def flip(name: str, at: int, folder: Path) -> None:
 
 
 def flips(good: Path) -> Iterator[Damage]:
-    """Flip one bit of every byte in small files. In larger files, flip one in the first and middle byte of every part."""
+    """Flip one bit of every byte in small files. In larger files, flip one in two bytes of every part."""
     for name in files_of(good / NEWER):
         size, edges = (good / NEWER / name).stat().st_size, boundaries(good / NEWER, name)
         parts = {at for a, b in pairwise(edges) for at in (a, (a + b) // 2)}

@@ -196,7 +196,7 @@ class ExportSession(_ModelSession):
 
 
 class Reader:
-    """A server in another process, so that its reads do not pass the shim. `PublicationSession.survey` reads instead."""
+    """A server that reads nothing, as if in another process. `PublicationSession.survey` reads instead."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         return version

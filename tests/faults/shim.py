@@ -320,7 +320,7 @@ def write_half(call: Call) -> None:
 
 @contextmanager
 def record(root: StrPath, log: StrPath | None = None, *, rank: int | None = None) -> Iterator[list[Call]]:
-    """Record the calls of this process below ``root`` during the block, and in ``log`` also if the process is killed."""
+    """Record the calls of this process below ``root`` during the block, and in ``log`` for the case of a kill."""
     with Shim(root, log=log, rank=rank) as shim:
         yield shim.calls
 

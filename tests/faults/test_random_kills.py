@@ -188,7 +188,7 @@ class Storm:
         time.sleep(self._dice.uniform(0.0, 0.5))
 
     def _kill(self) -> str | None:
-        """Kill a process. The driver, which takes longest to come back, in one of five cases or if there is no other."""
+        """Kill a process: the driver, which takes longest to come back, one time in five or if it is alone."""
         while self.run.exit_code() is None:
             others = workers(self.run)
             if not others or self._dice.random() < 0.2:

@@ -1,4 +1,4 @@
-"""A reader, or a crash, sees the old or the new, never a mixture; nothing that exists is written over."""
+"""A reader, or a crash, sees the old or the new file, never a mixture. Existing files are not overwritten."""
 
 import errno
 import os
@@ -139,14 +139,14 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) ->
     status = os.statvfs(tmp_path)
     with pytest.raises(CheckpointWriteError, match=r"not/there needs \d+ bytes, its file system has \d+ free"):
         require_free_space(tmp_path / "not" / "there", status.f_blocks * status.f_frsize + 1)
-    require_free_space("/proc", 1 << 60)  # which does not count blocks
+    require_free_space("/proc", 1 << 60)  # it does not count blocks
 
 
 def test_a_file_system_without_free_space_figures_is_a_write_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(path: object) -> os.statvfs_result:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system whose server is gone
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system without its server
 
     monkeypatch.setattr(os, "statvfs", stale)
     with pytest.raises(CheckpointWriteError, match=r"cannot ask for the free space of .*Stale file handle"):

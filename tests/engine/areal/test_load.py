@@ -1,4 +1,4 @@
-"""An AReaL file is read as AReaL would read it: what means something works, what does not is told once, or refused."""
+"""AReaL's files are read as AReaL reads them. Options that Holdfast lacks are reported once, or refused."""
 
 import logging
 from dataclasses import dataclass, field, fields, is_dataclass

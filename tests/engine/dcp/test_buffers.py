@@ -1,4 +1,4 @@
-"""Buffers that cannot be copied into come back as new ones; nothing is ever half loaded."""
+"""Buffers that cannot be copied into are replaced, and nothing is ever half loaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +74,7 @@ def test_a_buffer_comes_back_as_it_was(kind: str, in_background: bool, tmp_path:
     with RecoverHandler(config, SPEC) as handler:
         assert handler.load(training(loaded)) is not None
     assert as_values(loaded.own) == as_values(saved(5.0))
-    if kind != "grown from nothing":  # of nothing nobody can say that it was the same
+    if kind != "grown from nothing":  # if it was empty, nothing can tell that it was the same
         assert loaded.other.same is loaded.own
     assert float(loaded.layer.weight.detach()[0, 0]) == 1.0
     load_dcp(tmp_path / "e/t/recover/global_step_0/default", DCPState(again := Model(fresh(8.0), 0.0)))

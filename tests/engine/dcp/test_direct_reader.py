@@ -1,4 +1,4 @@
-"""Values on their way from the files to the live tensors: all of them, unchanged, and nothing before it is time."""
+"""The way of values from the files to the live tensors: all arrive, unchanged, and none too early."""
 
 import errno
 import math
@@ -124,7 +124,7 @@ def _values(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _model_of_shapes(world_size: int, factor: float) -> DCPState:
-    """Buffers of every shape and dtype, and strange ones: a scalar, transposed, strided."""
+    """Buffers of every shape and dtype, including a scalar, transposed and strided ones."""
     mesh, model = init_device_mesh("cpu", (world_size,)), nn.Module()
     for index, (shape, placements) in enumerate(SHAPES.values()):
         for dtype in DTYPES if math.prod(shape) < 1000 else DTYPES[:2]:
@@ -216,7 +216,7 @@ def test_a_rank_reads_with_its_cores_although_torch_may_use_one(
     monkeypatch.setattr(os, "preadv", meet_once)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as torchrun and Ray have it
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # like torchrun and Ray
     load.apply()
     assert _bytes_of(target) == _bytes_of(source)
 

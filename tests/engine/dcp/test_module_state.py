@@ -1,4 +1,4 @@
-"""What modules keep in their state dict besides parameters and buffers: back as it was, on every rank, or refused."""
+"""Entries of a module's state dict besides parameters and buffers: restored on every rank, or refused."""
 
 import functools
 import logging
@@ -40,7 +40,7 @@ class Extra(nn.Linear):
 
 
 class Overriding(nn.Linear):
-    """Adds a scale to what is saved of it, and takes it back."""
+    """Saves an additional scale, and loads it."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -56,7 +56,7 @@ class Overriding(nn.Linear):
 
 
 class Hooked(nn.Linear):
-    """Adds a count through hooks, and takes it back through one."""
+    """Saves a count through hooks, and loads it through one."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -197,7 +197,7 @@ class OnlySaves(nn.Linear):
 
 
 class Custom:
-    """Nothing that could be read without running code."""
+    """Can only be read by running code."""
 
 
 def _model_with(thing: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Names of stored tensors: what wrappers add is left out, and two tensors never share one."""
+"""Names of stored tensors: wrappers' prefixes are removed, and two tensors never share a name."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exports of models that somebody else has put adapters into: merged, as PEFT merges them, or refused."""
+"""Exports of models with adapters of PEFT or of other libraries: merged as PEFT merges them, or refused."""
 
 import copy
 from collections import OrderedDict

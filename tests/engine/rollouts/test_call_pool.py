@@ -1,4 +1,4 @@
-"""Calls in processes of their own: results, errors, calls that hang or end their process, and what is left behind."""
+"""Calls in separate processes: results, errors, calls that hang or end their process, and cleaning up."""
 
 import asyncio
 import os
@@ -77,7 +77,7 @@ def test_the_lock_of_a_pool_is_free_while_a_process_is_slow_to_end() -> None:
     pool = CallPool(n_processes=1)
     call(pool, user_code.add, 1, 1)
     fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    os.kill(fork_server, signal.SIGSTOP)  # so that the end of its child is not noticed
+    os.kill(fork_server, signal.SIGSTOP)  # so that it does not notice the end of its child
     try:
         closing = threading.Thread(target=pool.close)
         closing.start()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _steps(rank: int, world_size: int, root: str, steps: list[int]) -> list[Any]:
-    """Sample and snapshot the steps; the share of each, and the log's numbers."""
+    """Sample and snapshot the steps. Returns the share of each step and the log's numbers."""
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
     state, loader, server = DCPState(model, torch.optim.AdamW(model.parameters())), make_loader(), Server(jitter=rank)

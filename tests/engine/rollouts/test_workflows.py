@@ -1,4 +1,4 @@
-"""The ready workflows: what they ask for, what they return, and what becomes of rewards and tools that fail."""
+"""The provided workflows: requests, results, and failing rewards and tools."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ TWO = GenerationHyperparameters(n_samples=2, max_new_tokens=4)
 
 
 class Tokenizer:
-    """Words are token ids; the chat template shows the roles."""
+    """A tokenizer with numbers as words. The chat template shows the roles."""
 
     def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
         return [2, 2]
@@ -136,7 +136,7 @@ def test_an_episode_ends_where_there_is_no_room_for_a_token(pool: CallPool) -> N
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool)
     for trajectory in first_step(workflow, Server()):
         assert trajectory["input_ids"].shape[1] in (9, 11)
-        assert trajectory["truncated"].tolist() == [True, True]  # the tool spoke, and nobody could answer
+        assert trajectory["truncated"].tolist() == [True, True]  # the tool answered, and there was no room for a reply
 
 
 def test_an_episode_ends_with_a_completion_that_is_cut_off(pool: CallPool) -> None:

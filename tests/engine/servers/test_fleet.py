@@ -1,4 +1,4 @@
-"""Servers are told together, known for what they are, and brought up to date when they were missed."""
+"""Servers are updated together, their state is known, and missed servers are brought up to date."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ from tests.limits import stretched
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = stretched(20)
-"""For updates that are to succeed."""
+"""Limit for updates that should succeed."""
 SERVING, BEHIND, PAUSED, GONE = ServerState
 
 MakeFleet = Callable[..., ServerFleet]
@@ -30,7 +30,7 @@ MakeFleet = Callable[..., ServerFleet]
 
 @pytest.fixture
 def make_fleet() -> Iterator[MakeFleet]:
-    """`ServerFleet` with a prober that looks often, closed at the end."""
+    """Makes `ServerFleet`s with a frequent prober, closed at the end."""
     fleets: list[ServerFleet] = []
 
     def make(
@@ -49,7 +49,7 @@ def states(fleet: ServerFleet) -> list[ServerState]:
 
 
 def hang(server: PlainServer, fleet: ServerFleet, folder: Path, version: int) -> None:
-    """An update that the server outlives: it is told, and does not answer in time."""
+    """Make an update that a server gets, but does not answer in time."""
     server.go.clear()
     server.began.clear()
     with pytest.raises(PublishError, match=r"is gone: it did not load .* within 0.2 s"):
@@ -77,7 +77,7 @@ def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fle
     fleet, folder = make_fleet(good, bad, off, probe_interval_s=None), write_published(tmp_path, 4)
     with pytest.raises(PublishError) as caught:
         fleet.update(folder, 4, LIMIT_S)
-    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # whoever failed first has ended the update
+    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # the first failure has ended the update
     known = [str(report) for report in fleet.states()]
     assert known[1] == "http://bad is paused (ConnectionError: http://bad/load broke off)"
     assert known[2] == "off is gone (off refused the connection)"
@@ -126,7 +126,7 @@ def test_a_server_that_was_left_paused_is_told_again(tmp_path: Path, make_fleet:
     for _ in range(2):
         fleet.update(folder, 1, LIMIT_S)
         assert not server.paused
-        server.paused = True  # a publisher was killed between pause and load; the label is right
+        server.paused = True  # the label is right, but a publisher was killed between pause and load
     assert server.told == [1, 1], "an update goes to all of them, whatever their label is"
     probed = make_fleet(server)
     probed.update(folder, 1, LIMIT_S)
@@ -192,7 +192,7 @@ def test_a_late_answer_counts_and_nobody_is_told_twice_at_once(
     fleet = make_fleet(server)
     hang(server, fleet, write_published(tmp_path, 1), 1)
     assert states(fleet) == [GONE]
-    time.sleep(0.2)  # the prober has had its chances to tell it
+    time.sleep(0.2)  # the prober has had time to update it
     server.go.set()
     assert fleet.wait_serving(1, LIMIT_S)
     assert server.told == [1]

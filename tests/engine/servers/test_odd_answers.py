@@ -1,4 +1,4 @@
-"""Between a client and its server: gateways, certificates, names that move, and answers that are not the server's."""
+"""Trouble between a client and its server: gateways, certificates, names that move, and answers of other parties."""
 
 import asyncio
 import re
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def check_use(server: VLLMServer, folder: str) -> None:
-    """Update it, and ask it for two completions."""
+    """Update the server and ask it for two completions."""
     assert server.update_weights_from_disk(folder, 1) == 1
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
@@ -267,7 +267,7 @@ def test_a_publication_says_how_long_a_server_without_a_limit_of_its_own_may_tak
 
 
 def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: FakeServer, tmp_path: Path) -> None:
-    """Nobody knows whose weights it has then."""
+    """The client cannot know whose weights the server has then."""
     mine, theirs = (publish_hashed(tmp_path / name, version) for name, version in (("a", 1), ("b", 2)))
     failures: list[PublishError] = []
 
@@ -282,7 +282,7 @@ def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: F
     first = threading.Thread(target=publish, args=(mine, 1))
     first.start()
     wait_until(lambda: fake.calls().count("POST /resume") > before)
-    publish(theirs, 2)  # up to its label while the first one resumes
+    publish(theirs, 2)  # runs until its label is set while the first one resumes
     first.join(stretched(20))
     fake.tell()
     expected = r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose weights it has"

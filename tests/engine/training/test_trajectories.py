@@ -1,4 +1,4 @@
-"""Lists of trajectories are the padded batch they join to; what cannot be joined is refused with its number and key."""
+"""Lists of trajectories equal the padded batch they are joined to. Others are refused with their number and key."""
 
 from typing import Any
 

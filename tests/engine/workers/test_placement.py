@@ -1,4 +1,4 @@
-"""Bundles for ranks: waited for, given to fewer ranks, never on a node that is not well."""
+"""Bundles for ranks: waited for, given to fewer ranks, never on an unhealthy node."""
 
 import socket
 import threading
@@ -34,9 +34,9 @@ def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> No
     assert ask_raylets([own["NodeID"]]) == {own["NodeID"]: Raylet.WELL}
     assert nodes_to_avoid() == {}
     with ExitStack() as sockets:
-        mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))  # as a raylet that is stopped
+        mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))  # like a stopped raylet
         gone = sockets.enter_context(socket.socket())
-        gone.bind(("127.0.0.1", 0))  # nobody else can take the port, and nobody listens there
+        gone.bind(("127.0.0.1", 0))  # no process can take the port, and none listens there
         ports = {"mute": mute.getsockname()[1], "gone": gone.getsockname()[1]}
         fakes = [
             {"NodeID": name, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port, "Alive": True, "Resources": {}}
