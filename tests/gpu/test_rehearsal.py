@@ -1,4 +1,4 @@
-"""The list itself, where there is no GPU: it is skipped with a reason, or runs on the CPU and keeps its figures."""
+"""The GPU tests on a machine without GPU: they are skipped with a reason, or run on the CPU and keep their figures."""
 
 import json
 import os

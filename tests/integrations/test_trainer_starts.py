@@ -1,4 +1,4 @@
-"""What a recoverable Trainer says, refuses and loads when it starts."""
+"""Messages, refusals and loads of a recoverable Trainer at its start."""
 
 import logging
 from pathlib import Path
@@ -26,7 +26,7 @@ RECOVERABLE = recoverable(Trainer)
 
 
 class Own(Trainer):
-    """A trainer with a state of its own."""
+    """A trainer with additional state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,7 +139,7 @@ def test_other_misuse_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allowed(tmp_path: Path) -> None:
-    make(tmp_path, max_steps=6).train()  # of 4 an epoch
+    make(tmp_path, max_steps=6).train()  # 4 steps per epoch
     with pytest.raises(CheckpointMismatchError, match="4 steps an epoch, this one has 8"):
         make(tmp_path, per_device_train_batch_size=1, max_steps=20).train()
     places: list[float] = []
@@ -155,8 +155,10 @@ def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allow
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp_path: Path) -> None:
-    """Compared with Trainer alone, with evaluations and persistent workers. The restart is in the second epoch, of four
-    steps."""
+    """Compared with plain Trainer, with evaluations and persistent workers.
+
+    The restart is in the second epoch of four steps.
+    """
     seen: list[Any] = []
 
     class Noting(Trainer):
@@ -187,7 +189,7 @@ def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(workers: int, tmp_path: Path) -> None:
-    """Compared with GRPOTrainer alone: the prompts of each evaluation, in their order."""
+    """Compared with plain GRPOTrainer: the prompts of each evaluation, in their order."""
     from trl import GRPOConfig, GRPOTrainer
 
     seen: list[tuple[int, list[str]]] = []

@@ -1,4 +1,4 @@
-"""Trainers of other people: what they pass in place of an engine, and how they count."""
+"""Trainers of other libraries: the objects they pass instead of an engine, and how they count steps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def as_tuple(tiny: Tiny) -> Any:
 
 
 def as_trainer(tiny: Tiny) -> Any:
-    """As transformers' Trainer and AReaL's engines name them."""
+    """A trainer with the names used by transformers' Trainer and AReaL's engines."""
     return SimpleNamespace(model=tiny.model, optimizer=tiny.optimizer, lr_scheduler=tiny.scheduler, cpu_group=None)
 
 
@@ -135,7 +135,7 @@ def _built(wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _move(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    """Each way saves what it has trained, and every other loads it."""
+    """Save a trained state in each way, and load it in every other."""
     digests = {}
     for wrap in ("ddp", "compiled ddp", "fsdp"):
         model, optimizer = _built(wrap)
@@ -183,7 +183,7 @@ def test_what_a_killed_replacement_had_put_aside_comes_back_with_the_next_one(tm
     tiny, path = Tiny(), tmp_path / "step_1"
     save_dcp(path, tiny.state)
     first = tiny.digest()
-    path.rename(tmp_path / ".replaced-step_1")  # as a kill between the two renames leaves it
+    path.rename(tmp_path / ".replaced-step_1")  # left by a kill between the two renames
     tiny.step()
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.engine.dcp.save.write_dcp", _refuse)

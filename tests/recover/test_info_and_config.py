@@ -1,4 +1,4 @@
-"""What recovery is told, and what it writes down besides tensors."""
+"""The inputs of recovery, and the small files it writes besides tensors."""
 
 import json
 from dataclasses import asdict, replace

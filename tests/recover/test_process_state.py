@@ -1,4 +1,4 @@
-"""What a process writes and reads of itself: plain states only, nothing that runs, and a fallback for new processes."""
+"""The files of process state: plain values only, nothing that runs, and a fallback for new processes."""
 
 import logging
 import pickle

@@ -83,7 +83,7 @@ def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
     edited = Path(shutil.copytree(root / "base", tmp_path / "edited"))
     weights = load_file(edited / "model.safetensors")
-    weights["model.embed_tokens.weight"].view(-1)[1] += 1e-3  # not one of those that the sample looks at
+    weights["model.embed_tokens.weight"].view(-1)[1] += 1e-3  # not in the sample
     save_file(weights, edited / "model.safetensors", {"format": "pt"})
     code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", edited)
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()

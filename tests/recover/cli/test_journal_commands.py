@@ -1,4 +1,4 @@
-"""``why`` and ``top``, and the journal they read: of runs that were killed, stopped, and failed."""
+"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped, and failed."""
 
 import json
 import multiprocessing
@@ -223,7 +223,7 @@ def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Pa
         flip_byte(shard)
     with pytest.raises(CheckpointCorruptError), make_handler(tmp_path, freq_steps=2) as handler:
         handler.load(Tiny().state)
-    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with`, as many have it
+    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with` statement, as in many scripts
         make_handler(tmp_path, hf_freq_steps=1).load(Tiny().state)
     found = answer("why", trial)["attempts"]
     assert [attempt["loaded"] for attempt in found] == [True, False, False]

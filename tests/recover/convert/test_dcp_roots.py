@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 class ArealState(Stateful):
-    """What AReaL's engine saves and loads: torch's own state of model and optimizer."""
+    """The state that AReaL's engine saves and loads: torch's own state of model and optimizer."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -57,13 +57,13 @@ def save_app(host: Host, folder: Path) -> None:
 
 
 def save_plain(host: Host, folder: Path) -> None:
-    """A script: names of the model at one place, the optimizer by numbers."""
+    """Save like a plain script: the model's names in one place, the optimizer by numbers."""
     state = {"model": host.model.state_dict(), "optimizer": host.optimizer.state_dict(), "step": 3}
     dcp.save(state, checkpoint_id=str(folder))
 
 
 def save_titan(host: Host, folder: Path) -> None:
-    """As torchtitan nests them: parameters at the top, a flattened optimizer, the schedule, its step."""
+    """Save in torchtitan's layout: parameters at the top, a flattened optimizer, the schedule, its step."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {
         **get_model_state_dict(host.model),
@@ -187,7 +187,7 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Pickles to a call that leaves a folder behind when it is run."""
+    """Pickles to a call that creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

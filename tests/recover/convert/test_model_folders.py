@@ -1,4 +1,4 @@
-"""Weights of folders that transformers, its Trainer and Accelerate write; what else is in them is named, not opened."""
+"""Weights in folders of transformers, its Trainer and Accelerate. Other files are named, but not opened."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tiny_experts() -> Qwen3MoeConfig:
-    """A model whose experts are one tensor each in memory and many in its files."""
+    """A model whose experts are one tensor in memory and many in its files."""
     config = Qwen3MoeConfig(
         vocab_size=33,
         hidden_size=16,
@@ -52,12 +52,12 @@ def weights_of(model: torch.nn.Module) -> Tensors:
 
 
 def save_with_accelerate(model: PreTrainedModel, folder: Path, *, sharded: bool = False, safe: bool = True) -> Tensors:
-    """What ``Accelerator.save_state`` makes of a model after a step, and the weights at that moment."""
+    """Save a model with ``Accelerator.save_state`` after a step, and return its weights."""
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(cpu=True)
-    if sharded:  # which Accelerate leaves out on a CPU
+    if sharded:  # Accelerate leaves it out on a CPU
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="transformer_based_wrap"
         )
@@ -152,7 +152,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Bomb:
-    """Pickles to a call that leaves a folder behind when it is run."""
+    """Pickles to a call that creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

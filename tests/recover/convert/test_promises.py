@@ -1,4 +1,4 @@
-"""What every conversion promises: all or nothing, compared at the end, in bounded memory, whatever the source is."""
+"""Promises of every conversion: all or nothing, compared at the end, in bounded memory, for every kind of source."""
 
 import json
 import logging
@@ -92,7 +92,7 @@ def test_a_target_that_does_not_hold_what_was_read_is_not_made(tmp_path: Path, m
 
     def damage(folder: Path, *args: Any) -> Any:
         files = write(folder, *args)
-        with open(folder / "__0_0.distcp", "r+b") as file:  # a disk that gives other bytes than it was given
+        with open(folder / "__0_0.distcp", "r+b") as file:  # a disk that returns other bytes than were written
             file.seek(2000)
             byte = file.read(1)[0]
             file.seek(2000)
@@ -206,7 +206,7 @@ def test_what_a_source_lacks_is_told_and_the_run_starts_there(tmp_path: Path, ca
 
 
 class _Loader:
-    """A dataloader with a state, which must be left alone."""
+    """A dataloader with a state that must not be used."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": 0}
@@ -304,7 +304,7 @@ def test_memory_is_a_few_blocks_however_large_the_source_is(tmp_path: Path) -> N
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "d")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(100))
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 5  # blocks of 64 MiB; the source has 24
+    assert float(done.stdout) < 5  # blocks of 64 MiB, while the source has 24
 
 
 def test_json_of_a_conversion_is_plain(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a host is told before and after `load`: the step that will be restored, and the generators that were."""
+"""Information for a host before and after `load`: the step to be restored, and the restored generators."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def files(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Path -> bytes and time of change, of every file."""
+    """Path -> bytes and modification time of every file."""
     found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     return {str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
@@ -224,7 +224,7 @@ def _restored_draws(rank: int, world_size: int, root: str) -> list[Any]:
     seed_rng(7, rank)
     if handler.load(tiny.state) is None:
         handler.dump(tiny.state, step_info(0))
-    elif rank == 0:  # each for itself
+    elif rank == 0:  # each rank for itself
         draw()
         handler.restore_rng()
     return [draw(), draw()]
@@ -238,7 +238,7 @@ def test_each_rank_gets_its_generators_back_and_so_does_new_ones(tmp_path: Path)
 
 @pytest.mark.slow
 def test_peek_is_quick_enough_for_the_top_of_a_script(tmp_path: Path) -> None:
-    """It neither needs nor starts a process group, in a process that has imported nothing else."""
+    """It neither needs nor starts a process group, in a process without other imports."""
     run_until(tmp_path, 1)
     script = f"""
 import torch

@@ -1,4 +1,4 @@
-"""Exports of models with adapters through the handler: merged or as folders of PEFT, of engines and of PeftModels."""
+"""Exports of models with adapters through the handler, merged or as PEFT folders, from engines and from PeftModels."""
 
 import copy
 from pathlib import Path
@@ -46,7 +46,7 @@ def peft_model(**options: Any) -> PeftModel:
 
 
 class Host:
-    """Somebody else's loop over a ``PeftModel``; gives the handler its model and optimizer."""
+    """A loop outside of Holdfast over a ``PeftModel``, which gives the handler its model and optimizer."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -69,7 +69,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def loaded(folder: Path) -> Any:
-    """The model that an export of either form gives, as its users load it."""
+    """Load an export of either form as its users do."""
     if (folder / "config.json").exists():
         return AutoModelForCausalLM.from_pretrained(folder)
     return PeftModel.from_pretrained(build_reference(tiny_qwen3()), str(folder))
@@ -134,7 +134,7 @@ def test_forms_that_a_model_cannot_have_are_refused_at_load_with_the_reason(tmp_
 
 
 def _sharded(rank: int, world_size: int, root: Path) -> None:
-    """Both forms of an engine, of a model in DDP, and of one under FSDP2, that train on while they are written."""
+    """Export in both forms from an engine, a DDP model and an FSDP2 model, which train on meanwhile."""
     torch.set_num_threads(1)
     engine = lora_engine(root / "base")
     for form in FORMS:

@@ -1,4 +1,4 @@
-"""Generations on disk: what is listed, verified, quarantined, swept and deleted."""
+"""Generations on disk: listed, verified, quarantined, cleaned up and deleted."""
 
 import os
 import stat
@@ -159,7 +159,7 @@ def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: Generati
     commit(store, 3)
     assert [g.step for g in store.generations()] == [3, 2, 1]
     assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
-    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # as older versions left it
+    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # like older versions left it
     store.delete_by_retention(RetentionRules(1))
     store.sweep()
     assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]

@@ -1,4 +1,4 @@
-"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server; what is refused."""
+"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server. Refused copies."""
 
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> GenerationStore:
 
 @pytest.fixture
 def back(tmp_path: Path) -> GenerationStore:
-    """The store of a machine that lost everything."""
+    """The store of a machine that has lost all files."""
     return GenerationStore(tmp_path / "back")
 
 
@@ -82,7 +82,7 @@ def test_a_generation_comes_back_as_it_was(url: str, store: GenerationStore, bac
 
 @pytest.mark.slow
 def test_a_large_file_travels_in_parts(s3_url: str, store: GenerationStore, back: GenerationStore) -> None:
-    generation = commit(store, 0, sizes=[101 << 20])  # s3fs puts up to 100 MiB at once
+    generation = commit(store, 0, sizes=[101 << 20])  # s3fs uploads up to 100 MiB in one request
     mirror = Mirror(s3_url, 1)
     copy(mirror, generation)
     verify_folder(mirror.fetch(0, back).path)
@@ -242,7 +242,7 @@ def test_what_the_manifest_does_not_name_is_not_fetched(
 
 
 def forge(url: str, step: int, folder: Path, facts: dict[str, int], names: Iterable[str] = ()) -> None:
-    """Put a well-formed manifest in place of that of a copy."""
+    """Put a well-formed manifest in place of the manifest of a copy."""
     folder.mkdir()
     write_manifest(folder, [FileEntry(name, 0, "xxh3_128:0") for name in names], facts)
     fs, root = storage(url)

@@ -1,4 +1,4 @@
-"""Which generations stay: the union of the rules, and never fewer than a look at the whole history would keep."""
+"""Which generations stay: the union of the rules, and never fewer than rules over the whole history would keep."""
 
 import math
 import random
@@ -13,7 +13,7 @@ History = dict[int, dict[str, float]]
 
 
 def history(**values: float | None) -> History:
-    """``s3=0.5``: step 3 with reward 0.5; None: without a reward."""
+    """``s3=0.5``: step 3 with reward 0.5. None: without a reward."""
     return {int(step[1:]): {} if value is None else {"reward": value} for step, value in values.items()}
 
 
@@ -22,7 +22,7 @@ def plain(steps: range) -> History:
 
 
 def random_history(rng: random.Random) -> History:
-    """Steps with gaps; few distinct values, so that there are ties; some NaN, infinite or missing."""
+    """Steps with gaps and few distinct values, so that there are ties. Some are NaN, infinite or missing."""
     steps = sorted(rng.sample(range(200), rng.randint(1, 40)))
     values = [0.0, 0.25, 0.5, 0.75, 1.0, -1.0, math.nan, math.inf, None]
     return {s: {"other": 1.0} | ({} if (v := rng.choice(values)) is None else {"reward": v}) for s in steps}
@@ -46,7 +46,7 @@ def cases() -> Iterator[tuple[History, RetentionRules]]:
 
 
 def kept_commit_by_commit(whole: History, rules: RetentionRules, have: History | None = None) -> set[int]:
-    """What is on disk in the end, when the rules are applied after every commit to what is on disk then."""
+    """The final generations if the rules are applied after every commit to the generations that still exist."""
     disk: History = dict(have or {})
     for step in sorted(whole):
         disk[step] = whole[step]
