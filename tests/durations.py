@@ -37,7 +37,7 @@ def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]
         (
             "# Seconds of the tests",
             "",
-            f"{how} Seconds are those of tests, which run side by side.",
+            f"{how} Tests run side by side, so the sums are larger than the time that passes.",
             "",
             "| file | tests in `make test` | seconds | tests in `make test-slow` | seconds |",
             "|---|---:|---:|---:|---:|",
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fast", type=Path, help="junit XML of make test")
     parser.add_argument("slow", type=Path, help="junit XML of make test-slow")
-    parser.add_argument("--note", default="", help="what else was going on")
+    parser.add_argument("--note", default="", help="a remark for the page, for example other load on the machine")
     options = parser.parse_args()
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     how = f"Measured on {date.today()} by `make durations`: {versions}."
