@@ -100,7 +100,7 @@ def show(changes: Sequence[Change], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or accept. Returns 1 if a figure has regressed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument("results", type=Path, nargs="?", help="of a run; without it, everything is measured now")
+    parser.add_argument("results", type=Path, nargs="?", help="results of a run (default: measure everything now)")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--accept", action="store_true", help="make the results the baseline")
     given = parser.parse_args(argv)

@@ -67,19 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     show(document, console)
     write_report(document, out)
-    console.print(f"{out / RESULTS}, performance.md and performance.svg beside it", soft_wrap=True)
+    console.print(f"{out / RESULTS}, performance.md and performance.svg next to it", soft_wrap=True)
     return 0
 
 
 def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Path]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--parameters", type=float, default=None, help="least size of the model (default 100e6)")
+    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"one of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--parameters", type=float, default=None, help="lower bound of the model size (default 100e6)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=None, help="after one that warms up (default 5)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds after a warm-up round (default 5)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each rank")
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="results, and scratch space while it runs")
-    parser.add_argument("--quick", action="store_true", help="see that everything works: 1e6 parameters, 2 rounds")
+    parser.add_argument("--quick", action="store_true", help="check that everything works: 1e6 parameters, 2 rounds")
     given = parser.parse_args(argv)
     if unknown := sorted(set(given.names) - BENCHMARKS.keys()):
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")

@@ -69,7 +69,7 @@ def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     """Kill a process, wait until training goes on, and report the times."""
     attempts, step, killed_at = len(run.attempts()), run.last_step(), time.time()
     assert run.kill(who, rank=1)
-    console.print(f"  [red]SIGKILL {what} after step {step}[/red]; coming back takes ten to twenty seconds")
+    console.print(f"  [red]SIGKILL {what} after step {step}[/red]; recovery takes ten to twenty seconds")
     if who == "driver":
         run.start()
     run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
@@ -133,9 +133,7 @@ def main() -> int:
     os.makedirs(OUT)
     reference, killed = (GrpoRun(OUT / name, f"total_steps={TOTAL_STEPS}") for name in ("reference", "killed"))
     try:
-        console.print(
-            f"[bold]1. A GRPO run that nobody touches[/bold]: {TOTAL_STEPS} steps, about a minute on two cores"
-        )
+        console.print(f"[bold]1. An undisturbed GRPO run[/bold]: {TOTAL_STEPS} steps, about a minute on two cores")
         leave_alone(console, reference)
         console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]: about two minutes")
         kills = kill_twice(console, killed)

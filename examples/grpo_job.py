@@ -103,8 +103,8 @@ class GRPOConfig:
         require_choice("strategy", self.strategy, STRATEGIES)
         if self.ray_address.startswith("ray:"):
             raise ConfigError(
-                f"config key 'ray_address' is {self.ray_address!r}; Ray Client will not do: start the job on a node "
-                "of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
+                f"config key 'ray_address' is {self.ray_address!r}; Ray Client is not supported: start the job on a "
+                "node of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
             )
         require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
         require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
@@ -231,7 +231,7 @@ def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str
     """Read the configuration from the command line. ``yaml_file`` is relative to this file."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(Path(__file__).with_name(yaml_file)), help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides the file")
     args = parser.parse_args(argv)
     config = load_config(kind, args.config, args.overrides)
     config.fileroot = config.recover.fileroot = os.path.abspath(config.recover.fileroot)
