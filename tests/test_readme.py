@@ -101,7 +101,7 @@ def test_commands_name_targets_and_scripts_that_exist(page: Path) -> None:
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
 
 
-def test_what_is_installed_is_what_pyproject_says() -> None:
+def test_the_readme_names_the_wheel_python_and_extras_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"dist/{project['name']}-{project['version']}-py3-none-any.whl[ray]" in README
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
@@ -109,7 +109,7 @@ def test_what_is_installed_is_what_pyproject_says() -> None:
     assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in extras] == []
 
 
-def test_what_the_demo_prints_is_in_its_source() -> None:
+def test_quoted_output_of_the_demo_is_in_its_source() -> None:
     demo = (ROOT / "examples" / "demo.py").read_text()
     block = README.partition("make demo     #")[2].partition("    make test")[0]
     for words in (

@@ -80,7 +80,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
 
 
 @pytest.mark.parametrize(("library", "private"), NAMES, ids=lambda value: getattr(value, "name", value))
-def test_a_name_that_a_release_took_away_is_missed_in_words(
+def test_a_name_that_a_release_removed_is_reported(
     library: str, private: Private, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require(library, [private])

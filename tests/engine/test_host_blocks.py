@@ -49,7 +49,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("sizes", [[7], [3, 3, 3, 3, 3, 3, 3], [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8], [0], []])
-def test_what_comes_from_a_device_is_whole_and_in_order(stream: Stream, sizes: list[int]) -> None:
+def test_values_from_a_device_are_complete_and_in_order(stream: Stream, sizes: list[int]) -> None:
     pieces = [torch.randn(n, dtype=torch.float64) for n in sizes]
     blocks, found, ahead = HostBlocks(8 * 4, DEVICE), b"", list[bool]()
     for block in blocks.pack(iter(pieces), torch.float32):
@@ -60,7 +60,7 @@ def test_what_comes_from_a_device_is_whole_and_in_order(stream: Stream, sizes: l
         assert ahead == [True] * (len(ahead) - 1) + [False], "nothing was copied while a block was written"
 
 
-def test_what_goes_to_a_device_arrives_although_blocks_are_filled_again(stream: Stream) -> None:
+def test_values_reach_a_device_although_blocks_are_reused(stream: Stream) -> None:
     blocks, targets, ahead = HostBlocks(16, DEVICE), [torch.zeros(n) for n in (4, 4, 1, 9, 4, 4)], list[int]()
     for number, target in enumerate(targets):
         block = blocks.take(target.nbytes).view(torch.float32)

@@ -213,7 +213,7 @@ def test_weights_that_nothing_draws_are_asked_for_when_starting_from_scratch(tmp
         start(tmp_path, init_from_scratch=True)
 
 
-def test_a_critic_needs_nothing_drawn_but_what_the_folder_lacks(tmp_path: Path) -> None:
+def test_a_critic_draws_only_the_weights_that_the_folder_lacks(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["parameters and buffers that only the constructor computes"])
     engine = start(tmp_path, is_critic=True)
     state = {key: _whole(value) for key, value in engine.model.state_dict().items()}

@@ -191,7 +191,7 @@ def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub
         ("broken", "ConfigError: config key 'path' is 'org/broken'"),
     ],
 )
-def test_what_the_hub_does_not_have_is_an_error_on_every_rank(case: str, message: str, hub: Any) -> None:
+def test_a_model_missing_on_the_hub_is_an_error_on_every_rank(case: str, message: str, hub: Any) -> None:
     _, server, online, offline = hub
     first, second = (report[case] for report in online)
     assert first.startswith(message)

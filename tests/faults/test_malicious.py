@@ -188,7 +188,7 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
     return said
 
 
-def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
+def test_a_file_that_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
     """With new digests. Rank 0 never opens the file of rank 1."""
     marker, roots = tmp_path / "marker", []
     for number, (what, stream) in enumerate(payload_streams(marker).items()):

@@ -138,7 +138,7 @@ def test_a_pickle_beside_the_weights_is_not_read(sound: Path, tmp_path: Path, ta
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "evil"])
-def test_code_in_a_model_folder_is_not_imported_though_somebody_agrees(
+def test_code_in_a_model_folder_is_not_imported_even_if_the_user_agrees(
     model_type: str, sound: Path, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without trust_remote_code=False, transformers asks on the terminal whether to trust the folder."""

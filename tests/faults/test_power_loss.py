@@ -43,7 +43,7 @@ def _write(path: str, data: bytes, offset: int = 0) -> Call:
     return Call("write", path, data=data, offset=offset)
 
 
-def test_what_was_fsynced_is_there_and_nothing_else_is_possible() -> None:
+def test_fsynced_files_are_there_and_nothing_else_is_possible() -> None:
     calls = _create("a"), _write("a", b"data"), Call("fsync", "a"), Call("fsync", ".")
     assert _left({}, *calls) == [{"a": b"data"}]
 
@@ -73,7 +73,7 @@ def test_a_rename_can_be_there_without_the_data_written_before_it() -> None:
     assert {"a": b""} in _left({"a": b"old"}, *calls)
 
 
-def test_what_is_in_a_folder_that_has_no_name_is_nowhere() -> None:
+def test_files_in_a_folder_without_a_name_are_unreachable() -> None:
     made = Call("mkdir", "f", size=0o777), _create("f/a")
     assert {} in _left({}, *made, Call("fsync", "f/a"), Call("fsync", "f"))
     assert all("f" in tree for tree in _left({}, *made, Call("fsync", ".")))

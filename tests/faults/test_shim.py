@@ -178,7 +178,7 @@ def test_a_hook_can_fail_any_call_and_write_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "file", "folder", "sub", "parent"])
-def test_what_was_not_fsynced_is_not_durable(tmp_path: Path, forgotten: str) -> None:
+def test_files_without_an_fsync_are_not_durable(tmp_path: Path, forgotten: str) -> None:
     def sync(path: Path, name: str) -> None:
         if name != forgotten:
             fd = os.open(path, os.O_RDONLY)

@@ -98,7 +98,7 @@ def test_with_answer_tags_only_what_stands_between_them_counts(modules: Any) -> 
         assert modules[1].score("", completion, [], [], "chain_sum", entry, answer_tags=True) == expected
 
 
-def test_what_reasoning_gym_does_not_have_is_named(
+def test_a_dataset_that_reasoning_gym_lacks_is_named(
     modules: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"names 'chain_sums', which reasoning-gym does not have; it has .*chain_sum"):

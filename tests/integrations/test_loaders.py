@@ -192,7 +192,7 @@ def test_an_epoch_left_by_break_is_over_and_a_resume_after_it_gives_the_others(n
         assert train_capped(again) == expected[cut:], cut
 
 
-def test_an_epoch_left_at_its_last_batch_draws_what_ends_the_order() -> None:
+def test_an_epoch_left_at_its_last_batch_makes_the_last_draws_of_its_order() -> None:
     """Hosts that count batches do not ask for one more, so a resumed run has to draw as they do."""
     rows: Any = list(range(8))
     orders = []
@@ -229,7 +229,7 @@ def test_persistent_workers_read_the_rest_of_an_epoch_in_its_order(cut: int) -> 
     assert train(again) == expected[cut:]
 
 
-def test_a_loader_that_nobody_holds_any_more_is_freed_at_once_with_its_workers() -> None:
+def test_an_unreferenced_loader_is_freed_at_once_with_its_workers() -> None:
     rows: Any = list(range(24))
     loader = recoverable(DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True))
     batches = iter(loader)
@@ -375,7 +375,9 @@ NOT_COMPARED = {
 
 
 @pytest.mark.parametrize("name", NOT_COMPARED)
-def test_a_dataset_that_cannot_be_compared_is_told_of_and_resumed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_that_cannot_be_compared_is_resumed_with_a_message(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make, workers, reason = NOT_COMPARED[name]
     state = recoverable(DataLoader(make(), 4, num_workers=workers)).state_dict()
     recoverable(DataLoader(make(), 4, num_workers=workers)).load_state_dict(state)
@@ -509,7 +511,7 @@ def test_ranks_with_other_numbers_of_batches_are_refused(rows: int, split: bool,
             recoverable(loader)
 
 
-def test_what_cannot_be_noted_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_positions_that_cannot_be_noted_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     recoverable(plain(num_workers=1))
     recoverable(DataLoader(Stream()))
     assert "in the 1 worker processes of the loader cannot be restored" in caplog.text

@@ -79,7 +79,7 @@ def test_a_checkpoint_of_trainers_own_is_loaded_as_long_as_there_is_no_generatio
     assert "resumed from" in caplog.text
 
 
-def test_a_checkpoint_that_is_not_asked_for_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_checkpoint_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, Trainer, max_steps=1, save_strategy="steps", save_steps=1).train()
     make(tmp_path, max_steps=1).train()
     assert "checkpoint-1: training starts at step 0. train(resume_from_checkpoint=True) begins" in caplog.text
@@ -97,7 +97,7 @@ def test_attributes_of_a_subclass_come_back_where_they_are_named(tmp_path: Path)
         make(tmp_path, recoverable(Own, attributes=("_buffer",)))
 
 
-def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_is_not_restored_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, recoverable(Own), callbacks=[Forgetful()], dataloader_num_workers=1)
     assert "Own is a class of your own: what it keeps between steps is not saved" in caplog.text
     assert "callback Forgetful has attributes (best) and says nothing of its state" in caplog.text
@@ -109,7 +109,7 @@ def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: py
     assert "class of your own" not in caplog.text
 
 
-def test_what_vllm_does_not_bring_back_is_told(tmp_path: Path) -> None:
+def test_state_that_vllm_does_not_restore_is_reported(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
     (sampling,) = gaps(trainer, told=True)
@@ -125,7 +125,9 @@ def test_what_vllm_does_not_bring_back_is_told(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_with_the_reason(options: Any, message: str, tmp_path: Path) -> None:
+def test_trainers_that_cannot_be_resumed_exactly_are_refused_with_the_reason(
+    options: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=f"cannot be resumed exactly: .*{message}"):
         make(tmp_path, **options)
 
@@ -258,7 +260,7 @@ def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
         make(tmp_path).train()
 
 
-def test_a_trainer_without_what_is_leant_on_is_missed_in_words() -> None:
+def test_a_trainer_without_a_needed_private_attribute_is_refused() -> None:
     from trl import GRPOTrainer, SFTTrainer
 
     assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(SFTTrainer) is recoverable(SFTTrainer)

@@ -62,7 +62,7 @@ def test_no_cached_block_of_an_older_version_is_used(
     assert max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) < TOLERANCE
 
 
-def test_a_cache_that_is_kept_shows_in_what_is_sampled(
+def test_a_kept_cache_changes_the_sampled_tokens(
     trainer: Trainer, clients: dict[str, VLLMServer], live_servers: dict[str, LiveServer]
 ) -> None:
     """The test above can fail: without a reset, the next tokens belong to neither version."""

@@ -55,7 +55,7 @@ def drain(node_id: str, deadline_s: float | None) -> float:
 
 
 @pytest.mark.slow
-def test_notices_are_told_only_of_nodes_with_a_worker_or_driver(cluster: Cluster) -> None:
+def test_only_notices_of_nodes_with_a_worker_or_the_driver_count(cluster: Cluster) -> None:
     (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
 
     def job(attempt: Attempt) -> None:

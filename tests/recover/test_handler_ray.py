@@ -147,9 +147,7 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
 
 
 @pytest.mark.slow
-def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(
-    model: str, placement: Placement, tmp_path: Path
-) -> None:
+def test_the_failure_or_death_of_a_rank_leaves_no_generation(model: str, placement: Placement, tmp_path: Path) -> None:
     driver = Driver(model, placement, tmp_path, seed=1)
     assert driver.dump(0)
     driver.group.call_all("break_meter", 1, True)

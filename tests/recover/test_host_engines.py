@@ -52,7 +52,7 @@ def test_a_model_with_its_optimizer_and_schedule_resumes_exactly_by_step_numbers
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), (1, 2), (), "model", SimpleNamespace(model=nn.Linear(2, 2))])
-def test_what_shows_no_model_and_optimizer_is_refused_by_what_it_is(thing: Any, tmp_path: Path) -> None:
+def test_an_object_without_model_and_optimizer_is_refused_with_its_type(thing: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{type(thing).__name__} has neither 'engines' nor 'engine', nor 'model'"):
         make_handler(tmp_path, freq_steps=1).load(thing)
     with pytest.raises(ConfigError, match=r"cannot be snapshotted; expected an engine, a DCPState, a tuple \(model"):
@@ -179,7 +179,9 @@ def test_a_folder_is_replaced_only_on_request_and_only_by_a_complete_one(tmp_pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
-def test_what_a_killed_replacement_had_put_aside_comes_back_with_the_next_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_put_aside_by_a_killed_replacement_comes_back_with_the_next_one(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     tiny, path = Tiny(), tmp_path / "step_1"
     save_dcp(path, tiny.state)
     first = tiny.digest()

@@ -54,7 +54,7 @@ def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int
     return seen
 
 
-def test_a_relative_fileroot_is_that_of_the_leader(tmp_path: Path) -> None:
+def test_a_relative_fileroot_is_relative_to_the_leaders_folder(tmp_path: Path) -> None:
     assert run_ranks(_with_a_relative_fileroot, 2, str(tmp_path)) == [[-1, 0], [-1, 0]]
     assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
 
@@ -129,7 +129,7 @@ def _buffers_that_differ(rank: int, world_size: int, root: str) -> list[float]:
     return model.running_mean.tolist()  # type: ignore[union-attr]
 
 
-def test_of_a_buffer_that_differs_the_first_ranks_is_saved(tmp_path: Path) -> None:
+def test_a_buffer_that_differs_is_saved_from_the_first_rank(tmp_path: Path) -> None:
     assert run_ranks(_buffers_that_differ, 2, str(tmp_path)) == [[1.0] * 4] * 2
 
 
@@ -158,7 +158,9 @@ def test_an_accumulator_that_gradients_are_too_small_for_is_no_stale_snapshot(
     assert "the sampled optim of 'default' is the same" in caplog.text
 
 
-def test_what_nobody_needs_goes_before_room_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_generations_are_removed_before_free_space_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill after a commit leaves one generation too many, on a disk without room for another."""
     run_until(tmp_path, 4, max_ckpt_to_keep=None)
     counted = []

@@ -158,7 +158,7 @@ def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) == before, "the handler has given the signals back"
 
 
-def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_a_second_job_in_the_folder_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with pytest.raises(FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"):
         make_handler(tmp_path, lock_timeout_s=0.2).load(Tiny().state)

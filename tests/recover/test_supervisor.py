@@ -213,7 +213,7 @@ def second_job(config: RecoverConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_while_a_job_runs_or_restarts_no_other_gets_its_folder(tmp_path: Path) -> None:
+def test_no_other_job_gets_the_folder_of_a_job_that_runs_or_restarts(tmp_path: Path) -> None:
     config = RecoverConfig(fileroot=str(tmp_path), lock_timeout_s=0.2)
 
     def job(attempt: Attempt) -> str:

@@ -167,7 +167,7 @@ def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
     return "in step"
 
 
-def test_what_cannot_be_pickled_is_an_error_on_all_waiting_ranks() -> None:
+def test_an_object_that_cannot_be_pickled_is_an_error_on_all_waiting_ranks() -> None:
     assert run_ranks(share_what_cannot_be_sent, 2, timeout_s=30) == ["in step"] * 2
 
 

@@ -148,7 +148,7 @@ def test_a_holder_that_cannot_be_read_is_unknown(start_job: Callable[[], Job], p
         FolderLock(path).acquire(0)
 
 
-def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], Job], path: Path) -> None:
+def test_no_text_of_an_earlier_holder_remains(start_job: Callable[[], Job], path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}' * 3)
     holder = start_job()
@@ -157,7 +157,7 @@ def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], J
         FolderLock(path).acquire(0)
 
 
-def test_who_is_refused_while_holders_change_reads_sense(start_job: Callable[[], Job], path: Path) -> None:
+def test_refusals_while_holders_change_name_a_real_holder(start_job: Callable[[], Job], path: Path) -> None:
     jobs = [start_job(), start_job()]
     for job in jobs:
         job.start(churn, 2.0)

@@ -59,7 +59,7 @@ def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path)
     assert read_tensorboard(tmp_path, "life") == expected
 
 
-def test_a_fresh_start_drops_what_a_life_without_a_snapshot_logged(tmp_path: Path) -> None:
+def test_a_fresh_start_drops_the_log_of_a_life_without_snapshots(tmp_path: Path) -> None:
     log_steps(StatsLogger(tmp_path, ["tensorboard"]), range(3), life=1)
     again = StatsLogger(tmp_path, ["tensorboard"])
     again.resume_after(None)

@@ -124,7 +124,7 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
     return str(refused.value)
 
 
-def test_what_ranks_could_hold_differently_is_refused_with_name_and_shapes(tmp_path: Path) -> None:
+def test_plain_tensors_that_may_differ_between_ranks_are_refused_with_name_and_shapes(tmp_path: Path) -> None:
     for message in run_ranks(_refused, 2, str(tmp_path)):
         assert re.search(r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message), message
         assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), message

@@ -135,7 +135,7 @@ def test_plain_values_come_back_with_their_types() -> None:
 
 
 @pytest.mark.parametrize("thing", [{1, 2}, torch.ones(2), b"bytes", 1j, [{"deep": object}]])
-def test_what_would_not_come_back_is_refused_at_save_by_name(thing: Any, tmp_path: Path) -> None:
+def test_entries_that_would_not_be_restored_are_refused_at_save_by_name(thing: Any, tmp_path: Path) -> None:
     state = make_state(Adaline, lambda o: lr_scheduler.StepLR(o, 2))
     train(state, 0, 1)
     assert state.optimizer is not None

@@ -148,7 +148,7 @@ def test_an_export_has_the_bytes_of_from_pretrained_then_save_pretrained(
         ("router_asked", ["mlp.gate.wg.weight"]),
     ],
 )
-def test_what_transformers_keeps_in_float32_is_float32_in_a_half_precision_export(
+def test_tensors_that_transformers_keeps_in_float32_stay_so_in_a_half_precision_export(
     root: Path, name: str, kept: list[str]
 ) -> None:
     _, dtype, asked = BASES[name]

@@ -67,7 +67,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("source", "stored"), itertools.product(FLOATS, FLOATS))
-def test_what_is_written_is_what_torch_casts_to_in_any_stride(
+def test_values_written_equal_torchs_casts_in_any_stride(
     tmp_path: Path, chunks: None, source: torch.dtype, stored: torch.dtype
 ) -> None:
     tensors = _views(_values(source)) | {
@@ -83,7 +83,7 @@ def test_what_is_written_is_what_torch_casts_to_in_any_stride(
 
 
 @pytest.mark.parametrize(("stored", "wanted"), itertools.product(FLOATS, FLOATS))
-def test_what_is_read_is_what_torch_casts_to_in_any_stride(
+def test_values_read_equal_torchs_casts_in_any_stride(
     tmp_path: Path, chunks: None, maps: str, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     values = _values(stored)

@@ -195,7 +195,7 @@ def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -
     assert server.puts() == [] and stored(s3_url) == before
 
 
-def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path) -> None:
+def test_files_of_no_export_are_neither_removed_nor_overwritten(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/out"
     fs, root = storage(url)
     fs.pipe_file(f"{root}/model-00001-of-00001.safetensors", b"mine")
@@ -336,7 +336,7 @@ def test_ranks_that_share_no_staging_folder_say_so(tmp_path: Path) -> None:
     assert not (tmp_path / "shelf").exists()
 
 
-def test_what_the_store_lost_or_cut_is_found_before_the_export_counts(
+def test_lost_or_truncated_files_are_found_before_the_export_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/out"

@@ -109,7 +109,7 @@ def test_adapters_and_moments_load_bit_by_bit_at_every_world_size(
             assert same({n: t for n, t in found[f"model_of_{world_size}"].items() if n in of_model}, of_model)
 
 
-def test_only_what_is_trained_is_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
+def test_only_trained_weights_are_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
     names = read_layout(root / "of_2").names()
     params = {name for name in names if name.startswith("dcp.model.")}
     assert len(params) == 28 and all(".lora_" in name for name in params), "no frozen weight, tied or not"
@@ -180,7 +180,7 @@ def copies(state: DCPState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("build", [partly_frozen, peft_model])
-def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
+def test_a_partly_frozen_model_is_stored_without_its_frozen_weights(
     build: Callable[[int], nn.Module], tmp_path: Path
 ) -> None:
     state = trained(build(0))
@@ -286,7 +286,7 @@ def test_adapters_that_count_otherwise_are_refused_before_anything_changes(tmp_p
 
 
 @pytest.mark.parametrize("settings", [[], {"q_proj": {}}, {"q_proj": {"scaling": {"default": "2"}, "merged": []}}])
-def test_settings_of_adapters_that_are_none_are_damage(settings: Any) -> None:
+def test_invalid_settings_of_adapters_are_damage(settings: Any) -> None:
     state = trained(peft_model())
     with pytest.raises(CheckpointCorruptError, match="does not hold settings of adapters"):
         state.load_state_dict(state.state_dict() | {"adapters": pack_json(settings, "adapters")})
@@ -307,7 +307,7 @@ def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path
     assert stored == {"dcp.model.model.embed_tokens.weight"}, "nothing but what changed is stored besides"
 
 
-def test_no_fingerprint_is_that_of_no_base() -> None:
+def test_an_empty_fingerprint_differs_from_every_base() -> None:
     assert not same_base(base_fingerprint([]), base_fingerprint([pack_share(1, 2)]))
 
 
@@ -333,7 +333,7 @@ def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
         load_dcp(tmp_path / "saved", trained(partly_frozen(1)))
 
 
-def test_what_may_have_changed_is_stored_although_it_is_frozen(tmp_path: Path) -> None:
+def test_frozen_weights_that_may_have_changed_are_stored(tmp_path: Path) -> None:
     state = trained(partly_frozen())
     state.model.get_submodule("model.layers.1.mlp").requires_grad_(False)  # after some training
     for part in (state, state.model_only()):
@@ -368,7 +368,7 @@ def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_c
     load_dcp(tmp_path / "part", DCPState(partly_frozen(0)))  # the folder says which tensors it has
 
 
-def test_what_is_frozen_is_stored_unless_the_caller_leaves_it_out(tmp_path: Path) -> None:
+def test_frozen_weights_are_stored_unless_the_caller_leaves_them_out(tmp_path: Path) -> None:
     for model in (build_reference(tiny_qwen3()).requires_grad_(False), partly_frozen()):
         assert {f"model.{name}" for name, _ in model.named_parameters()} <= DCPState(model).live_tensors().keys()
         assert "base" not in DCPState(model).state_dict()

@@ -205,7 +205,7 @@ def _refused(rank: int, world_size: int, root: str) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_be_adapted_or_makes_no_sense_is_refused_with_the_key(root: Path) -> None:
+def test_impossible_adapter_options_are_refused_with_the_key(root: Path) -> None:
     (messages,) = run_ranks(_refused, 1, str(root))
     assert "names 'query', which Qwen3ForCausalLM does not have; its linear layers are down_proj" in messages["unknown"]
     assert "'target_modules' takes in model.embed_tokens, a Embedding" in messages["embedding"]

@@ -91,7 +91,7 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
 
 
 @pytest.mark.slow
-def test_what_has_no_adapters_or_takes_none_is_refused_before_anything_is_written(root: Path) -> None:
+def test_engines_and_servers_without_adapters_are_refused_before_anything_is_written(root: Path) -> None:
     base = write_base(root / "refused_base")
     (seen,) = run_ranks(_refused, 1, str(base), str(root))
     assert "has none (config key 'use_lora'); publish by type 'disk'" in seen["all weights"]

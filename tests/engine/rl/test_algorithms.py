@@ -322,7 +322,7 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
     return seen
 
 
-def test_what_a_batch_lacks_is_named(model_path: str) -> None:
+def test_missing_entries_of_a_batch_are_named(model_path: str) -> None:
     (seen,) = run_ranks(_what_is_missing, 1, model_path)
     assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
     assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")

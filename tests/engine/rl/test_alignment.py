@@ -9,7 +9,7 @@ from holdfast.utils.errors import BatchError
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
-def test_what_the_model_gives_at_a_token_goes_to_the_next_one() -> None:
+def test_the_models_output_at_a_token_belongs_to_the_next_one() -> None:
     """AReaL takes row t of the logits for the token after t, with ids rolled by -1. The last place has no meaning."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 7, MASK.shape, generator=generator) * MASK

@@ -40,7 +40,7 @@ def test_calls_are_made_at_the_same_time() -> None:
         assert len(set(asyncio.run(two()))) <= 2
 
 
-def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
+def test_an_error_of_a_function_is_raised_with_its_traceback() -> None:
     with CallPool(n_processes=1) as pool:
         with pytest.raises(ValueError, match="3 is no good") as caught:
             call(pool, user_code.refuse, 3)
@@ -68,7 +68,7 @@ def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
         assert pool.n_lost == 3 and call(pool, user_code.add, 1, 1) == 2
 
 
-def test_what_cannot_be_pickled_is_refused() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     with CallPool() as pool, pytest.raises(ConfigError, match="cannot be sent to another process"):
         call(pool, lambda: 1)
 

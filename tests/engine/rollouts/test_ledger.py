@@ -112,7 +112,7 @@ def test_a_batch_taken_before_the_snapshot_of_the_step_before_is_not_lost() -> N
         assert torch.equal(executor.next_batch(1)["versions"], early["versions"])
 
 
-def test_a_ledger_that_does_not_say_what_was_cut_off_is_taken_over_and_makes_batches() -> None:
+def test_an_older_ledger_without_truncated_flags_loads_and_makes_batches() -> None:
     state, data, _ = half_done()
     kept = [entry["trajectory"] for entry in state["tickets"] if entry["trajectory"] is not None]
     for trajectory in kept:
@@ -136,7 +136,7 @@ def test_the_state_holds_no_more_steps_than_staleness_allows() -> None:
             assert steps == {step, step + 1, step + 2}
 
 
-def test_a_smaller_bound_samples_again_what_would_be_too_stale() -> None:
+def test_a_smaller_bound_samples_too_stale_tickets_again() -> None:
     state, data, _ = half_done(version=3)
     server = Server(5)
     with restored((state, data), server, max_head_offpolicyness=0) as executor:

@@ -68,5 +68,5 @@ def _failing(rank: int, world_size: int) -> None:
             shared.next_batch(0)
 
 
-def test_what_fails_on_rank_0_fails_on_all() -> None:
+def test_a_failure_on_rank_0_is_a_failure_on_all() -> None:
     run_ranks(_failing, 2)

@@ -117,7 +117,7 @@ def test_model_and_tool_take_turns_in_one_sequence(pool: CallPool) -> None:
     assert len({request.seed for request in server.seen}) == len(server.seen) == 24
 
 
-def test_seeds_of_turns_do_not_depend_on_what_comes_first(pool: CallPool) -> None:
+def test_seeds_of_turns_do_not_depend_on_the_order_of_answers(pool: CallPool) -> None:
     found = []
     for jitter in (1, 2):
         server = Server(jitter=jitter)
@@ -153,7 +153,7 @@ def test_an_episode_whose_tool_is_lost_ends_there() -> None:
     assert trajectory["input_ids"].shape == (1, 6) and trajectory["rewards"].tolist() == [-2.0]
 
 
-def test_what_a_tool_says_in_text_is_encoded(pool: CallPool) -> None:
+def test_text_of_a_tool_is_encoded(pool: CallPool) -> None:
     data = [{"messages": [{"role": "user", "content": "2+2"}]}]
     workflow = MultiTurnWorkflow(user_code.text_reward, user_code.say_text, TWO, Tokenizer(), max_turns=2, pool=pool)
     for trajectory in first_step(workflow, Server(), data):

@@ -340,7 +340,9 @@ def test_merged_weights_and_adapters_do_not_mix(fake: FakeServer, tmp_path: Path
         ({"lora": True, "dev_mode": False}, r"answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-def test_a_server_started_without_what_is_needed_says_so(options: Any, expected: str, tmp_path: Path) -> None:
+def test_a_server_started_without_a_needed_option_is_refused_with_advice(
+    options: Any, expected: str, tmp_path: Path
+) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
         VLLMServer(fake.url).update_adapters_from_disk(folder, 1)
@@ -361,7 +363,7 @@ def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
         assert serves(server, folder, 1)
 
 
-def test_who_takes_no_adapters_and_a_broadcast_of_them_are_refused(tmp_path: Path) -> None:
+def test_clients_without_adapters_and_broadcasts_of_adapters_are_refused(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
     with pytest.raises(ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"):
         ServerFleet([PlainServer()]).update(folder, 1, 1)

@@ -119,7 +119,7 @@ def test_a_request_to_a_paused_server_is_answered_by_the_next_version(
     assert asyncio.run(wait_and_update()).output_versions == [2] * 8
 
 
-def test_what_is_no_completion_is_an_error_that_names_the_server(
+def test_an_invalid_completion_is_an_error_that_names_the_server(
     kind: str, server: VLLMServer | SGLangServer, fake: FakeServer
 ) -> None:
     fake.tell(fail={GENERATE[kind]: 1})

@@ -145,7 +145,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("answer", ODD, ids=lambda answer: answer.__name__)
-def test_what_no_server_answers_is_quoted_and_nothing_more_is_done(answer: Any, folder: str) -> None:
+def test_an_unexpected_answer_is_quoted_and_ends_the_update(answer: Any, folder: str) -> None:
     with Gateway(answer=answer) as gateway:
         server = VLLMServer(gateway.url)
         with pytest.raises(PublishError, match=ODD[answer]) as caught:
@@ -252,7 +252,7 @@ def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent
         assert not isinstance(caught.value, NoServerError)
 
 
-def test_a_publication_says_how_long_a_server_without_a_limit_of_its_own_may_take(tmp_path: Path) -> None:
+def test_a_publication_limits_servers_that_have_no_time_limit(tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path) as fake:
         folder = publish_hashed(tmp_path / "w", 1)
         patient, hasty = VLLMServer(fake.url), VLLMServer(fake.url, timeout_s=0.3)
@@ -305,6 +305,6 @@ def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(folder
     "url",
     ["127.0.0.1:8000", "http://", "ftp://host", "http://:80", "http://[::1", "http://h:99999", "http://h:8000?key=1"],
 )
-def test_what_is_no_url_of_a_server_is_refused_before_it_is_used(url: str) -> None:
+def test_an_invalid_server_url_is_refused_before_it_is_used(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         VLLMServer(url)

@@ -193,7 +193,7 @@ def test_a_prefix_cache_that_is_not_reset_keeps_the_server_paused(tmp_path: Path
         assert serves(server, folder, 1)
 
 
-def test_what_cannot_be_reached_or_is_too_slow_is_told_apart(fake: FakeServer, tmp_path: Path) -> None:
+def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_path: Path) -> None:
     folder = publish_hashed(tmp_path / "w", 1)
     hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
     fake.tell(slow={"/collective_rpc": 60.0})
@@ -246,7 +246,9 @@ def test_an_answer_of_another_label_or_of_no_vllm_is_refused(fake: FakeServer, t
         ({"api_key": "key"}, r"answered with 401 .* give the client its api_key"),
     ],
 )
-def test_a_server_started_without_what_is_needed_says_so(options: Any, expected: str, tmp_path: Path) -> None:
+def test_a_server_started_without_a_needed_option_is_refused_with_advice(
+    options: Any, expected: str, tmp_path: Path
+) -> None:
     folder = publish_model(tmp_path / "w", 1, tiny_model())
     with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)

@@ -122,7 +122,7 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
         assert _settled_fds(expected) == expected
 
 
-def test_what_is_written_is_what_was_staged_however_training_goes_on(tmp_path: Path) -> None:
+def test_written_values_are_the_staged_ones_while_training_goes_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     shm = shared_memory()
     run_ranks(_saves_while_training, 2, str(tmp_path / "model"), tmp_path)

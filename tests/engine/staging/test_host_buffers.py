@@ -78,7 +78,7 @@ def test_staging_takes_one_piece_and_gives_it_back_when_released() -> None:
     assert rss_bytes() - before < 0.1 * shard_bytes
 
 
-def test_a_forked_process_gets_none_of_it_and_cannot_change_it() -> None:
+def test_a_forked_process_sees_zeros_and_cannot_change_the_memory() -> None:
     copy = host_copies_of({"a": torch.empty(8 << 20, dtype=torch.uint8)})["a"]
     copy.fill_(7)
     if (pid := os.fork()) == 0:  # like a dataloader's workers, because the kernel copies pinned pages for a child
@@ -149,7 +149,7 @@ def test_it_is_pinned_once_and_unpinned_before_it_is_unmapped(cudart: Cudart) ->
     assert cudart.calls[1:] == [("unregister", address, True)]
 
 
-def test_what_cuda_cannot_pin_is_told_and_fails_no_later_kernel(
+def test_memory_that_cuda_cannot_pin_is_reported_and_fails_no_later_kernel(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart.error, wanted = 2, on_gpu(torch.ones(2))

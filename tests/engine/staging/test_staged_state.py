@@ -96,7 +96,7 @@ def test_without_a_promise_all_of_it_is_copied_at_once(monkeypatch: pytest.Monke
     assert_same(staged, before)
 
 
-def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
+def test_buffers_are_kept_while_they_fit_and_freed_on_request() -> None:
     state = trained()
     staging = Staging(state.model)
 
@@ -115,7 +115,7 @@ def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
     assert state.optimizer is not None and not state.optimizer._optimizer_step_pre_hooks
 
 
-def test_a_copy_that_fails_is_told_its_reader_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_raises_for_its_reader_and_not_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 

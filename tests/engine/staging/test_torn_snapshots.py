@@ -159,7 +159,7 @@ def test_the_guard_knows_models_by_parts_and_parts_by_models() -> None:
         staging.finish()
 
 
-def test_what_is_staged_inside_of_the_guard_is_copied_at_once() -> None:
+def test_state_staged_inside_the_guard_is_copied_at_once() -> None:
     state = make_state()
     staging = Staging(state.model)
     with changing_weights(state.model), torch.no_grad(), held_copies():

@@ -134,7 +134,7 @@ def test_dropped_weights_are_drawn_from_torchs_generator() -> None:
     assert not torch.equal(outs[0], outs[2]) and not torch.equal(outs[0], outs[3])
 
 
-def test_what_packed_attention_does_not_know_is_an_error() -> None:
+def test_an_option_unknown_to_packed_attention_is_an_error() -> None:
     row, inputs = _row(LENGTHS), [torch.randn(1, 2, sum(LENGTHS), 8) for _ in range(3)]
     for mask in (row, None):
         for name in ("softcap", "s_aux"):

@@ -144,7 +144,7 @@ def test_a_forward_that_fails_leaves_the_stored_buffer(error: type[BaseException
     assert torch.equal(module.bias, stored) and module.absent is None
 
 
-def test_what_a_forward_writes_to_its_buffer_keeps_the_stored_dtype() -> None:
+def test_a_write_of_a_forward_to_its_buffer_keeps_the_stored_dtype() -> None:
     module = router()
     stored = module.bias
     module(lambda module: module.bias.mul_(2))

@@ -46,7 +46,7 @@ def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
         ({"extra": torch.ones(1)}, r"trajectory 1 has the keys .*'extra'"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(change: dict[str, Any], message: str) -> None:
+def test_trajectories_that_cannot_be_joined_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         join_trajectories([trajectory(1, 3), {**trajectory(1, 2), **change}])
 

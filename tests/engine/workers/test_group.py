@@ -74,7 +74,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
 
 
 @pytest.mark.slow
-def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
+def test_background_calls_run_next_to_other_calls_and_share_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "go"), 5)
         assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
@@ -281,7 +281,7 @@ def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placeme
     group.kill()
 
 
-def test_misplaced_arguments_of_a_worker_are_told_where_to_go() -> None:
+def test_misplaced_worker_arguments_are_refused_with_their_right_place() -> None:
     where = r"goes apart: WorkerGroup\(Worker, args=\(...\), kwargs=\{...\}, ...\)"
     with pytest.raises(ConfigError, match=rf"takes no 10, colour=...; .* {where}"):
         WorkerGroup(Worker, 10, world_size=2, colour="red")

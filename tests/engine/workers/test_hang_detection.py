@@ -91,7 +91,7 @@ def test_a_collective_that_one_rank_never_joins_is_that_ranks_loss(start: StartG
 
 
 @pytest.mark.slow
-def test_a_collective_that_nobody_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
+def test_a_collective_that_no_rank_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [0, 1], r"nobody could finish a collective of receive_from_peer\(\)", "receive_from_peer")
 

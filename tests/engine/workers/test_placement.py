@@ -48,7 +48,7 @@ def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> No
         assert nodes_to_avoid() == {"mute": Raylet.SILENT.value, "gone": Raylet.ENDED.value}
 
 
-def test_what_a_ray_of_the_job_itself_never_has_is_refused_at_once() -> None:
+def test_resources_that_the_jobs_own_ray_never_has_are_refused_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"'big' needs 5 x \{'CPU': 1\} \(PACK\), more than this Ray has, .*room for 4"

@@ -42,7 +42,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reach", ["none", "this node"])
-def test_a_job_on_another_node_that_the_lock_cannot_tell_of_keeps_what_it_needs(
+def test_a_job_on_another_node_that_the_lock_does_not_show_keeps_the_generations_it_needs(
     run: Path, store: GenerationStore, reach: str, request: pytest.FixtureRequest
 ) -> None:
     if reach == "none":

@@ -137,7 +137,7 @@ def test_every_command_has_help_with_its_arguments_and_json() -> None:
     assert holdfast("--version")[1].startswith("holdfast, version")
 
 
-def test_bash_is_told_how_to_complete_commands() -> None:
+def test_bash_gets_a_completion_script() -> None:
     script = subprocess.run(
         [HOLDFAST], env={**os.environ, "_HOLDFAST_COMPLETE": "bash_source"}, capture_output=True, text=True
     )

@@ -111,7 +111,7 @@ def test_a_model_whose_own_names_begin_with_model_is_found_at_the_top_and_below_
     assert_same({f"model.{n}": p.detach() for n, p in other.model.named_parameters()}, weights)
 
 
-def test_roots_are_seen_by_what_stands_beside_a_model() -> None:
+def test_roots_are_recognised_by_the_entries_next_to_a_model() -> None:
     assert find_roots(["app.model.w", "app.optim.state.w.step", "app.rng"]) == [Root("app", "app.model.", "app.optim.")]
     assert find_roots(["model.w", "optimizer.state.0.step"]) == [Root("", "model.", "optimizer.")]
     assert find_roots(["a.model.w", "b.model.w"]) == [Root("a", "a.model.", None), Root("b", "b.model.", None)]

@@ -95,7 +95,7 @@ def loaded(folder: Path) -> Tensors:
         pytest.param(2, True, True, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_of_accelerate_with_a_config_gives_its_weights_and_names_what_stays(
+def test_a_folder_of_accelerate_with_a_config_gives_its_weights_and_names_other_files(
     world_size: int, sharded: bool, safe: bool, experts: bool, tmp_path: Path
 ) -> None:
     source = tmp_path / "state"
@@ -229,7 +229,7 @@ def test_weights_of_another_model_than_the_config_are_refused(tmp_path: Path) ->
         convert(tmp_path / "state", tmp_path / "c", to="dcp")
 
 
-def test_what_is_no_checkpoint_is_refused_by_what_is_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused_with_its_contents(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=r"it holds \['notes\.txt'\]\. Looked for: model_world_size_<N>"):
         convert(tmp_path, tmp_path / "c", to="dcp")

@@ -31,7 +31,7 @@ def test_a_generation_remembers_steps_rate_schedule_samples_and_generators(tmp_p
     assert facts.fingerprints.keys() == {"model", "optim"} and info.rng.keys() == {"rank_00000"}
 
 
-def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_restored_state_is_logged_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_until(tmp_path, 3)
     with caplog.at_level(logging.INFO):
         make_handler(tmp_path).load(Tiny().state)

@@ -99,7 +99,7 @@ def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(tmp
         assert not torch.equal(logits(loaded(export(tmp_path, form, 0))), logits(loaded(export(tmp_path, form, 2))))
 
 
-def test_what_cannot_be_merged_is_exported_as_peft_stores_it_or_refused_before_training(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(tmp_path: Path) -> None:
     dora = peft_model(use_dora=True, modules_to_save=["norm"])
     host = Host(dora)
     with (

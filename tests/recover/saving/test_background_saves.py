@@ -127,7 +127,7 @@ def _spoil(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("by", ["dump", "forced", "wait", "close"])
-def test_a_failure_in_the_background_is_told_by_the_next_call(
+def test_a_failure_in_the_background_is_reported_by_the_next_call(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
     tiny, handler = Tiny(), make(tmp_path)
@@ -366,7 +366,7 @@ def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(tmp_path: Path,
     assert names(tmp_path) == ["global_step_0"] and passed_on == [signal.SIGUSR1]
 
 
-def test_metrics_are_those_of_the_step(tmp_path: Path, gate: Gate) -> None:
+def test_metrics_are_copied_at_the_dump(tmp_path: Path, gate: Gate) -> None:
     tiny, handler, metrics = Tiny(), make(tmp_path), {"reward": 0.5}
     handler.load(tiny.state)
     handler.dump(tiny.state, step_info(0), metrics=metrics)

@@ -150,7 +150,7 @@ def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) ->
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
 
 
-def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: GenerationStore, tmp_path: Path) -> None:
+def test_a_generation_that_is_a_link_loses_only_the_link(store: GenerationStore, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for step in (1, 2):
@@ -173,7 +173,7 @@ def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) ->
     store.commit(staging, step, file_entries(staging, [INFO_NAME]), {})
 
 
-def test_what_stays_is_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
+def test_generations_stay_by_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
     rules = RetentionRules(last=2, every_steps=5, best=1, metric="reward")
     for step, reward in enumerate((0.1, 0.9, 0.3, 0.2, 0.5, 0.6, 0.4, 0.7)):
         commit_with(GenerationStore(store.root), step, {"reward": reward})

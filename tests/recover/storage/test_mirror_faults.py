@@ -213,7 +213,7 @@ def test_a_generation_that_is_retired_while_it_is_copied_is_skipped(
     assert not any("global_step_0" in name for name in listing(url))
 
 
-def test_close_waits_for_what_is_under_way(url: str, store: GenerationStore) -> None:
+def test_close_waits_for_the_copy_under_way(url: str, store: GenerationStore) -> None:
     mirror = Mirror(url, 2)
     mirror.submit(commit(store, 0))
     mirror.close(30)

@@ -80,7 +80,7 @@ def test_of_equals_the_newer_is_better() -> None:
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_one_without_the_metric_or_with_nan_is_never_best(mode: str) -> None:
+def test_a_generation_without_the_metric_or_with_nan_is_never_best(mode: str) -> None:
     generations = history(s0=math.nan, s1=0.3, s2=None, s3=math.nan, s4=None)
     assert steps_to_keep(generations, RetentionRules(1, best=3, metric="reward", mode=mode)) == {1, 4}
 
@@ -90,7 +90,7 @@ def test_a_generation_stays_when_any_rule_wants_it() -> None:
     assert steps_to_keep(generations, RetentionRules(2, every_steps=3, best=1, metric="reward")) == {0, 2, 4, 5}
 
 
-def test_nothing_is_kept_of_nothing() -> None:
+def test_an_empty_history_keeps_nothing() -> None:
     assert steps_to_keep({}, RetentionRules(2, every_steps=3, best=1, metric="reward")) == set()
 
 
@@ -131,12 +131,12 @@ def test_more_generous_rules_keep_all_that_stricter_ones_do() -> None:
             assert kept <= steps_to_keep(generations, generous)
 
 
-def test_rules_applied_at_every_commit_keep_what_they_keep_at_once() -> None:
+def test_rules_applied_at_every_commit_keep_the_same_as_rules_applied_once() -> None:
     for generations, rules in cases():
         assert kept_commit_by_commit(generations, rules) == steps_to_keep(generations, rules)
 
 
-def test_after_a_restart_with_other_rules_what_both_keep_stays() -> None:
+def test_after_a_restart_with_other_rules_generations_kept_by_both_stay() -> None:
     rng = random.Random(2)
     for generations, before in cases():
         after, cut = random_rules(rng), rng.choice(sorted(generations))

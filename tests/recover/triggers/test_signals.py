@@ -471,7 +471,7 @@ def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPat
      "3:30", "3:60:00", "1:2:3:4:5", "1:00:30:00", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan",
      "2031-01-01", "2031-13-01T00:00", "18:00", "2031-01-01T18:00 tomorrow", "m", "\u0663m"],
 )  # fmt: skip
-def test_what_is_no_deadline_is_refused_with_the_forms_that_are(text: str) -> None:
+def test_an_invalid_deadline_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         StopRequests([], text)
     assert f"'recover.must_save_by' is {text!r}; expected" in str(caught.value)
