@@ -10,9 +10,9 @@ import torch
 
 from holdfast.engine import FSDPEngine
 from holdfast.engine.api import Batch
-from holdfast.engine.model_output import ModelOutput
 from holdfast.engine.rl import count_loss_tokens
-from holdfast.engine.rl.logprobs import token_logprobs
+from holdfast.engine.training.logprobs import token_logprobs
+from holdfast.engine.training.model_output import ModelOutput
 
 from .footprint import peak_bytes
 from .harness import OURS, Figure, Options, Times, interleave, over

@@ -7,8 +7,8 @@ from transformers import Qwen3Config
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
 from holdfast.engine.api import Batch
+from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
-from holdfast.engine.tensors import local_tensor
 
 from .ranks import Session
 

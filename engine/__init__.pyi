@@ -27,7 +27,6 @@ from .api import (
 from .api import (
     WeightUpdateMeta as WeightUpdateMeta,
 )
-from .areal import load_areal as load_areal
 from .config import (
     FSDPConfig as FSDPConfig,
 )
@@ -47,5 +46,5 @@ from .fsdp_engine import FSDPEngine as FSDPEngine
 from .hf.export import full_state_dict as full_state_dict
 from .hf.export import save_hf as save_hf
 from .hf.load import load_hf as load_hf
+from .memory.weight_changes import changing_weights as changing_weights
 from .servers.publish import publish_weights as publish_weights
-from .weight_changes import changing_weights as changing_weights

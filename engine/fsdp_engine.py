@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..utils.config import require_range
+from ..utils.devices import free_cached_memory
 from ..utils.distributed import all_ranks_succeed, gather_numbers
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
@@ -41,15 +42,13 @@ from .dcp.base_model import BaseFolder
 from .dcp.load import load_dcp
 from .dcp.save import save_dcp
 from .dcp.state import DCPState
-from .devices import free_cached_memory
 from .hf.adapter_folder import load_adapters, save_adapters
 from .hf.export import export_hf
 from .hf.sidecars import adopt_base
-from .initial_model import base_of, build_initial_model, load_weights
 from .lora.build import require_adapters_for, require_base
 from .lora.layers import adapters_off
-from .model_folder import find_model_folder
-from .model_output import ModelOutput
+from .model.initial_model import base_of, build_initial_model, load_weights
+from .model.model_folder import find_model_folder
 from .servers.connection import ServerConnection
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights
@@ -59,6 +58,7 @@ from .training.distributed import close_process_groups, open_process_groups
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
+from .training.model_output import ModelOutput
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
 from .training.packing import model_output

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
 from holdfast.engine.api import Batch
-from holdfast.engine.model_folder import find_model_folder
+from holdfast.engine.model.model_folder import find_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.servers.publish import PublishedWeights
 from holdfast.engine.worker_group import STRATEGIES

@@ -1,7 +1,9 @@
-"""Other people's trainers: transformers and TRL, Accelerate, verl, and scripts with a loop of their own.
+"""Integrations with other trainers: transformers and TRL, Accelerate, verl, plain scripts, and AReaL's configuration
+files.
 
-Each file is for one host and imports that alone, when it is imported itself: `holdfast.integrations.transformers`,
-`holdfast.integrations.accelerate`, `holdfast.integrations.verl`. The package itself has no names.
+Each module is for one host and imports only that host: `holdfast.integrations.transformers`,
+`holdfast.integrations.accelerate`, `holdfast.integrations.verl`, `holdfast.integrations.areal`. The package exports
+nothing.
 """
 
 __all__: list[str] = []

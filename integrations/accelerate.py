@@ -1,4 +1,4 @@
-"""Scripts over Accelerate, or over a plain loop with ``fully_shard``: a loader that comes back to its very batch.
+"""Loaders that resume at their exact batch, for scripts with Accelerate or a plain loop with ``fully_shard``.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     loader, trained = recoverable(loader), (model, optimizer, scheduler)
@@ -9,8 +9,8 @@
                 ...
                 handler.dump(trained, loader.step, dataloader=loader)
 
-``recoverable`` takes what ``accelerator.prepare`` returns, and torch's own ``DataLoader``, with any sampler: seedable
-or not, sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` goes to the handler as it is.
+`recoverable` takes a loader of ``accelerator.prepare`` or torch's ``DataLoader``, with any sampler: seedable or not,
+sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` is passed to the handler directly.
 """
 
 from collections.abc import Iterator
@@ -28,27 +28,27 @@ logger = get_logger(__name__)
 
 
 def recoverable(loader: Any, *, gradient_accumulation_steps: int = 1) -> "RecoverableLoader":
-    """A loader that can be passed as ``dataloader`` to `RecoverHandler.load` and ``dump``.
+    """Wrap a loader, so that it can be passed as ``dataloader`` to `RecoverHandler.load` and ``dump``.
 
     Args:
-        loader: of ``accelerator.prepare``, or a ``DataLoader``; nobody else may iterate over it.
-        gradient_accumulation_steps: batches of a step, for `RecoverableLoader.step`.
+        loader: loader of ``accelerator.prepare``, or a ``DataLoader``. Do not iterate over it elsewhere.
+        gradient_accumulation_steps: batches per step, for `RecoverableLoader.step`.
 
     Raises:
-        ConfigError: it is no loader, saves its own state, which two would restore then, or has not as many batches on
-            every rank.
+        ConfigError: it is not a loader, it saves its own state (which would then be restored twice), or ranks have
+            different numbers of batches.
     """
     return RecoverableLoader(loader, gradient_accumulation_steps)
 
 
 class RecoverableLoader:
-    """Iterates over a loader, epoch after epoch; after a restore first over the rest of the epoch that was left.
+    """Iterator over a loader, epoch after epoch. After a restore it starts with the rest of the saved epoch.
 
-    A snapshot is exact if the batch handed out last was trained on and nothing of the next. Every iteration is one
-    epoch, and is told to the samplers as ``set_epoch``; scripts need not.
+    A snapshot is exact if the last batch was trained on and nothing of the next one. Every iteration is one epoch. The
+    loader calls ``set_epoch`` of the samplers, so scripts need not.
 
     Attributes:
-        loader: the one it reads.
+        loader: the wrapped loader.
     """
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
@@ -80,25 +80,25 @@ class RecoverableLoader:
             logger.warning("the loader has no sampler: a resumed run reads the epoch from its beginning to its place")
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in a whole epoch."""
         return len(self.loader)
 
     @property
     def epoch(self) -> int:
-        """The one under way, or that of the next iteration."""
+        """Current epoch, or that of the next iteration."""
         return self._epoch + (self._restored is not None and self._is_over)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch, a shorter last one included."""
+        """Number of steps in a whole epoch, including a shorter last one."""
         return -(-len(self) // self._accumulated)
 
     @property
     def step(self) -> StepInfo:
-        """The step that the batch handed out last belongs to.
+        """Step of the last batch.
 
         Raises:
-            ConfigError: there was none yet.
+            ConfigError: there was no batch yet.
         """
         per_epoch = self.steps_per_epoch
         if self._given:
@@ -109,7 +109,7 @@ class RecoverableLoader:
         return StepInfo(self._epoch - 1, per_epoch - 1, self._steps - 1, per_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches left of a restored epoch; else of the next one: an epoch that a loop has left early is over."""
+        """Yield the rest of a restored epoch, or else the next epoch. An epoch that a loop has left early is over."""
         if self._restored is None:
             self._end_epoch()
         restored, self._restored = self._restored, None
@@ -125,7 +125,7 @@ class RecoverableLoader:
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: epoch, batches handed out, and what they were made from."""
+        """Return epoch, number of batches given, and the notes on their sources."""
         if self._restored is not None:
             return self._restored
         notes = self._notes.state_dict(self._given or None)
@@ -138,10 +138,10 @@ class RecoverableLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, at the next iteration.
+        """Continue from ``state_dict`` at the next iteration.
 
         Raises:
-            CheckpointMismatchError: it is not of such a loader, or of one with another number of batches.
+            CheckpointMismatchError: it is not a state of such a loader, or of one with another number of batches.
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
         if state_dict.keys() != {"epoch", "given", "steps", "length", "notes"}:
@@ -157,7 +157,7 @@ class RecoverableLoader:
         self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
 
     def _rest(self, restored: dict[str, Any]) -> Iterator[Any]:
-        """The batches that are left of a restored epoch."""
+        """Yield the batches that are left of a restored epoch."""
         notes, given = self._notes, self._given
         self._set_epoch()
         if not given:
@@ -182,7 +182,7 @@ class RecoverableLoader:
         self._notes.settle()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
-        """End an epoch that was over when it was saved, so that the samplers have drawn what they then had drawn."""
+        """Finish an epoch that was saved after its last batch, so that the samplers make their final draws."""
         now = capture_rng()
         for _ in self._rest(restored):
             raise CheckpointMismatchError("the loader gives batches after the last one of the epoch that was saved")
@@ -190,11 +190,11 @@ class RecoverableLoader:
         self._finish()
 
     def _end_epoch(self) -> None:
-        """End the epoch under way, if there is one, as its last batch does."""
+        """Finish the current epoch, if any, as its last batch does."""
         if not self._given:
             return
         if self._given == self._length():
-            next(self._batches, None)  # a loop that did not ask for more: the samplers draw what ends their order
+            next(self._batches, None)  # a loop that stopped at the last batch: lets the samplers make their final draws
         self._finish()
 
     def _finish(self) -> None:
@@ -203,7 +203,7 @@ class RecoverableLoader:
         self._epoch, self._given = self._epoch + 1, 0
 
     def _set_epoch(self) -> None:
-        """Tell every sampler and dataset that asks for it; accelerate's loaders tell theirs."""
+        """Call ``set_epoch`` of every sampler and dataset that has it. accelerate's loaders pass it on themselves."""
         told: list[Any] = []
         source: Any = self.loader
         while source is not None and not any(source is each for each in told):
@@ -223,16 +223,16 @@ class RecoverableLoader:
     def _length(self) -> int | None:
         try:
             return len(self.loader)
-        except TypeError:  # of a stream
+        except TypeError:  # a stream has no length
             return None
 
 
 def _is_uneven(sampler: Any) -> bool:
-    """Whether accelerate's batch sampler has not as many batches on every rank."""
+    """Return whether accelerate's batch sampler gives ranks different numbers of batches."""
     if getattr(sampler, "even_batches", True) or sampler.drop_last:
         return False
     ranks, batches = sampler.num_processes, sampler.batch_sampler
     if not sampler.split_batches:
         return len(batches) % ranks != 0
-    last = len(batches.sampler) % batches.batch_size  # samples, of which a rank has its share or none
+    last = len(batches.sampler) % batches.batch_size  # samples, which only the first ranks receive
     return 0 < last <= batches.batch_size // ranks * (ranks - 1)

@@ -1,19 +1,19 @@
-"""What the batches of an epoch depend on, noted while a loader is read, so that a resumed run reads the same ones.
+"""Notes on the sources of an epoch's batches, so that a resumed run reads the same batches.
 
-A loader's order and contents may come from torch's global generator, from generators and seeds of its samplers, or from
-an epoch number. All of them have other values by the middle of an epoch, and in another process. The notes hold:
+The order and contents of batches may come from torch's global generator, from generators and seeds of the samplers, or
+from an epoch number. All of them have changed by the middle of an epoch, and differ in another process. The notes hold:
 
-- the generators of the process, and the generators and seeds of the samplers, when the epoch began and when its sampler
-  was first asked. A loader draws a seed for its workers in between, a persistent one only in its first epoch;
-- the generators of the process before each batch was fetched. A collator or dataset that draws (masking, augmentation)
-  draws the same again for a batch that was fetched ahead of the snapshot, but not trained on (accelerate always reads
-  one batch ahead, to know the last);
-- a digest of the indices read so far. A resumed run reads them over, and stops if they are others. Between two epochs
-  there are none to read over. Then the first batch is compared, if the sampler gave the same one in each epoch;
-- a fingerprint of the dataset as the process found it (see `probe_dataset`). A resumed run stops if it is another.
+- Generators of the process, and generators and seeds of the samplers, at the start of the epoch and when the sampler
+  was first asked. In between a loader draws a seed for its workers (only in the first epoch if they are persistent).
+- Generators of the process before each batch was fetched. If a collator or dataset draws (masking, augmentation), it
+  draws the same numbers again for a batch that was fetched before the snapshot but not trained on. accelerate always
+  reads one batch ahead, to recognise the last.
+- A digest of the indices read so far. A resumed run reads them again, and stops if they differ. Between two epochs
+  there are none. Then the first batch is compared, if the sampler gave the same first batch in each epoch.
+- A fingerprint of the dataset (see `probe_dataset`). A resumed run stops if it differs.
 
-From the first batch that was not fetched before the snapshot, the generators are those of the snapshot.
-Draws in the processes of ``num_workers`` cannot be noted.
+From the first batch that was not fetched before the snapshot, the generators continue from the snapshot. Draws in
+worker processes (``num_workers``) cannot be noted.
 """
 
 import weakref
@@ -26,10 +26,10 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..engine.compat.torch_private import is_iterated
 from ..recover.data.epoch_order import draws_of, replace_iter, restore_draws
 from ..recover.data.fingerprint import probe_dataset
 from ..recover.data.position import same_state
+from ..utils.compat.torch_private import is_iterated
 from ..utils.errors import CheckpointMismatchError
 from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
@@ -37,18 +37,20 @@ from ..utils.rng import RngState, capture_rng, restore_rng
 logger = get_logger(__name__)
 
 Moment = dict[str, Any]
-"""State of what an epoch draws from: ``rng``, see `capture_rng`, and ``sources``, see `draws_of`, of the samplers."""
+"""State of everything that an epoch draws from: ``rng`` (see `capture_rng`) and ``sources`` (`draws_of` of the
+samplers).
+"""
 
 _UNWATCHED = "holdfast_unwatched_iter"
 
 
 class LoaderNotes:
-    """Notes of one loader (torch's ``DataLoader``, or accelerate's version of one).
+    """Notes on one loader, torch's ``DataLoader`` or accelerate's version of one.
 
-    Its batch sampler tells the notes of every batch before that is fetched (see `replace_iter`).
+    Its batch sampler reports every batch before it is fetched (see `replace_iter`).
 
     Attributes:
-        can_skip: whether batches can be left out without reading them, which a stream does not allow.
+        can_skip: whether batches can be skipped without reading them, which a stream does not allow.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -66,7 +68,7 @@ class LoaderNotes:
         self._fetch: tuple[int, RngState] | None = None
         self._plan: dict[int, Callable[[], None]] = {}
         self._skip = 0
-        self._read = array("Q")  # for each batch a digest of the indices up to it; empty if they are not plain
+        self._read = array("Q")  # per batch a digest of the indices up to it, empty if they are not plain numbers
         self._expected: tuple[int, str] = 0, ""
         self._first: dict[str, Any] = {}  # see `_note_first`
         self._first_restored: dict[str, Any] = {}
@@ -83,18 +85,18 @@ class LoaderNotes:
             )
 
     def begin_epoch(self) -> None:
-        """Note the draws before an epoch; call it before the loader is iterated over."""
+        """Note the state before an epoch. Call it before iterating over the loader."""
         self._begin, self._order, self._order_restored = self._moment(), {}, {}
         self._fetch, self._plan, self._skip, self._expected = None, {}, 0, (0, "")
-        if self._workers and not is_iterated(self._loader):  # the run had started its workers before this epoch
+        if self._workers and not is_iterated(self._loader):  # the saved run had started its workers before this epoch
             self._order_restored = self._begin
             self._restore(self._workers)
 
     def state_dict(self, given: int | None) -> dict[str, Any]:
-        """The tensors and plain values that `resume` needs.
+        """Return the tensors and plain values that `resume` needs.
 
         Args:
-            given: batches of the epoch that were trained on; None between two epochs.
+            given: number of batches of the epoch that were trained on, or None between two epochs.
         """
         if given is None:
             sources = self._moment()["sources"]
@@ -111,9 +113,11 @@ class LoaderNotes:
         }
 
     def other_dataset(self, state: dict[str, Any]) -> str:
-        """An error message if the dataset is not the one of the state, or "" if it is, or cannot be compared."""
+        """Return an error message if the dataset differs from that of the state, or "" if it is equal or cannot be
+        compared.
+        """
         saved = state.get("dataset", "")
-        own = [", xxh3_128:" not in each for each in (saved, self._dataset)]  # a `fingerprint` that the user gave
+        own = [", xxh3_128:" not in each for each in (saved, self._dataset)]  # a user's own `fingerprint`
         if not (saved and self._dataset) or saved == self._dataset or own[0] != own[1]:
             return ""
         return (
@@ -123,19 +127,19 @@ class LoaderNotes:
         )
 
     def resume(self, state: dict[str, Any], given: int, go_on: Callable[[], None], *, skip: bool = False) -> None:
-        """Have the next iteration continue an epoch after ``given`` batches.
+        """Make the next iteration continue an epoch after ``given`` batches.
 
-        The generators of the process are those of the epoch's beginning from here on.
+        Sets the generators of the process to the start of the epoch.
 
         Args:
-            state: what `state_dict` returned.
-            given: batches of the epoch that were trained on.
+            state: result of `state_dict`.
+            given: number of batches of the epoch that were trained on.
             go_on: restores the generators of the process to the snapshot. It is called once, at the first batch that
-                was not fetched then, or by `settle`.
-            skip: leave out ``given`` batches here. Without it the host does, by reading on.
+                was not fetched before the snapshot, or by `settle`.
+            skip: whether to skip ``given`` batches here. Otherwise the host reads and drops them.
 
         Raises:
-            CheckpointMismatchError: a sampler has another kind of generator; while batches are read: the first
+            CheckpointMismatchError: a sampler has another kind of generator, or, while batches are read, the first
                 ``given`` batches have other indices than in the run.
         """
         self.restore_sources(state)
@@ -151,12 +155,12 @@ class LoaderNotes:
             self._plan = {first: go_on}
 
     def settle(self) -> None:
-        """Do what `resume` has planned and no batch has caused yet: the first batch is there."""
+        """Run the remaining actions of `resume`, after the first batch has arrived."""
         for number in sorted(self._plan):
             self._plan.pop(number)()
 
     def restore_sources(self, state: dict[str, Any]) -> None:
-        """Put back the generators and seeds of the samplers.
+        """Restore the generators and seeds of the samplers.
 
         Raises:
             CheckpointMismatchError: a sampler has another kind of generator.
@@ -169,7 +173,7 @@ class LoaderNotes:
     def _saved_sources(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         if "sources" in state:
             return state["sources"]
-        saved, none = iter(state["generators"]), torch.empty(0)  # an older version wrote the samplers' alone
+        saved, none = iter(state["generators"]), torch.empty(0)  # older versions saved only the samplers' generators
         found = [next(saved, none) if hasattr(each, "generator") else none for each in self._sources]
         return [{"generator": each} if len(each) else {} for each in found]
 
@@ -182,7 +186,7 @@ class LoaderNotes:
         restore_rng(moment["rng"])
 
     def _watch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of a sampler, with a note before each."""
+        """Yield the batches of a sampler with a note before each."""
         if self._order_restored:
             self._restore(self._order_restored)
         self._order, self._order_restored = self._order_restored or self._moment(), {}
@@ -206,7 +210,7 @@ class LoaderNotes:
         first, last, restored = _last_digest(self._read[:1]), self._first.get("digest"), self._first_restored
         changes = any(hasattr(source, "set_epoch") for source in self._sources)
         drawn = changes or not same_state(self._order, self._moment())
-        again = False if drawn else first == last if last else None  # None: drawn from nothing, and only seen once
+        again = False if drawn else first == last if last else None  # None: not random, but seen only once
         self._first, self._first_restored = {"digest": first, "again": again}, {}
         if restored.get("again") is not False and restored.get("digest", first) != first:
             if restored["again"]:
@@ -234,7 +238,7 @@ class LoaderNotes:
 
 
 def persistent_state(loader: Any) -> list[dict[str, Any]] | None:
-    """Generators and seeds of a loader's samplers, see `draws_of`. None if it has no persistent workers running."""
+    """Return `draws_of` of a loader's samplers, or None if it has no running persistent workers."""
     loader = getattr(loader, "base_dataloader", loader)
     if not isinstance(loader, DataLoader) or not is_iterated(loader):
         return None
@@ -242,10 +246,10 @@ def persistent_state(loader: Any) -> list[dict[str, Any]] | None:
 
 
 def restore_persistent(loader: Any, saved: list[dict[str, Any]]) -> None:
-    """Have a loader, not yet iterated over, go on as one whose persistent workers ran: `persistent_state` of that.
+    """Make a new loader continue like the one of `persistent_state`, whose persistent workers ran.
 
-    A loader draws a seed for its workers when they start. The run drew it before its snapshot, so a generator of its
-    own gives it here.
+    A loader draws a seed for its workers when they start. The run drew it before its snapshot, so a separate generator
+    provides it here.
     """
     loader = getattr(loader, "base_dataloader", loader)
     for source, draws in zip(_samplers(inner_sampler(loader)), saved, strict=False):
@@ -254,8 +258,8 @@ def restore_persistent(loader: Any, saved: list[dict[str, Any]]) -> None:
 
 
 def inner_sampler(source: Any) -> Any:
-    """The batch sampler, else the sampler, of a loader or of a sampler around another one; None if it has neither."""
-    found = getattr(source, "batch_sampler", None)  # (one of a stream has no truth value: it has no length)
+    """Return the batch sampler, else the sampler, of a loader or wrapping sampler. None if it has neither."""
+    found = getattr(source, "batch_sampler", None)  # `is None` below: the sampler of a stream has no truth value
     return getattr(source, "sampler", None) if found is None else found
 
 
@@ -272,7 +276,7 @@ def _streams(dataset: Any) -> Iterator[Any]:
 
 
 def _share(loader: Any) -> int:
-    """Batches of the sampler in one that is handed out: those of all ranks, where accelerate dispatches them."""
+    """Number of the sampler's batches per batch of the loader: those of all ranks if accelerate dispatches them."""
     return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 

@@ -1,7 +1,7 @@
-"""`TrainerRun`: one call of ``train`` of transformers' Trainer, snapshotted after its steps and resumed inside them.
+"""One call of ``train`` of transformers' Trainer, with snapshots after its steps.
 
-What is saved besides model, optimizer and schedule: what the Trainer has counted and logged, its callbacks, what a
-class of TRL's keeps between steps (samples that are trained on in several steps), and where in the data it is.
+Besides model, optimizer and schedule a snapshot holds the Trainer's counters and logs, its callbacks, the state that
+TRL's classes keep between steps (samples for several steps), and the place in the data.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ import torch
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..recover import RecoverConfig, RecoverHandler
+from ..utils.compat.trainer_private import evaluation_loaders, history_of, is_exportable, restore_history, restore_state
+from ..utils.compat.trl_private import forget_buffer, restore_kept
 from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import CheckpointMismatchError, DatasetMismatchError
 from ..utils.logging import get_logger
-from .compat.transformers_private import evaluation_loaders, history_of, is_exportable, restore_history, restore_state
-from .compat.trl_private import forget_buffer, restore_kept
 from .loader_notes import LoaderNotes, persistent_state, restore_persistent
 
 logger = get_logger(__name__)
@@ -26,17 +26,17 @@ _MAX_EPOCHS = 2**31
 
 
 class TrainerRun:
-    """What `compat.transformers_private.TrainerSeam` calls, in the order of its methods.
+    """Run of a Trainer. `holdfast.utils.compat.trainer_private.TrainerSeam` calls its methods in their order here.
 
     Args:
-        trainer: whose run.
+        trainer: trainer of the run.
         config: as for `RecoverHandler`.
-        kept: names of the trainer's attributes that are saved besides.
-        epochs_may_change: as for `RecoverHandler`; the place in the data is then the same part of the epoch.
+        kept: names of further attributes of the trainer to save.
+        epochs_may_change: as for `RecoverHandler`. The place in the data is then the same fraction of the epoch.
 
     Attributes:
-        is_resuming: a generation was restored, and its rest of an epoch has not begun.
-        is_over: the generation restored is of the end of the run.
+        is_resuming: whether a generation was restored and its epoch has not continued yet.
+        is_over: whether the restored generation is the end of the run.
     """
 
     def __init__(self, trainer: Any, config: RecoverConfig, kept: tuple[str, ...], epochs_may_change: bool) -> None:
@@ -51,7 +51,7 @@ class TrainerRun:
         self.is_resuming = self.is_over = False
 
     def open(self, steps_per_epoch: int, n_epochs: int) -> tuple[int, int] | None:
-        """Say where the loop goes on: the epoch, and batches of it that were trained on; None: the host's own way."""
+        """Return the epoch and the number of its batches to continue from, or None without a generation."""
         self._steps_per_epoch = steps_per_epoch
         trainer = self._trainer
         processor = trainer.processing_class if hasattr(trainer.processing_class, "tokenizer") else None
@@ -72,10 +72,10 @@ class TrainerRun:
         return place.epoch, step * trainer.args.gradient_accumulation_steps
 
     def restore(self, loader: Any) -> None:
-        """Restore the newest generation, if there is one; model, optimizer and schedule are there.
+        """Restore the newest generation, if any. Model, optimizer and schedule exist by now.
 
         Raises:
-            CheckpointMismatchError: it is not of a Trainer.
+            CheckpointMismatchError: a Trainer did not write the generation.
             Exception: as `RecoverHandler.load`.
         """
         self._notes = LoaderNotes(loader)
@@ -98,10 +98,9 @@ class TrainerRun:
             )  # fmt: skip
 
     def begin_epoch(self, epoch: int, trained: int, batches_per_epoch: int) -> bool:
-        """An epoch begins, or goes on after ``trained`` batches; whether in the middle of one, in the place restored.
+        """Begin an epoch, or continue it after ``trained`` batches. Return whether it continues in the middle.
 
-        Where it does the loader that the host makes next is to read the first ``trained`` batches over, and `settle`
-        is called when it has.
+        If it does, the next loader of the host must skip ``trained`` batches, and then call `settle`.
         """
         trainer, handler, notes = self._trainer, self._open_handler, self._notes
         assert notes is not None, "`restore` has made them"
@@ -125,14 +124,14 @@ class TrainerRun:
         return bool(trained)
 
     def settle(self) -> None:
-        """The first batches of an epoch that goes on are there."""
+        """Continue after the host has skipped the trained batches of an epoch."""
         assert self._notes is not None, "`begin_epoch` has used them"
         self._notes.settle()
 
     def step_trained(self) -> None:
-        """A step was trained, logged and evaluated: snapshot it if due.
+        """Save a snapshot if one is due, after a step was trained, logged and evaluated.
 
-        The last one of an epoch is not over yet: what is evaluated and saved at the end of an epoch comes after it.
+        The last step of an epoch is saved by `end_epoch`, after the evaluation at the end of the epoch.
         """
         step, control = self._step(), self._trainer.control
         ends = step.epoch_step == self._steps_per_epoch - 1 or control.should_epoch_stop or control.should_training_stop
@@ -140,12 +139,12 @@ class TrainerRun:
             self._dump(step)
 
     def begin_evaluation(self, name: str, loader: Any) -> None:
-        """``loader`` is about to be read for the evaluation dataset ``name``."""
+        """Restore the state of ``loader`` before it is read for the evaluation dataset ``name``."""
         if (saved := self._evaluated.pop(name, None)) is not None and persistent_state(loader) is None:
             restore_persistent(loader, saved)
 
     def end_epoch(self) -> None:
-        """An epoch is over, or the run in its middle."""
+        """Save a snapshot if one is due, after an epoch or when the run stops in its middle."""
         step, control = self._step(), self._trainer.control
         if step.global_step < 0:
             return
@@ -159,14 +158,14 @@ class TrainerRun:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """The end of ``train``, as that of the handler's own block."""
+        """Close the handler as its own block does."""
         if self._handler is not None:
             self._handler.__exit__(*raised)
 
     # What is saved
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the weights, the optimizer and the schedule; for `RecoverHandler.register`."""
+        """Return everything except weights, optimizer and schedule, for `RecoverHandler.register`."""
         trainer, notes = self._trainer, self._notes
         assert notes is not None, "a snapshot comes after `restore`"
         given = None if self._between_epochs else self._given()
@@ -181,7 +180,7 @@ class TrainerRun:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state. Most of its values are put back when the loop begins.
+        """Take a state. Most of its values are restored when the loop begins.
 
         Raises:
             DatasetMismatchError: the dataset has other samples, or the same in another order.
@@ -218,7 +217,7 @@ class TrainerRun:
         return trained
 
     def _cut(self) -> dict[str, int]:
-        """What decides which samples are in which batch of which rank."""
+        """Arguments that decide which samples are in which batch of which rank."""
         args = self._trainer.args
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
@@ -243,12 +242,12 @@ class TrainerRun:
         return self._handler
 
     def _step(self) -> StepInfo:
-        """The step trained last."""
+        """Step that was trained last."""
         last = self._trainer.state.global_step - 1
         return StepInfo(self._epoch, last - self._first_step, last, self._steps_per_epoch)
 
     def _given(self) -> int:
-        """Batches of this epoch that were trained on."""
+        """Number of batches of this epoch that were trained on."""
         steps = self._trainer.state.global_step - self._first_step
         return min(steps * self._trainer.args.gradient_accumulation_steps, self._batches_per_epoch)
 
@@ -259,7 +258,7 @@ class TrainerRun:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors, numbers, strings, lists and dicts of what a trainer keeps in other containers."""
+    """Convert the containers of a trainer's state to lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""Trainers of transformers and TRL that come back exactly: `recoverable`.
+"""Trainers of transformers and TRL that resume exactly.
 
-trainer = recoverable(GRPOTrainer)(recover=RecoverConfig(fileroot="runs", freq_steps=10), model=..., args=...)
-trainer.train()  # the same command again resumes
+Example:
+    >>> trainer = recoverable(GRPOTrainer)(recover=RecoverConfig(fileroot="runs", freq_steps=10), model=..., args=...)
+    >>> trainer.train()  # the same command resumes
 """
 
 from functools import cache
@@ -13,11 +14,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..engine.api import FinetuneSpec, Stateful
 from ..recover import RecoverConfig, RecoverHandler
+from ..utils.compat.trainer_private import TrainerSeam, is_exportable
+from ..utils.compat.trl_private import is_trls, kept_by
 from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
-from .compat.transformers_private import TrainerSeam, is_exportable
-from .compat.trl_private import is_trls, kept_by
 from .trainer_run import TrainerRun
 
 logger = get_logger(__name__)
@@ -26,7 +27,7 @@ T = TypeVar("T", bound=Trainer)
 
 
 class _Recoverable(TrainerSeam):
-    """What `recoverable` adds to a class of trainers."""
+    """Mixin that `recoverable` adds to a trainer class."""
 
     _holdfast_attributes: tuple[str, ...] | None = None
 
@@ -48,8 +49,10 @@ class _Recoverable(TrainerSeam):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As Trainer's own, from the newest generation of the run; from ``resume_from_checkpoint``, a checkpoint of
-        Trainer's own, only as long as there is none."""
+        """Train like Trainer, from the newest generation of the run.
+
+        ``resume_from_checkpoint``, a checkpoint of Trainer, is used only while there is no generation.
+        """
         if trial is not None:
             raise ConfigError("hyperparameter_search trains many runs, and a folder holds one: use a plain trainer")
         spec, group = FinetuneSpec(1, 1, 1), control_group()
@@ -68,20 +71,21 @@ class _Recoverable(TrainerSeam):
 
 @cache
 def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> type[T]:
-    """A subclass of a Trainer's class whose ``train`` snapshots, and resumes by itself when it is called again.
+    """Make a subclass of a Trainer whose ``train`` saves snapshots, and resumes when it is called again.
 
-    It takes what ``base`` takes, and by keyword ``recover``, a `RecoverConfig`, and ``epochs_may_change`` (False):
-    resume also where the batch size or the number of processes has changed an epoch's number of steps, at the same part
-    of the epoch, or with another dataset. That is not bit-identical.
+    The subclass takes the arguments of ``base`` and two keywords. ``recover`` is a `RecoverConfig`.
+    ``epochs_may_change`` (False) also resumes if another batch size, number of processes or dataset has changed the
+    steps per epoch. The run then continues at the same fraction of the epoch, not bit-identically.
 
     Args:
         base: ``Trainer``, ``SFTTrainer``, ``GRPOTrainer`` ..., or a subclass.
-        attributes: names of attributes of a subclass of your own that training changes, to be saved with every
-            generation: tensors, numbers, strings, lists and dicts. None: not known; () says that there are none.
+        attributes: names of attributes of your own subclass that training changes, to be saved with every generation.
+            They may hold tensors, numbers, strings, lists and dicts. () means none, None means unknown.
 
     Raises:
-        UnsupportedVersionError: the installed transformers or TRL lacks a method or attribute that this leans on.
-        ConfigError: when made: a combination that cannot be resumed exactly (see docs/integrations.md).
+        UnsupportedVersionError: the installed transformers or TRL lacks a method or attribute that is needed.
+        ConfigError: ``base`` is not a Trainer. Creating a trainer also raises it, for options that cannot be resumed
+            exactly (see docs/integrations.md).
     """
     if not issubclass(base, Trainer):
         raise ConfigError(f"{base!r} is not a Trainer of transformers; expected one, as GRPOTrainer or SFTTrainer")
@@ -90,10 +94,10 @@ def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> typ
 
 
 def gaps(trainer: Any, told: bool = False) -> list[str]:
-    """What of a trainer's run will not come back exactly, a sentence each.
+    """List what will not resume exactly in a trainer's run, one sentence each.
 
     Args:
-        trainer: of a class that `recoverable` made.
+        trainer: trainer of a class that `recoverable` made.
         told: whether its attributes were given.
     """
     found, args = [], trainer.args
@@ -172,7 +176,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _is_misplaced(trainer: Any) -> bool:
-    """Whether accelerate's `skip_first_batches` would find another place than that of the run."""
+    """Return whether accelerate's `skip_first_batches` would skip to another place than that of the run."""
     config = trainer.args.accelerator_config
     streams = not hasattr(trainer.train_dataset, "__len__")
     return bool(config.dispatch_batches and not config.split_batches and get_world_size() > 1 and not streams)

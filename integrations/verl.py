@@ -1,10 +1,10 @@
-"""verl's FSDP engine with Holdfast's checkpoints: importing this module in a worker is all it takes.
+"""verl's FSDP engine with Holdfast's checkpoints. Importing this module in a worker enables it.
 
     python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=holdfast.integrations.verl \\
         critic.model.external_lib=holdfast.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
 
-``external_lib`` is imported in every Ray worker; so is what ``VERL_USE_EXTERNAL_MODULES`` names, in every process.
-Under ``global_step_<N>/actor`` (and ``critic``) are then ``dcp``, which any number of ranks loads, and ``huggingface``.
+Every Ray worker imports ``external_lib``, and every process imports the modules in ``VERL_USE_EXTERNAL_MODULES``.
+``global_step_<N>/actor`` (and ``critic``) then hold ``dcp``, which any number of ranks can load, and ``huggingface``.
 """
 
 from functools import partial
@@ -18,11 +18,11 @@ from ..engine.dcp.save import save_dcp
 from ..engine.dcp.state import DCPState
 from ..engine.hf.export import save_hf
 from ..recover.host_engine import HostEngine
+from ..utils.compat.verl_private import BaseManager, tracker_of, use_manager
 from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
-from .compat.verl_private import BaseManager, tracker_of, use_manager
 from .verl_retention import DCP, place_of, retire
 
 logger = get_logger(__name__)
@@ -32,16 +32,17 @@ PROTOCOL = (
     "there at all, but a step is resumed only once the tracker names it, the tracker itself is written in place, and "
     "what a rollout has sampled is sampled again"
 )
-"""What the order of verl's trainer does not let a checkpoint manager promise."""
+"""Guarantees that a checkpoint manager cannot give, because of the order in which verl's trainer writes."""
 
 _HF = "huggingface"
 
 
 class HoldfastCheckpointManager(BaseManager):
-    """Saves and loads the model of one FSDP2 engine of verl, in the place of its ``FSDPCheckpointManager``.
+    """Checkpoint manager for one FSDP2 engine of verl, in place of its ``FSDPCheckpointManager``.
 
-    ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra`` (the schedule and the random
-    generators; with the optimizer only) and ``hf_model``. ``tokenizer`` is verl's older name of ``processing_class``.
+    ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra`` (schedule and random
+    generators, only together with the optimizer) and ``hf_model``. ``tokenizer`` is verl's older name of
+    ``processing_class``.
 
     Raises:
         ConfigError: the model is not sharded with FSDP2, or the contents cannot be saved.
@@ -78,13 +79,13 @@ class HoldfastCheckpointManager(BaseManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save to ``local_path``; what a save of the same step before left there is replaced once this one is complete.
+        """Save to ``local_path``. An earlier save of the same step is replaced when this one is complete.
 
-        Then older steps are removed: ``max_ckpt_to_keep`` stay, those of processes before this one included, and the
-        one that verl's tracker names, which moves only after this.
+        Then older steps are removed. ``max_ckpt_to_keep`` steps stay, including those of earlier processes, and the
+        step that verl's tracker names, which verl updates later.
 
         Raises:
-            CheckpointWriteError: a rank could not write; what was there is untouched.
+            CheckpointWriteError: a rank could not write. The old contents are untouched.
         """
         if local_path is None:
             return
@@ -95,18 +96,18 @@ class HoldfastCheckpointManager(BaseManager):
         rank_zero_decides(lambda: remove_folder(hf) if hf.exists() else None, self._group)
         if self.should_save_hf_model:
             save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
-        else:  # as verl does, for its merger
+        else:  # for verl's merger
             rank_zero_decides(partial(self._save_config, hf), self._group)
         rank_zero_decides(lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path)), self._group)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load what `save_checkpoint` saved at ``local_path``, by any number of ranks; every digest is compared first.
+        """Load a checkpoint of `save_checkpoint` on any number of ranks, after comparing every digest.
 
         Raises:
-            CheckpointNotFoundError: there is nothing, or what verl's own manager wrote.
-            CheckpointCorruptError, CheckpointMismatchError: see `load_dcp`; no parameter was changed.
+            CheckpointNotFoundError: nothing is there, or only files of verl's own manager.
+            CheckpointCorruptError, CheckpointMismatchError: as `load_dcp`. No parameter was changed.
         """
         if local_path is None:
             return
@@ -132,7 +133,7 @@ def _named_by_tracker(saved: Path) -> int | None:
     place = place_of(saved)
     try:
         return None if place is None else int(tracker_of(place[0]).read_text())
-    except (OSError, ValueError):  # none yet, or torn by a kill: then nothing is spared for its sake
+    except (OSError, ValueError):  # no tracker yet, or one torn by a kill
         return None
 
 

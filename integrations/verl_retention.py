@@ -1,4 +1,4 @@
-"""Which steps of a verl run stay: the folder is asked, not a list in memory, so that it holds after a restart too."""
+"""Retention of the steps of a verl run. It reads the folder and not a list in memory, so it holds after a restart."""
 
 import re
 from pathlib import Path
@@ -9,15 +9,16 @@ from ..utils.logging import get_logger
 logger = get_logger(__name__)
 
 DCP = "dcp"
-"""Folder of a role in which Holdfast keeps what it has written."""
+"""Name of the folder that Holdfast writes for each role."""
 
 _STEP = re.compile(r"global_step_(\d+)")
 
 
 def place_of(saved: Path) -> tuple[Path, int, str] | None:
-    """Root of the run, step and role of a folder that a trainer of verl's saves to; None: it is none.
+    """Return root, step and role of a folder that verl's trainer saves to, or None for other folders.
 
-    ``<root>/global_step_<N>/<role>`` of its PPO trainer, ``<root>/global_step_<N>`` of its SFT trainer: role "" there.
+    The PPO trainer saves to ``<root>/global_step_<N>/<role>``. The SFT trainer saves to ``<root>/global_step_<N>``,
+    with the role "".
     """
     for step, role in ((saved, ""), (saved.parent, saved.name)):
         if match := _STEP.fullmatch(step.name):
@@ -26,14 +27,14 @@ def place_of(saved: Path) -> tuple[Path, int, str] | None:
 
 
 def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
-    """Remove older steps of the role (``actor``, ``critic``) of the folder ``saved`` that Holdfast has written.
+    """Remove older steps of a role (``actor``, ``critic``) that Holdfast has written, and half-removed ones.
 
-    What cannot be removed is logged and left: the save was good. What a killed process left half removed goes too.
+    A folder that cannot be removed is logged, because the save has succeeded.
 
     Args:
-        saved: ``global_step_<N>/<role>``, or that of an SFT run, ``global_step_<N>``; complete.
-        n_keep: steps to keep, this one included; None or less than 1: all.
-        named: the step that verl's tracker names, which stays.
+        saved: complete folder ``global_step_<N>/<role>``, or ``global_step_<N>`` of an SFT run.
+        n_keep: number of steps to keep, including this one. None or less than 1 keeps all.
+        named: step that verl's tracker names, which stays.
     """
     place = place_of(saved)
     if not n_keep or n_keep < 1 or place is None:

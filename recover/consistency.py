@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..engine.dcp.fingerprint import combine_samples, sample_state
 from ..engine.dcp.state import DCPState
-from ..engine.tensors import by_clean_name
+from ..engine.memory.tensors import by_clean_name
 from ..utils.errors import CheckpointCorruptError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .info import EngineFacts

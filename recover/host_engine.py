@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..engine.compat.torch_private import without_compile
 from ..engine.dcp.state import DCPState, replicated
 from ..engine.hf.load import names_as_in
 from ..engine.lora.layers import adapted_layers, base_view, transformers_model
-from ..engine.model_folder import find_source_folder
-from ..engine.tensors import clean_name
+from ..engine.memory.tensors import clean_name
+from ..engine.model.model_folder import find_source_folder
+from ..utils.compat.torch_private import without_compile
 from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.logging import get_logger

@@ -15,7 +15,7 @@ from tests.limits import stretched
 ROOT = Path(__file__).parents[1]
 LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itself and those before it
 MAY_IMPORT_RAY = {
-    "engine/compat/ray_private.py",
+    "utils/compat/ray_private.py",
     "engine/workers/lease.py",
     "engine/workers/nodes.py",
     "engine/workers/placement.py",

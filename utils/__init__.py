@@ -1,6 +1,6 @@
-"""Small things the engine and recovery both need, none of which knows about training.
+"""Helpers that the engine and recovery share, none of which knows about training.
 
-Nothing is exported here: import from the modules, `from holdfast.utils.errors import HoldfastError`.
+The package exports nothing. Import from the modules, as in ``from holdfast.utils.errors import HoldfastError``.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""A folder that all ranks write and that becomes visible at once, complete and on stable storage, or not at all."""
+"""Folders that all ranks write and that become visible at once, complete and on stable storage, or not at all."""
 
 import os
 import re
@@ -20,19 +20,19 @@ from .write_errors import as_write_error
 def staged_folder(
     final: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replace: bool = False
 ) -> Iterator[Path]:
-    """Yield a hidden sibling of ``final`` to write into; rename it to ``final`` when every rank left the block well.
+    """Yield a hidden sibling of ``final`` to write into. Rename it to ``final`` after every rank has left the block.
 
-    Every rank of ``group`` enters. Each fsyncs the files it writes; the folders are fsynced here. When any rank fails,
-    all raise and the hidden folder is removed.
+    Every rank of ``group`` enters the block and fsyncs the files that it writes. The folders are fsynced here. If any
+    rank fails, all ranks raise and the hidden folder is removed.
 
     Args:
-        final: the folder that is to be.
-        group: the ranks.
-        replace: what is there already steps aside when the new folder is complete, and is removed after it. Who reads
-            at that moment finds the old folder, the new one, or for an instant none; never a mixture.
+        final: name of the finished folder.
+        group: ranks that write.
+        replace: allow ``final`` to exist. The old folder is renamed when the new one is complete, and removed
+            afterwards. A reader finds the old folder, the new one, or for an instant none, and never a mixture.
 
     Raises:
-        CheckpointExistsError: ``final`` exists and is no empty folder, without ``replace``.
+        CheckpointExistsError: ``final`` is not empty and ``replace`` is False.
         ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
@@ -48,10 +48,10 @@ def staged_folder(
 
 
 def open_staging(final: Path) -> Path:
-    """Make a hidden sibling of ``final`` to write into; removes those of killed writers of the same folder.
+    """Create a hidden sibling of ``final`` to write into, and remove those that killed writers of ``final`` left.
 
     Raises:
-        CheckpointExistsError: ``final`` exists and is no empty folder.
+        CheckpointExistsError: ``final`` exists and is not empty.
         ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
@@ -62,8 +62,7 @@ def open_staging(final: Path) -> Path:
 
 
 def _open_over(final: Path) -> Path:
-    """`open_staging` where ``final`` may exist. What a writer that was killed between its two renames had put aside is
-    put back first."""
+    """Open a staging folder where ``final`` may exist, after undoing the replacement of a writer that was killed."""
     with as_write_error(final):
         if os.path.lexists(_aside(final)):
             _put_back(final)
@@ -106,7 +105,7 @@ def _aside(final: Path) -> Path:
 
 
 def _put_back(final: Path) -> None:
-    """Undo a replacement that was not finished; of one that was, remove the rest."""
+    """Undo an unfinished replacement, or remove the old folder after a finished one."""
     if os.path.lexists(final):
         remove_or_log(_aside(final))
     else:

@@ -1,7 +1,7 @@
-"""A YAML file plus ``key=value`` overrides become a dataclass, or one error that names the key.
+"""Dataclasses from a YAML file with ``key=value`` overrides, or one error that names the key.
 
-OmegaConf does the merging and the type checks; the dataclasses check values in ``__post_init__``. A bad
-configuration therefore fails before any process starts.
+OmegaConf merges and checks types. The dataclasses check values in ``__post_init__``, so that a bad configuration fails
+before any process starts.
 """
 
 import os
@@ -27,13 +27,16 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
     """Read an instance of the dataclass ``cls``.
 
     Args:
-        cls: dataclass of the configuration; nested dataclasses are sections.
+        cls: dataclass of the configuration. Nested dataclasses are sections.
         path: YAML file, or None for the defaults.
         overrides: ``section.key=value`` strings that win over the file.
 
     Raises:
-        ConfigError: the file does not exist or is not YAML, a key is unknown, a value has the wrong type or is
-            missing, or a ``__post_init__`` refused it. The message names the key.
+        ConfigError: the file does not exist or is not YAML, a key is unknown, a value is missing or has the wrong type,
+            or a ``__post_init__`` refused it. The message names the key.
+
+    Example:
+        >>> load_config(TrainEngineConfig, "train.yaml", ["optimizer.lr=1e-6"])
     """
     source = f"{path}" if path is not None else f"the defaults of {cls.__name__}"
     source = f"{source} with overrides {list(overrides)}" if overrides else source
@@ -41,11 +44,12 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
 
 
 def read_yaml(path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str) -> DictConfig:
-    """The keys of a file, and the ``section.key=value`` overrides that win over them; nothing is interpolated yet.
+    """Read the keys of a file and merge the ``section.key=value`` overrides into them, without resolving
+    interpolations.
 
     Raises:
         ConfigError: the file does not exist or is not YAML with a mapping of keys, or an override is malformed. The
-            message names ``source``, but for a file or an override that it quotes.
+            message names ``source``, or quotes the file or override.
     """
     with _as_config_error(source):
         loaded: Any = OmegaConf.create()
@@ -64,10 +68,10 @@ def read_yaml(path: str | os.PathLike[str] | None, overrides: Sequence[str], sou
 
 
 def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str) -> T:
-    """An instance of the dataclass ``cls`` with these keys.
+    """Build an instance of the dataclass ``cls`` from ``keys``.
 
     Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is missing, or a ``__post_init__`` refused it. The
+        ConfigError: a key is unknown, a value is missing or has the wrong type, or a ``__post_init__`` refused it. The
             message names the key and ``source``.
     """
     with _as_config_error(source):
@@ -75,7 +79,7 @@ def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str
 
 
 def resolve(config: DictConfig | ListConfig, source: str) -> Any:
-    """Plain dicts and lists, interpolations resolved.
+    """Convert to plain dicts and lists, with interpolations resolved.
 
     Raises:
         ConfigError: an interpolation leads nowhere, or a value is missing (``???``). The message names the key.
@@ -97,19 +101,19 @@ def _as_config_error(source: str) -> Iterator[None]:
 
 
 def _refuse_base_60(text: str) -> None:
-    """YAML 1.1 reads ``1:00:30:00`` as a number in base 60: 217800, where a duration in days is 88200 s."""
+    """Refuse ``1:00:30:00``, which YAML 1.1 reads as the base-60 number 217800."""
     for event in yaml.parse(text):
         if isinstance(event, ScalarEvent) and event.implicit[0] and _BASE_60.fullmatch(event.value):
             raise ConfigError(f"{event.value} is a number in base 60 to YAML; put it in quotes: '{event.value}'")
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``choices``; for use in ``__post_init__``."""
+    """Raise ConfigError unless ``value`` is one of ``choices``. For use in ``__post_init__``."""
     if value not in choices:
         raise ConfigError(f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def require_range(key: str, value: float | None, *, low: float, high: float = float("inf")) -> None:
-    """Raise ConfigError unless ``value`` is None or within ``[low, high]``; for use in ``__post_init__``."""
+    """Raise ConfigError unless ``value`` is None or within ``[low, high]``. For use in ``__post_init__``."""
     if value is not None and not low <= value <= high:
         raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")

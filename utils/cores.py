@@ -1,22 +1,22 @@
-"""How many threads this process should read files with."""
+"""Number of threads with which a process should read files."""
 
 import os
 
 MOST = 8
-"""Threads that read one file: more of them are no faster, from the page cache or from a disk."""
+"""Limit of the threads that read one file. More are no faster, neither from the page cache nor from a disk."""
 
 
 def reading_threads() -> int:
-    """This rank's share of the cores: 1 to `MOST`.
+    """Return this rank's share of the host's cores, from 1 to `MOST`.
 
-    The ranks of a host share the cores that a process may run on. A process that may run on fewer than its parent has
-    a share already, which its launcher gave it (``torchrun --numa-binding``, ``taskset``).
+    The ranks of a host share the cores that a process may run on. If this process may run on fewer cores than its
+    parent, its launcher has already given it a share (``torchrun --numa-binding``, ``taskset``).
 
-    Not ``torch.get_num_threads()``, which torchrun and Ray set to 1 for a rank, so that what it computes disturbs no
-    other: threads that read spend their time in the kernel. Ranks that no launcher has counted by host
-    (``LOCAL_WORLD_SIZE``) may all be on this one.
+    ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks' computations do not disturb
+    each other, but reading threads spend their time in the kernel. Without ``LOCAL_WORLD_SIZE`` all ranks are assumed
+    to be on this host.
     """
-    from .distributed import get_world_size  # with torch, which a command that reads files does without
+    from .distributed import get_world_size  # imports torch, which commands that only read files do not need
 
     cores = os.sched_getaffinity(0)
     has_share = cores < os.sched_getaffinity(os.getppid())

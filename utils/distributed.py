@@ -1,11 +1,11 @@
-"""Agreement between ranks: everybody succeeded, or everybody raises; rank zero decides, all follow.
+"""Agreement between ranks: all succeed or all raise, and rank 0 decides for all.
 
-Every function takes a process group (``None`` is the default group) and also works in a process that never
-initialised torch.distributed, as a world of one. As long as nothing fails, agreement is one collective of a few
-numbers (`gather_numbers`); objects travel only when there is something to tell. They travel pickled, but only between
-live ranks of one job; nothing here ever reads a file. All of it goes over gloo: where the group has NCCL alone, over a
-`control_group` of the same ranks. Waits are bounded by the timeout of the group, over a `control_group` by
-torch's default.
+Every function takes a process group (``None`` is the default group). Without torch.distributed the process is a world
+of one. While nothing fails, an agreement costs one collective of a few numbers (`gather_numbers`). Objects travel only
+if there is something to report. They are pickled, but only between live ranks of one job, never from a file.
+
+All communication uses gloo, through a `control_group` of the same ranks if the group only has NCCL. Waits are bounded
+by the timeout of the group, or by torch's default over a `control_group`.
 """
 
 import pickle
@@ -30,42 +30,42 @@ from .threads import on_daemon_thread
 T = TypeVar("T")
 
 WORD_EVERY_S = 1.0
-"""How often ranks that wait for something slow hear that it is under way."""
+"""Seconds between the messages that tell waiting ranks that slow work still runs."""
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``; 0 without torch.distributed.
+    """Return this process's rank in ``group``, or 0 without torch.distributed.
 
     Raises:
-        ValueError: ``group`` is gone: a rank that took itself for the only one would go on without the others.
+        ValueError: ``group`` was destroyed. Returning 0 would let this rank go on without the others.
     """
     return dist.get_rank(group) if group is not None or dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in ``group``; 1 without torch.distributed. Raises as `get_rank` does."""
+    """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank` does."""
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
 def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The ranks of ``group`` in the default group, in order; ``[0]`` without torch.distributed."""
+    """Return the global ranks of ``group`` in order, or ``[0]`` without torch.distributed."""
     return dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
 
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _control_groups = weakref.WeakKeyDictionary()
-"""Group without CPU tensors -> its `control_group`; both live as long as torch.distributed holds them."""
+"""Maps a group without CPU tensors to its `control_group`. torch.distributed owns both."""
 
 
 def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """``group``, if CPU tensors can travel over it; else a gloo group of the same ranks.
+    """Return ``group`` if CPU tensors can travel over it, else a gloo group of the same ranks.
 
-    That is made by the first call, which is a collective of ``group``, and goes when the default group is destroyed.
-    Objects that travel over NCCL take a detour through the GPU and wait for what it computes; CPU tensors cannot.
+    The first call for a group creates the gloo group and is a collective of ``group``. It lives until the default group
+    is destroyed. Objects sent over NCCL would pass through the GPU and wait for its computations. CPU tensors do not.
     """
     if get_world_size(group) == 1:
         return group
-    for needed in (None, group):  # ValueError, if it is gone; below that would be a TypeError
+    for needed in (None, group):  # raises ValueError if the group was destroyed; below it would be a TypeError
         dist.get_backend(needed)
     if "cpu:" in dist.get_backend_config(group):
         return group
@@ -80,9 +80,10 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
 
 
 def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks for another thread, whose collectives must not interleave with those of training.
+    """Create a gloo group of the same ranks for another thread, so that its collectives do not mix with those of
+    training.
 
-    Collective over ``group``; None without torch.distributed. Without ``timeout_s`` torch's default counts.
+    Collective over ``group``. Returns None without torch.distributed. ``timeout_s`` None means torch's default.
     """
     if not dist.is_initialized():
         return None
@@ -97,18 +98,18 @@ def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | Non
 
 
 def drop_group(group: dist.ProcessGroup | None) -> None:
-    """Leave a group that `new_background_group` made, unless it went with the default group that it was made in."""
+    """Destroy a group of `new_background_group`, unless it was destroyed together with the default group."""
     if group is not None and dist.is_initialized():
         with suppress(ValueError):
             dist.destroy_process_group(group)
 
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
-    """Every rank's ``numbers``, in rank order, on every rank: one collective of a small tensor.
+    """Gather the ``numbers`` of all ranks in rank order, in one collective of a small tensor.
 
     Args:
-        numbers: as many on every rank. They travel as float64: integers are exact up to 2**53.
-        group: the ranks.
+        numbers: the same count on every rank. They travel as float64, so integers are exact up to 2**53.
+        group: ranks that take part.
     """
     if get_world_size(group) == 1:
         return [[float(number) for number in numbers]]
@@ -119,31 +120,31 @@ def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = N
 
 
 def reduce_flags(flags: int, group: dist.ProcessGroup | None = None) -> int:
-    """Bitwise OR of the ``flags`` (below 2**53) of all ranks, on every rank; one `gather_numbers`."""
+    """Return the bitwise OR of the ``flags`` (below 2**53) of all ranks. Costs one `gather_numbers`."""
     return reduce(or_, (int(theirs) for (theirs,) in gather_numbers([flags], group)))
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is set on any rank; the same on every rank."""
+    """Return whether ``flag`` is set on any rank. The result is the same on every rank."""
     return bool(reduce_flags(flag, group))
 
 
 def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is set on every rank; the same on every rank."""
+    """Return whether ``flag`` is set on every rank. The result is the same on every rank."""
     return not any_rank(not flag, group)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank. Each is pickled once and read once per rank.
+    """Gather ``value`` from every rank, in rank order. Each is pickled once and unpickled once per rank.
 
     Raises:
-        PeerError: the value of any rank cannot be pickled, or read back; on all ranks.
+        PeerError: the value of any rank cannot be pickled or unpickled. Raised on all ranks.
     """
     if get_world_size(group) == 1:
         return [value]
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # whatever its own code raises: the peers wait in the collective
+    except Exception as error:  # user code may raise anything, and the peers wait in the collective
         data = pickle.dumps(_Unsent(_why_unsent(error)))
     gathered = [_unpickled(data) for data in _gather_bytes(data, group)]
     if unsent := {rank: f"it {found.reason}" for rank, found in enumerate(gathered) if isinstance(found, _Unsent)}:
@@ -153,7 +154,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Takes the place of a value that could not be sent."""
+    """Replaces a value that could not be sent."""
 
     reason: str
 
@@ -176,12 +177,12 @@ def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryvi
 
 @contextmanager
 def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block on all ranks; when it fails on one, it fails on all.
+    """Run a block on all ranks. If it fails on one rank, it fails on all.
 
-    The rank that failed raises its own error, the others a `PeerError` that names it. Whether only writing failed (see
-    `is_write_failure`) is the same on all ranks: a rank that could not write, while another failed for another reason,
-    raises a `PeerError` about that one. The block itself must not leave a collective half-done: a rank that fails skips
-    the rest of it while its peers go on.
+    A rank that failed raises its own error. The other ranks raise a `PeerError` that names it. The result of
+    `is_write_failure` is the same on all ranks: if one rank could not write and another failed for another reason, the
+    first raises a `PeerError` about the second. The block must not leave a collective half-done, because a rank that
+    fails skips the rest of the block while its peers go on.
     """
     error: Exception | None = None
     try:
@@ -194,15 +195,16 @@ def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iter
 def gather_numbers_of(
     what: str, compute: Callable[[], Sequence[float]], count: int, group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
-    """`gather_numbers` of what ``compute`` returns; when it fails on one rank, all raise as in `all_ranks_succeed`.
+    """Gather the numbers that ``compute`` returns on each rank. If it fails on one rank, all raise as in
+    `all_ranks_succeed`.
 
-    Whether any rank has failed and the numbers travel in one collective.
+    Failures and numbers travel in one collective.
 
     Args:
-        what: the step, in a `PeerError`.
+        what: name of the step in a `PeerError`.
         compute: must not leave a collective half-done.
         count: how many numbers ``compute`` returns.
-        group: the ranks.
+        group: ranks that take part.
     """
     numbers, error = [0.0] * count, None
     try:
@@ -213,7 +215,7 @@ def gather_numbers_of(
 
 
 def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None) -> int:
-    """`reduce_flags` of what ``compute`` returns, with the errors of `gather_numbers_of`, in one collective."""
+    """Reduce the flags that ``compute`` returns, with the errors of `gather_numbers_of`, in one collective."""
     rows = gather_numbers_of(what, lambda: [compute()], 1, group)
     return reduce(or_, (int(theirs) for (theirs,) in rows))
 
@@ -221,7 +223,7 @@ def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGr
 def _gather_unless_failed(
     what: str, error: Exception | None, numbers: Sequence[float], group: dist.ProcessGroup | None
 ) -> list[list[float]]:
-    """`gather_numbers`, with a flag for whether this rank has failed; when any has, they tell what, and all raise."""
+    """Gather numbers and failures in one collective. If any rank failed, gather the errors, and all ranks raise."""
     rows = gather_numbers([error is not None, *numbers], group)
     if not any(failed for failed, *_ in rows):
         return [theirs for _, *theirs in rows]
@@ -234,12 +236,11 @@ def _gather_unless_failed(
 
 
 def all_ranks_succeed_slowly(what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run ``work`` on every rank, however long that takes on any; when it fails on one, it fails on all.
+    """Run ``work`` on every rank, however long it takes. If it fails on one rank, it fails on all.
 
-    As `all_ranks_succeed`, for work that may take longer than the timeout of ``group``, which must be above
-    `WORD_EVERY_S`, and that is no collective. It runs on a thread that does not keep the process from ending, while the
-    ranks tell each other every so often that they are not done; all of them `beat` then. A world of one works where it
-    is, so that an interrupt ends it.
+    Like `all_ranks_succeed`, for work without collectives that may take longer than the timeout of ``group`` (which
+    must be above `WORD_EVERY_S`). The work runs on a daemon thread. Meanwhile the ranks tell each other that they still
+    wait, and call `beat`. With one rank the work runs on the calling thread, so that Ctrl-C ends it.
     """
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
@@ -253,7 +254,7 @@ def all_ranks_succeed_slowly(what: str, work: Callable[[], object], group: dist.
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Whether ``error`` says that a checkpoint could not be written, here or on other ranks, and nothing else."""
+    """Return whether ``error`` only means that a checkpoint could not be written, here or on other ranks."""
     if isinstance(error, PeerError):
         return error.types == {CheckpointWriteError.__name__}
     return isinstance(error, CheckpointWriteError)
@@ -263,16 +264,16 @@ _WRITE_FAILURE = f"{CheckpointWriteError.__name__}:"
 
 
 def _report(error: Exception) -> str:
-    """What the other ranks are told. A `PeerError` of nothing but failures to write counts as one in an outer group."""
+    """Describe an error for the other ranks. A `PeerError` that holds only write failures counts as a write failure."""
     kind = CheckpointWriteError if is_write_failure(error) else type(error)
     return f"{kind.__name__}: {error}"
 
 
 def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``decide`` on rank 0 of ``group`` and return its result, or raise its error, on every rank.
+    """Call ``decide`` on rank 0 of ``group``, and return its result or raise its error on every rank.
 
     Raises:
-        PeerError: the result cannot be pickled, or the error cannot; on all ranks.
+        PeerError: the result or the error cannot be pickled. Raised on all ranks.
     """
     if get_world_size(group) == 1:
         return decide()
@@ -298,10 +299,10 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
 
 
 def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`rank_zero_decides` for what may take longer than the timeout of ``group``, which must be above `WORD_EVERY_S`.
+    """Like `rank_zero_decides`, for decisions that may take longer than the timeout of ``group``.
 
-    Rank 0 works on a thread of its own and tells the others, every so often, to go on waiting; all of them `beat` then.
-    The thread does not keep the process from ending. A world of one works where it is, so that an interrupt ends it.
+    The timeout must be above `WORD_EVERY_S`. Rank 0 works on a daemon thread and tells the others to go on waiting. All
+    ranks call `beat` meanwhile. With one rank the decision runs on the calling thread, so that Ctrl-C ends it.
     """
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
@@ -316,9 +317,9 @@ _DECISION = "the decision of rank 0"
 
 
 def _pickled(value: object) -> bytes | str:
-    """``value`` as bytes that other ranks can read, or why there are none, in words.
+    """Pickle ``value``, or return the reason why the other ranks cannot read it.
 
-    Whatever its own code may raise: a rank that left the collective for that would leave the others in it.
+    Catches every error of user code, because a rank that left the collective would leave the others waiting in it.
     """
     try:
         data = pickle.dumps(value)

@@ -1,82 +1,84 @@
-"""Every error Holdfast raises on purpose: one tree, each leaf also a builtin, all picklable.
+"""All errors that Holdfast raises on purpose. Each is a `HoldfastError` and also a builtin error.
 
-Callers catch ``HoldfastError`` for anything of ours, or the builtin they would have caught anyway
-(``except FileNotFoundError``). All of them survive pickling, because Ray carries them from worker to
-driver. A message says what was found, what was expected, and what to do.
+Callers catch `HoldfastError`, or the builtin that they would have caught anyway (``except FileNotFoundError``). All can
+be pickled, because Ray carries them from worker to driver. A message says what was found, what was expected, and what
+to do.
 """
 
 from collections.abc import Mapping, Sequence
 
 
 class HoldfastError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(HoldfastError, ValueError):
-    """A configuration key or value that cannot be used; the message names the key."""
+    """A configuration key or value cannot be used. The message names the key."""
 
 
 class UnsupportedVersionError(HoldfastError, ImportError):
-    """A library is installed in a version that Holdfast does not work with."""
+    """The installed version of a library does not work with Holdfast."""
 
 
 class BatchError(HoldfastError, ValueError):
-    """A batch whose keys, shapes or contents cannot be trained on."""
+    """A batch has keys, shapes or contents that cannot be trained on."""
 
 
 class DatasetMismatchError(HoldfastError, ValueError):
-    """A data cursor was given to a dataset other than the one it was saved for."""
+    """A data position was given to another dataset than the one it was saved for."""
 
 
 class CheckpointError(HoldfastError):
-    """Anything wrong with a checkpoint; the subclasses say what."""
+    """Base class of errors of checkpoints."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """No checkpoint exists at the given place."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A save would have written over something that exists."""
+    """A save would have overwritten something that exists."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """Files are missing, short, or not the bytes that were committed."""
+    """Files are missing or short, or their bytes are not those that were committed."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A sound checkpoint, but not of this model: other keys, shapes or dtypes."""
+    """The checkpoint is sound, but belongs to another model: its keys, shapes or dtypes differ."""
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint could not be written; nothing became visible and nothing older was touched."""
+    """A checkpoint could not be written. Nothing became visible and no older checkpoint was touched."""
 
 
 class TornSnapshotError(CheckpointWriteError):
-    """Tensors were changed while they were copied for a snapshot; it was not committed."""
+    """Tensors were changed while a snapshot copied them. The snapshot was not committed."""
 
 
 class MirrorError(CheckpointError, OSError):
-    """The mirror could not be reached, or refused, as often as it was tried; what is there may be sound."""
+    """Every attempt to use the mirror failed. Its contents may be sound."""
 
 
 class StaleSnapshotError(CheckpointError, RuntimeError):
-    """A snapshot holds the values of the one before, although the optimizer stepped since; it was not committed."""
+    """A snapshot equals the previous one, although the optimizer has stepped since. It was not committed."""
 
 
 class FolderInUseError(HoldfastError, RuntimeError):
-    """Another job holds the lock of the run's folder; the message names its host, pid and start."""
+    """Another job holds the lock of the run's folder. The message names its host, pid and start time."""
 
 
 class ServerError(HoldfastError, RuntimeError):
-    """An inference server could not be reached, refused, or did not answer as expected; another one may."""
+    """An inference server could not be reached, refused a request, or gave an unexpected answer. Another server may
+    work.
+    """
 
 
 class BusyServerError(ServerError):
     """A server takes no more requests for now.
 
     Attributes:
-        retry_after_s: when it may be asked again.
+        retry_after_s: seconds after which the server may be asked again.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -88,15 +90,15 @@ class BusyServerError(ServerError):
 
 
 class PublishError(ServerError):
-    """A server did not confirm the weight version it was told to serve."""
+    """A server did not confirm the weight version that it should serve."""
 
 
 class UnreachableServerError(PublishError):
-    """A server does not answer: it, or the network, is down or restarting. Its weights are unknown."""
+    """A server does not answer. The server or the network is down or restarting, and its weights are unknown."""
 
 
 class NoServerError(UnreachableServerError):
-    """No connection to a server could be made, so nothing was sent: it is down or restarting."""
+    """No connection to a server could be made, so nothing was sent. The server is down or restarting."""
 
 
 class SlowServerError(PublishError):
@@ -104,37 +106,35 @@ class SlowServerError(PublishError):
 
 
 class PoisonedServerError(PublishError):
-    """A load failed, so that the weights of the server are in pieces. It is paused, and must not be resumed before a
-    load has succeeded."""
+    """A load failed half-way, so the server holds parts of two versions. It is paused until a load succeeds."""
 
 
 class WrongContentError(PublishError):
-    """A server says that it serves a version, but its answers are those of other weights. It was paused again, or the
-    adapters were unloaded again."""
+    """A server reports the new version but answers with other weights. It was paused, or its adapters were unloaded."""
 
 
 class PromptError(HoldfastError, ValueError):
-    """A prompt that an inference server cannot complete, or would die of; it was not sent."""
+    """A prompt was not sent, because the inference server could not complete it or would crash."""
 
 
 class RolloutError(HoldfastError, RuntimeError):
-    """A ticket cannot be finished; the message names it, its sample of the dataset, and the last cause."""
+    """A ticket cannot be finished. The message names it, its dataset sample and the last cause."""
 
 
 class RolloutTimeout(RolloutError, TimeoutError):
-    """The tickets of a step were not finished in time; the message says which."""
+    """The tickets of a step were not finished in time. The message lists them."""
 
 
 class CallLost(HoldfastError, RuntimeError):
-    """A call in a `CallPool` hung, or ended its process, as often as it was tried."""
+    """A call in a `CallPool` hung or ended its process at every attempt."""
 
 
 class PeerError(HoldfastError, RuntimeError):
-    """This rank is well, but others failed in the same collective step.
+    """Other ranks failed in the same collective step. This rank did not.
 
     Attributes:
-        what: the step that failed.
-        errors: rank -> "Type: message" of every rank that failed.
+        what: name of the step that failed.
+        errors: maps each rank that failed to "Type: message".
     """
 
     def __init__(self, what: str, errors: Mapping[int, str]) -> None:
@@ -152,12 +152,12 @@ class PeerError(HoldfastError, RuntimeError):
 
 
 class WorkerLost(HoldfastError, RuntimeError):
-    """Worker processes died (or stopped answering); the work can be tried again, the code is not to blame.
+    """Worker processes died or stopped answering. The work can be tried again, because the code is not the cause.
 
     Attributes:
         group: name of the worker group.
-        ranks: the ranks that were lost, ascending.
-        cause: what was seen of their end.
+        ranks: lost ranks, ascending.
+        cause: what was observed when they were lost.
     """
 
     def __init__(self, group: str, ranks: Sequence[int], cause: str) -> None:
@@ -169,35 +169,35 @@ class WorkerLost(HoldfastError, RuntimeError):
 
 
 class ResourcesUnavailable(HoldfastError, TimeoutError):
-    """The cluster did not have the resources of a worker group in time; checkpoints are intact."""
+    """The cluster did not have the resources of a worker group in time. Checkpoints are intact."""
 
 
 class ClusterLost(HoldfastError, ConnectionError):
-    """Ray's control process is gone, or another one is in its place: nothing can be started; checkpoints are intact."""
+    """Ray's control process is gone or was replaced, so nothing can be started. Checkpoints are intact."""
 
 
 class RetriesExhausted(HoldfastError, RuntimeError):
-    """Workers were lost more often than the supervisor may retry; the last loss is the ``__cause__``."""
+    """Workers were lost more often than the supervisor may retry. The last loss is the ``__cause__``."""
 
 
 class AttemptEnded(BaseException):
     """A job asks its supervisor for another attempt (`Attempt.start_again`).
 
-    Not an error, so not part of the tree: nothing that handles errors should swallow it.
+    It is not a `HoldfastError`, because code that handles errors must not swallow it.
     """
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop, has snapshotted, and leaves with `EXIT_CODE`; start the same command again.
+    """The run was asked to stop, has saved a snapshot, and exits with `EXIT_CODE`. The same command resumes it.
 
-    Not an error, so not part of the tree: nothing that handles errors should swallow it.
+    It is not a `HoldfastError`, because code that handles errors must not swallow it.
 
     Attributes:
-        reason: what asked for it.
+        reason: who or what asked for the stop.
     """
 
     EXIT_CODE = 75
-    """sysexits(3) EX_TEMPFAIL: a temporary failure, the user is invited to try again."""
+    """EX_TEMPFAIL of sysexits(3): a temporary failure after which the user may try again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(self.EXIT_CODE)

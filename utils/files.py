@@ -1,7 +1,7 @@
-"""Durable files on a local (or NFS) folder: fsync, atomic replace, digests, free space, and staged folders.
+"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space and staged folders.
 
-POSIX makes a rename atomic but not durable: the data, the file's name and the renamed folder each need
-an fsync of their own, in that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
+POSIX makes a rename atomic but not durable. The data, the file's name and the renamed folder each need an fsync, in
+that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .mapped import map_window
 logger = get_logger(__name__)
 
 _WINDOW_BYTES = 16 << 20
-_READ_BYTES = 2 << 20  # into memory that stays in the cache: half the time of fresh memory
+_READ_BYTES = 2 << 20  # a buffer that stays in the cache halves the time of fresh memory
 _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
@@ -38,9 +38,9 @@ if _sync_file_range is not None:
 
 
 def start_writeback(fd: int, start: int, n_bytes: int) -> None:
-    """Have the disk begin with ``n_bytes`` of a file from ``start`` on, so that fsync has less to wait for.
+    """Ask the disk to start writing ``n_bytes`` of a file from ``start`` on, so that a later fsync is short.
 
-    Only a hint: it waits for nothing, and fsync reports errors. Does nothing without ``sync_file_range`` (Linux).
+    This is only a hint that waits for nothing. Does nothing without ``sync_file_range`` (Linux).
     """
     if _sync_file_range is not None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
@@ -65,13 +65,13 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
 
 
 def make_durably(folder: str | os.PathLike[str]) -> None:
-    """Make a folder and its parents, the name of each on stable storage.
+    """Create a folder and its parents, with each name on stable storage.
 
-    A folder that is there already may be one whose maker was killed before its fsync: the next one up is synced again.
+    The parent of an existing folder is synced too, because its creator may have been killed before the fsync.
     """
     folder = Path(folder)
     if folder.is_dir():
-        with contextlib.suppress(PermissionError):  # who may not look into a folder has not made one in it either
+        with contextlib.suppress(PermissionError):  # a user who cannot read the parent did not create the folder
             fsync_dir(folder.parent)
         return
     make_durably(folder.parent)
@@ -80,28 +80,28 @@ def make_durably(folder: str | os.PathLike[str]) -> None:
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Fsync every folder below and including ``path``, deepest first; files are their writers' business."""
+    """Fsync ``path`` and every folder below it, deepest first. Files are synced by their writers."""
     for folder, _, _ in os.walk(path, topdown=False, onerror=_raise):
         fsync_dir(folder)
 
 
 class DurableFile:
-    """A new file, written from start to end, that is on stable storage once it is closed. The caller fsyncs the folder.
+    """New file, written from start to end, that is on stable storage after `close`. The caller fsyncs the folder.
 
-    The digest is taken of what is handed over, not of what can be read back: what rots on the way to the disk is found
-    too. It costs one pass over bytes that are in the cache anyway (xxh3 runs at memory speed). The kernel is asked to
-    begin with what was written before there is much of it, so that the disk works meanwhile and the fsync is short.
+    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. It costs one pass
+    over bytes that are in the cache anyway. The kernel is asked to start writing early, so that the fsync is short.
 
-    As a context manager it is closed when the block ends; a block that raises leaves the file as it is, to be removed.
+    As a context manager it closes the file at the end of the block. If the block raises, the unfinished file stays for
+    the caller to remove.
 
     Args:
         path: must not exist.
 
     Attributes:
-        bytes: how many were written.
+        bytes: number of bytes written.
 
     Raises:
-        FileExistsError: ``path`` exists; nothing is ever written over.
+        FileExistsError: ``path`` exists. Nothing is ever overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -113,11 +113,11 @@ class DurableFile:
 
     @property
     def digest(self) -> str:
-        """Of everything written so far, as `file_digest` gives it."""
+        """Digest of all bytes written so far, in the form of `file_digest`."""
         return digest_name(self._digest)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append ``data``, all of it; the number of its bytes."""
+        """Append all of ``data``, and return its number of bytes."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._digest.update(view)
@@ -125,10 +125,10 @@ class DurableFile:
         return len(view)
 
     def write_views(self, views: Iterable[bytes | memoryview]) -> None:
-        """Append all of ``views``, whose bytes may not change before this returns.
+        """Append all ``views``, whose bytes must not change before this returns.
 
-        They are handed to the system as they lie, in writes that end at multiples of `_BLOCK_BYTES` wherever the views
-        do: so the page cache keeps the file in large pages, and a digest of it takes two thirds of the time later.
+        The views are passed to the system without a copy. Writes end at multiples of `_BLOCK_BYTES`, so that the page
+        cache keeps the file in large pages and a later digest takes two thirds of the time.
         """
         self._file.flush()
         pending: list[memoryview] = []
@@ -165,19 +165,19 @@ class DurableFile:
         beat()
 
     def tell(self) -> int:
-        """Where the next byte goes."""
+        """Return the position of the next byte."""
         return self.bytes
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Pass all buffered bytes to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """The file descriptor."""
+        """Return the file descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """Flush, then fsync, then close; may be called twice."""
+        """Flush, fsync and close. Further calls do nothing."""
         if not self._file.closed:
             try:
                 self._file.flush()
@@ -195,11 +195,11 @@ class DurableFile:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._file.raw.close()  # what is still buffered could not be written, and must not be tried again
+        self._file.raw.close()  # skips the buffer, which could not be written before
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a file as `os.open` does; OSError where it is no regular file, because a pipe would block the caller."""
+    """Open a file like `os.open`. Raises OSError if it is not a regular file, because a pipe would block the caller."""
     fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -211,20 +211,21 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
     """Create ``path`` with ``data`` and fsync it. The caller fsyncs the folder.
 
     Raises:
-        FileExistsError: ``path`` exists; nothing is ever written over.
+        FileExistsError: ``path`` exists. Nothing is ever overwritten.
     """
     with DurableFile(path) as file:
         file.write(data)
 
 
 def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
-    """Make ``path`` hold ``data``, durably: a reader, or a crash, sees the old contents or the new, never a mixture.
+    """Replace the contents of ``path`` durably. A reader, or a crash, leaves the old contents or the new, never a
+    mixture.
 
     Args:
         path: need not exist.
-        data: the new contents.
-        temporary: sibling of ``path`` to write to before the rename; what a killed writer left there is written over.
-            None takes a new name.
+        data: new contents.
+        temporary: sibling of ``path`` that is written before the rename. The rest of a killed writer is overwritten.
+            None means a new name.
     """
     path = Path(path)
     if temporary is None:
@@ -240,7 +241,7 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Pat
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """``"xxh3_128:<hex>"`` of a file's bytes, which are mapped, or else read, a few megabytes at a time.
+    """Return ``"xxh3_128:<hex>"`` of a file. The file is mapped, or else read, a few megabytes at a time.
 
     Raises:
         OSError: the file cannot be read.
@@ -254,10 +255,10 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
-    """All bytes of a file, in order, each part good until the next one is asked for.
+    """Yield all bytes of a file in order. A part is valid until the next one is requested.
 
-    Mapped pages need not be copied: a digest of what is in the page cache takes half the time. What cannot be mapped is
-    read, which says why.
+    Mapped pages need no copy, which halves the time for files in the page cache. Files that cannot be mapped are read,
+    so that the error says why.
     """
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
@@ -265,7 +266,7 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
         with window:
             yield window
             at += len(window)
-    if at:  # (a pipe can be read, too)
+    if at:  # pipes cannot seek
         file.seek(at)
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
@@ -273,12 +274,12 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
 
 
 def bytes_digest(data: bytes) -> str:
-    """What `file_digest` says of a file that holds ``data``."""
+    """Return the `file_digest` of a file with the contents ``data``."""
     return digest_name(xxhash.xxh3_128(data))
 
 
 def digest_name(digest: xxhash.xxh3_128) -> str:
-    """``"xxh3_128:<hex>"`` of what ``digest`` has seen."""
+    """Return ``"xxh3_128:<hex>"`` of the bytes that ``digest`` has seen."""
     return f"xxh3_128:{digest.hexdigest()}"
 
 
@@ -287,13 +288,13 @@ def require_free_space(
     needed_bytes: int,
     advice: str = "make room, keep fewer snapshots, or write elsewhere",
 ) -> None:
-    """See that the file system of ``folder``, which need not exist yet, has room for ``needed_bytes``.
+    """Check that the file system of ``folder`` has ``needed_bytes`` free. The folder need not exist.
 
-    One that does not count its blocks (some network and FUSE file systems) passes; neither do quotas show here. Both
-    fail the write itself.
+    File systems that do not count their blocks (some network and FUSE file systems) pass, and quotas are not seen. The
+    write itself fails there.
 
     Raises:
-        CheckpointWriteError: it has not, or cannot be asked.
+        CheckpointWriteError: space is short, or the file system cannot be asked.
     """
     try:
         existing = Path(folder).absolute()
@@ -310,13 +311,15 @@ def require_free_space(
 
 
 def staging_path(final: str | os.PathLike[str]) -> Path:
-    """A fresh hidden sibling of ``final`` to write into before `commit_folder`; not created."""
+    """Return a new hidden sibling of ``final`` to write into before `commit_folder`. It is not created."""
     final = Path(final)
     return final.with_name(f".staging-{final.name}-{uuid.uuid4().hex[:12]}")
 
 
 def is_free(final: str | os.PathLike[str]) -> bool:
-    """Whether a folder may be renamed to ``final``: there is nothing, or an empty folder, which a rename replaces."""
+    """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder that the rename
+    replaces.
+    """
     is_folder = os.path.isdir(final) and not os.path.islink(final) and not os.path.ismount(final)
     return not os.listdir(final) if is_folder else not os.path.lexists(final)
 
@@ -324,11 +327,11 @@ def is_free(final: str | os.PathLike[str]) -> bool:
 def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
     """Make a completely written folder visible under its final name, durably.
 
-    Writers have fsynced the files. This fsyncs the folders, renames, and fsyncs the parent. An empty folder that is
-    there is replaced, and gives its permissions to the new one.
+    The writers have fsynced the files. This fsyncs the folders, renames, and fsyncs the parent. An existing empty
+    folder is replaced and passes its permissions to the new one.
 
     Raises:
-        FileExistsError: ``final`` exists and is no empty folder: nothing is ever written over.
+        FileExistsError: ``final`` exists and is not empty. Nothing is ever overwritten.
     """
     if os.path.isdir(final) and is_free(final):
         shutil.copymode(final, staging)
@@ -340,9 +343,9 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder so that no reader sees half of it: rename it to a hidden name first, then delete.
+    """Remove a folder after renaming it to a hidden name, so that no reader sees half of it.
 
-    Of a link to a folder the link is removed: what it leads to is somebody else's.
+    If ``path`` is a link, only the link is removed.
     """
     path = Path(path)
     if path.is_symlink():
@@ -353,12 +356,14 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-        fsync_dir(path.parent)  # also of a rename that a killed process has made: no name comes back, half removed
+        fsync_dir(
+            path.parent
+        )  # also after a killed process's rename, so that no half-removed folder gets its name back
         shutil.rmtree(doomed)
 
 
 def remove_or_log(path: str | os.PathLike[str]) -> None:
-    """`remove_folder`, or remove a file; what cannot be removed is logged and left: it costs space, not the run."""
+    """Remove a folder or file. A failure is logged, because it costs space but not the run."""
     try:
         if os.path.isdir(path):
             remove_folder(path)
@@ -369,10 +374,10 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Every regular file below ``folder``, as sorted POSIX paths relative to it.
+    """Yield every regular file below ``folder`` as sorted POSIX paths relative to it.
 
     Raises:
-        OSError: a folder cannot be listed; what is in it is not taken for missing.
+        OSError: a folder cannot be listed, so its files must not count as missing.
     """
     root = Path(folder)
     found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
@@ -380,7 +385,7 @@ def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """``(POSIX path relative to folder, lstat)`` of all that is below and is no folder, and of empty folders.
+    """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder below ``folder``.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -396,5 +401,5 @@ def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_r
 
 
 def _raise(error: OSError) -> None:
-    """For `os.walk`, which otherwise leaves out what it cannot list."""
+    """Pass errors on from `os.walk`, which ignores them by default."""
     raise error

@@ -1,14 +1,15 @@
-"""One job at a time in a folder: a lock on a file in it, which names its holder.
+"""Lock on a file that keeps a folder to one job, and names its holder.
 
-The lock belongs to an open file description (fcntl(2), Linux), so that other code of the process may open and close
-the file, as a copy of the folder does. Where there are no such locks it is a POSIX record lock, which belongs to the
-process and ends with any close of the file by it. The two exclude each other. Both work over NFS (version 4, and 3
-where lockd runs), stay behind in a fork, and are gone the moment their holder ends, however it ends; nothing is left
-that a person must clean up. A lock can still be lost: the file is removed, the NFS server forgets, a record lock is
-closed. So whoever is about to commit asks first (`FolderLock.confirm`).
+On Linux the lock belongs to an open file description (fcntl(2)), so other code in the process may open and close the
+file, as a copy of the folder does. Elsewhere it is a POSIX record lock, which belongs to the process and ends when any
+of its descriptors of the file is closed. The two kinds exclude each other. Both work over NFS (version 4, or 3 with
+lockd), are not inherited by a fork, and end with their process, so nobody has to clean up.
 
-Taking a lock costs a few system calls and two fsyncs, confirming it a few system calls. The file stays for good: a job
-that removed it could remove it from under another that has just opened it, and then two would hold a lock each.
+A lock can still be lost: the file is removed, the NFS server forgets, or a record lock is closed. So the holder calls
+`FolderLock.confirm` before each commit.
+
+Taking a lock costs a few system calls and two fsyncs, confirming it a few system calls. The file is never removed: a
+job might remove it just after another has opened it, and then both would hold a lock.
 """
 
 import contextlib
@@ -32,30 +33,31 @@ from .processes import process_started_at
 logger = get_logger(__name__)
 
 _POLL_S = 0.1
-"""How often a held lock is tried again; the call that waits for one has no timeout."""
+"""Seconds between attempts. The blocking call has no timeout."""
 _RECORD_BYTES = 512
-"""What the holder writes is padded to this, so that one write replaces all of what its predecessor wrote."""
+"""Size to which the holder's text is padded, so that one write replaces the whole text of the previous holder."""
 _HELD = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""What file systems without locks say, and kernels without those of open file descriptions."""
+"""Errors of file systems without locks, and of kernels without locks of open file descriptions."""
 _OFD_GETLK, _OFD_SETLK = 36, 37
-"""Linux's F_OFD_GETLK and F_OFD_SETLK, which Python does not name where it was built with an old C library."""
+"""F_OFD_GETLK and F_OFD_SETLK of Linux. Python lacks the names if it was built with an old C library."""
+
 _FLOCK = struct.Struct("@hhqqi4x")
-"""``struct flock`` of 64-bit Linux: type, whence, start, length (0: to the end of the file), pid (0 for these)."""
+"""``struct flock`` of 64-bit Linux: type, whence, start, length (0 means to the end), pid (0 for these locks)."""
 _EXCLUSIVE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _UNLOCKED = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class _LockFile:
-    """The one open descriptor of a lock file, shared by all `FolderLock`s of this process.
+    """The only open descriptor of a lock file in this process, shared by all its `FolderLock` objects.
 
-    Two would exclude each other, or, with record locks, closing one would drop the lock of the other.
+    Two descriptors would exclude each other. With record locks, closing one would drop the lock of the other.
 
     Attributes:
-        fd: the descriptor.
-        users: how many locks hold it or wait for it.
-        record: the holder's text in the file, as it was when this process had taken the lock.
-        without_locks: why the file system has no locks; None where it has.
+        fd: file descriptor.
+        users: number of locks that hold the file or wait for it.
+        record: holder's text after this process took the lock.
+        without_locks: reason why the file system has no locks, or None if it has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,11 +69,11 @@ class _LockFile:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode: one file may have several paths."""
+        """Device and inode, because one file may have several paths."""
         return _identity(os.fstat(self.fd))
 
     def lock(self) -> bool:
-        """Take the lock, or make sure of it; False when another process has it."""
+        """Take or confirm the lock. Returns False if another process has it."""
         try:
             self._set_lock()
         except OSError as error:
@@ -94,9 +96,9 @@ class _LockFile:
         fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_locked(self) -> bool:
-        """Whether anybody has the lock, this process included; True where that cannot be told.
+        """Return whether any process has the lock, including this one. Returns True if that cannot be determined.
 
-        A lock hides from queries of its own kind by its owner, but not from those of the other kind.
+        A query does not see the owner's own locks of the same kind, so it uses the other kind.
         """
         if sys.platform != "linux":
             return True
@@ -107,17 +109,17 @@ class _LockFile:
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def reopen(self, path: Path) -> None:
-        """Go over to the file that is at ``path`` now, under the same descriptor; not locked yet."""
+        """Open the file that is now at ``path`` under the same descriptor, without locking it."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.dup2(fd, self.fd, inheritable=False)
         os.close(fd)
 
     def read(self) -> bytes:
-        """The text of the holder."""
+        """Read the holder's text."""
         return os.pread(self.fd, _RECORD_BYTES, 0)
 
     def write(self, holder: dict[str, str | int]) -> None:
-        """Replace the text of the holder, and remember what it is now."""
+        """Replace the holder's text and remember it."""
         try:
             os.pwrite(self.fd, json.dumps(holder).encode().ljust(_RECORD_BYTES - 1) + b"\n", 0)
             os.fsync(self.fd)
@@ -125,7 +127,7 @@ class _LockFile:
             self.record = self.read()
 
     def close(self) -> None:
-        """Unlock and close. Unlocking comes first: a child that C code has forked may have the description too."""
+        """Unlock and close. Unlocking is explicit because a child forked by C code may share the description."""
         if self._by_description:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.fd, _OFD_SETLK, _UNLOCKED)
@@ -137,7 +139,7 @@ _mutex = threading.RLock()
 
 
 def _forget_in_child() -> None:
-    """A forked child has the descriptors but not the locks; closing them there leaves the parent's locks alone."""
+    """Close the descriptors in a forked child, which does not inherit the locks. The parent keeps its locks."""
     for file in _files.values():
         os.close(file.fd)
         file.users = 0
@@ -145,15 +147,15 @@ def _forget_in_child() -> None:
     _mutex.release()
 
 
-# Nobody forks while a file is open but not in `_files` yet: the child would keep it open, and with it the lock.
+# The mutex prevents forks while an open file is missing in `_files`: the child would keep the file open and locked.
 os.register_at_fork(before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_forget_in_child)
 
 
 class FolderLock:
-    """Keeps other processes out of the folder of a lock file. Several in one process share the lock.
+    """Lock that keeps other processes out of a folder. Several objects in one process share the lock.
 
     Args:
-        path: the lock file; it and its folder are made when missing, and the file is never removed.
+        path: lock file. The file and its folder are created if missing, and the file is never removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -162,20 +164,20 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        """Whether `acquire` succeeded in this process (not before a fork) and `release` was not called since."""
+        """Whether this process has acquired the lock since any fork and not released it."""
         return self._file is not None and self._file.users > 0
 
     def acquire(self, timeout_s: float) -> None:
-        """Take the lock and write down who holds it; does nothing when it is held already.
+        """Take the lock and record its holder. Does nothing if the lock is already held.
 
-        Where the file system has no locks this warns and goes on without one.
+        On a file system without locks this logs a warning and goes on.
 
         Args:
-            timeout_s: how long to wait for another holder; 0 asks once.
+            timeout_s: seconds to wait for another holder. 0 means one attempt.
 
         Raises:
-            FolderInUseError: another process still holds it; the message says which.
-            CheckpointWriteError: the file cannot be made or locked.
+            FolderInUseError: another process still holds the lock. The message names it.
+            CheckpointWriteError: the file cannot be created or locked.
         """
         if self.held:
             return
@@ -202,14 +204,14 @@ class FolderLock:
             )  # fmt: skip
 
     def confirm(self) -> None:
-        """Make sure that the folder is still this process's alone; call it before anything in it is committed.
+        """Check that this process still has the folder alone. Call this before each commit, while the lock is held.
 
-        A lock that was lost, because its file was removed or replaced say, is taken again and a warning says so, unless
-        another job has come meanwhile. Only for a lock that is held.
+        A lost lock (the file was removed or replaced, for example) is taken again with a warning, unless another job
+        has used the folder meanwhile.
 
         Raises:
-            FolderInUseError: another process has the lock, or has had it: the folder is no longer as this one left it.
-            CheckpointWriteError: the file cannot be looked at or locked.
+            FolderInUseError: another process has or had the lock, so the folder may have changed.
+            CheckpointWriteError: the file cannot be read or locked.
         """
         file = self._file
         assert file is not None and self.held, "only who holds the lock commits"
@@ -227,15 +229,16 @@ class FolderLock:
             raise self._write_error(error) from error
 
     def release(self) -> None:
-        """Give the lock up; it is free when every `FolderLock` of this process has. Does nothing when not held."""
+        """Release the lock. It becomes free when all `FolderLock` objects of this process have released it."""
         if self._file is not None and self.held:
             _leave(self._file)
         self._file = None
 
     def _follow(self, file: _LockFile) -> tuple[_LockFile, str | None]:
-        """The file to lock, and how the lock was lost, if it was; one that is gone or another is made, or opened.
+        """Return the file to lock, and how the lock was lost, or None.
 
-        Where another `FolderLock` of this process was there first, this one shares what that has.
+        A missing file is created and a replaced one is opened. If another `FolderLock` of this process did so first,
+        its file is shared.
         """
         try:
             stays = _identity(os.stat(self.path)) == file.identity
@@ -259,7 +262,7 @@ class FolderLock:
         started = datetime.fromtimestamp(process_started_at()).astimezone().isoformat(timespec="seconds")
         try:
             file.write({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
-        except OSError as error:  # a full disk: the lock is held all the same
+        except OSError as error:  # for example a full disk; the lock is held anyway
             logger.warning("cannot write the holder to %s, others will not be told who it is: %s", self.path, error)
 
     def _refusal(self, file: _LockFile, timeout_s: float) -> str:
@@ -282,11 +285,11 @@ class FolderLock:
 
 
 def probe_lock(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file, which is neither made nor locked by asking.
+    """Return whether a process holds the lock of a file, without creating or locking it.
 
-    None where that cannot be told: the file is unreadable, or its file system has no locks.
+    Returns None if that cannot be determined, because the file is unreadable or its file system has no locks.
     """
-    if _opened(path) is not None:  # closing it would drop a record lock of this process
+    if _opened(path) is not None:  # opening and closing it would drop this process's record lock
         return True
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -305,9 +308,9 @@ def probe_lock(path: Path) -> bool | None:
 
 
 def _join(path: Path) -> _LockFile:
-    """The process's descriptor of the file, opened when this is the first to ask, with one more user."""
+    """Return this process's descriptor of the file with one more user, opening it if needed."""
     with _mutex:
-        file = _opened(path)  # before opening it: closing it would drop a record lock
+        file = _opened(path)  # checked first, because closing a second descriptor would drop a record lock
         if file is None:
             file = _LockFile(path)
             _files[file.identity] = file
@@ -316,7 +319,7 @@ def _join(path: Path) -> _LockFile:
 
 
 def _opened(path: Path) -> _LockFile | None:
-    """The process's descriptor of the file that is at ``path`` now, if it has one."""
+    """Return this process's descriptor of the file that is now at ``path``, or None."""
     with contextlib.suppress(FileNotFoundError):
         return _files.get(_identity(os.stat(path)))
     return None
@@ -335,10 +338,10 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _is_fuse(fd: int) -> bool:
-    """Whether the file is on FUSE, which takes a lock of an open file description for a record lock of its process.
+    """Return whether the file is on FUSE, which treats a lock of a file description as a record lock of its process.
 
-    Some of its servers keep such a lock when the process is gone, and the folder would stay in use. From
-    proc_pid_mountinfo(5), whose third field is the device.
+    Some FUSE servers keep such a lock after the process has ended. Reads proc_pid_mountinfo(5), whose third field is
+    the device.
     """
     device = os.fstat(fd).st_dev
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -347,7 +350,9 @@ def _is_fuse(fd: int) -> bool:
 
 
 def _holder(text: bytes) -> str | None:
-    """Who wrote ``text``, in words; None when it is incomplete. It may, for a moment, be a predecessor's."""
+    """Return the holder in words, or None if the text is incomplete. For a moment the text may be the previous
+    holder's.
+    """
     try:
         holder = json.loads(text)
         return f"pid {int(holder['pid'])} on host {holder['host']}, started {holder['started']}"

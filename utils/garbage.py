@@ -1,7 +1,7 @@
-"""The cyclic garbage collector, kept out of where a great many objects are made that all stay.
+"""Pauses of Python's cyclic garbage collector.
 
-Python looks for cycles the more often the more objects there are: unpickling the ``.metadata`` of 1,024 ranks, 160,000
-chunks, takes five times as long with it.
+It runs more often as objects pile up. Unpickling the ``.metadata`` of 1,024 ranks (160,000 chunks) takes five times as
+long with it.
 """
 
 import gc
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Make objects without looking for cycles, in all threads of the process; afterwards it is as it was before."""
+    """Disable garbage collection in all threads during the block, and restore its previous state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,9 @@
-"""Progress of this process, for whoever asks whether it still makes any.
+"""Heartbeat of this process: a record of when it last made progress.
 
-A ping answers while the interpreter runs at all; a worker in an endless loop, or in a collective that nobody joins,
-answers it too. So a worker also says when it got somewhere: the engine for every micro-batch, who reads and writes
-files for every piece, a rank of a `WorkerGroup` at the start and the end of every call. Code of a user that works for
-long in one call may say it as well.
-A beat costs two function calls.
+A ping is answered even by a worker in an endless loop, or in a collective that its peers never join. So code also calls
+`beat` when it gets ahead: the engine after every micro-batch, readers and writers of files after every block, a rank of
+a `WorkerGroup` at the start and end of every call. User code in long calls may call it as well. A beat costs two
+function calls.
 """
 
 import time
@@ -14,19 +13,21 @@ from threading import Event, Thread
 
 
 class _Heart:
-    """One a process: whoever asks cannot know who works in it."""
+    """State of the whole process, because observers do not know which thread works."""
 
     last_beat = time.monotonic()
 
 
 def beat() -> None:
-    """Say that this process got somewhere; from any thread."""
+    """Record progress of this process. Any thread may call it."""
     _Heart.last_beat = time.monotonic()
 
 
 @contextmanager
 def beating(every_s: float) -> Iterator[None]:
-    """`beat` while the block runs: it waits for something outside of this process, within limits of its own."""
+    """Call `beat` regularly during the block, which waits for something outside this process and has its own time
+    limit.
+    """
     ended = Event()
 
     def beat_on() -> None:
@@ -41,5 +42,5 @@ def beating(every_s: float) -> Iterator[None]:
 
 
 def seconds_since_beat() -> float:
-    """How long ago this process last got somewhere, or was started."""
+    """Return the seconds since the last `beat`, or since the process started."""
     return time.monotonic() - _Heart.last_beat

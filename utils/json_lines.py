@@ -1,6 +1,6 @@
-"""JSON Lines that are appended to while others read: one object a line, torn lines left out.
+"""JSON Lines files that are read while others append to them. Torn lines are left out.
 
-A file is read a line at a time, or from its end, so that its length costs no memory.
+Files are read line by line, or from the end, so memory does not grow with their length.
 """
 
 import json
@@ -22,7 +22,7 @@ _SPARE_LINES = 8
 
 
 def to_line(entry: Any) -> bytes:
-    """``entry`` as one line."""
+    """Encode ``entry`` as one line."""
     return json.dumps(entry).encode() + b"\n"
 
 
@@ -35,21 +35,17 @@ def read_lines(
     last_bytes: int | None = None,
     since: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that have ``key``, in the order of the file.
+    """Yield the objects of a file that have ``key``, in file order.
 
-    A line that is torn by a crash, or longer than 1 MiB, is left out, with a warning unless it is the last one.
+    Lines that were torn by a crash or are longer than 1 MiB are left out, with a warning unless it is the last line.
 
     Args:
         path: the file.
-        key: what every object has.
-        like: how the wanted lines begin; the others are not parsed. None: all are wanted.
-        ends_of: of wanted lines in a row that begin so, yield only the first and the last.
-        last_bytes: look only at so many bytes at the end of the file; None: at all of them.
-        since: where in the file to begin, as `find_back` gives it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be read, or is a folder, a pipe or a device.
+        key: required key of every object.
+        like: pattern of the start of wanted lines. Other lines are not parsed. None means all lines.
+        ends_of: of consecutive wanted lines that start with this pattern, only the first and last are yielded.
+        last_bytes: number of bytes at the end of the file to read. None means the whole file.
+        since: byte offset to start from, as `find_back` returns it.
     """
     row: deque[tuple[int, bytes]] | None = None
     with open(open_regular(path), "rb", buffering=_BLOCK_BYTES) as file:
@@ -58,7 +54,7 @@ def read_lines(
         file.seek(since)
         if last_bytes is not None and since > 0:
             file.seek(since - 1)
-            next(_lines(file), None)  # the rest of a line, or the end of the one before
+            next(_lines(file), None)  # skip the rest of a partial line
         for number, line in enumerate(_lines(file), start=1):
             in_row = ends_of is not None and ends_of.match(line)
             if row is not None and in_row:
@@ -77,7 +73,7 @@ def read_lines(
 
 
 def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
-    """Yield where the lines are that begin with ``begins``, the last one first. Raises as `read_lines`."""
+    """Yield the offsets of the lines that start with ``begins``, last line first. Raises as `read_lines`."""
     needle = b"\n" + begins
     with open(open_regular(path), "rb", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
@@ -93,7 +89,7 @@ def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Every line with its end. One that is too long comes as its beginning alone."""
+    """Yield every line with its line end. Of a line that is too long, only the beginning is yielded."""
     while line := file.readline(_LONGEST_BYTES):
         yield line
         while line and len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):

@@ -1,7 +1,7 @@
-"""A process that ends at a set time unless that is put off, by a timer of the kernel: it need not help in that.
+"""Kernel timer that kills this process at a set time unless it is extended.
 
-So a rank whose node was cut off from the driver is gone when the driver has waited for long enough, even one that is
-stopped, waits for a dead file server, or holds the interpreter. Linux only; elsewhere nothing ends.
+A rank whose node lost its connection to the driver is then gone when the driver has waited long enough, even if the
+rank is stopped, waits for a dead file server, or holds the interpreter lock. Linux only; a no-op elsewhere.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _TIMER_ABSTIME = 1
 
 
 class _Event(ctypes.Structure):
-    """``struct sigevent``, see sigevent(3type); the rest of its 64 bytes is for threads."""
+    """``struct sigevent`` of sigevent(3type). The rest of its 64 bytes is for threads."""
 
     _fields_ = [
         ("value", ctypes.c_void_p),
@@ -32,7 +32,7 @@ class _Spec(ctypes.Structure):
 
 
 class Lease:
-    """The life of this process, by its own clock.
+    """Time limit on the life of this process.
 
     Raises:
         OSError: the kernel refused the timer.
@@ -46,12 +46,12 @@ class Lease:
             _call("timer_create", time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer))
 
     def now(self) -> float:
-        """Seconds on the clock of the lease, which goes on while the machine sleeps."""
+        """Return seconds on the lease's clock, which continues while the machine sleeps."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def put_off(self, until: float) -> None:
-        """Have the process killed at ``until``, on its clock, instead of when it was to be before."""
-        if self._timer is not None:  # the first of a process may be called 0
+        """Move the time at which the process is killed to ``until``, on the lease's clock."""
+        if self._timer is not None:  # the first timer of a process may have the id 0
             whole_s = int(until)
             spec = _Spec(0, 0, whole_s, int((until - whole_s) * 1e9))
             _call("timer_settime", self._timer, _TIMER_ABSTIME, ctypes.byref(spec), None)

@@ -1,7 +1,6 @@
 """Log lines that name the rank: ``12:00:01 rank 1 holdfast.engine.dcp.load | ...``.
 
-Libraries must not configure logging, so nothing here runs by itself: a job calls `configure_logging` once per
-process, and everything else asks for `get_logger`.
+Libraries must not configure logging. A job calls `configure_logging` once per process, and modules use `get_logger`.
 """
 
 import logging
@@ -10,19 +9,19 @@ import sys
 
 class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        from .distributed import get_rank  # with torch, which who only reads logs need not have
+        from .distributed import get_rank  # imports torch, which readers of logs do not need
 
         record.rank = get_rank()
         return True
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger for a module; pass ``__name__``."""
+    """Return the logger of a module. Pass ``__name__``."""
     return logging.getLogger(name)
 
 
 def configure_logging(level: str = "INFO") -> None:
-    """Send this process's ``holdfast`` log to stderr, each line with its rank. Calling it twice changes nothing."""
+    """Send this process's ``holdfast`` log to stderr, with the rank on each line. Further calls change nothing."""
     logger = logging.getLogger("holdfast")
     logger.setLevel(level)
     if logger.handlers:

@@ -1,11 +1,11 @@
-"""The manifest of a folder: every file in it with size and digest, written last, checked before anything is used.
+"""Manifest of a folder: size and digest of every file. It is written last and checked before anything is used.
 
-A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that the usual
-damage (a short or missing file) is found without reading gigabytes.
+A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that the usual damage (a
+short or missing file) is found without reading gigabytes.
 
-The manifest is JSON and answers for itself: its last field is the digest of all bytes before that field. It is checked
-before anything else is believed, so that no damage can pass for another format version. Every later version must keep
-this self-checksum; what has none (format version 1, which was never released) is refused.
+The last field of the JSON file is the digest of all bytes before it. That digest is checked first, so that damage
+cannot look like another format version. Every later version must keep it. Format version 1, which had none and was
+never released, is refused.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a folder.
+    """A file of a folder.
 
     Attributes:
         name: POSIX path relative to the folder.
         bytes: size.
-        digest: as `file_digest` gives it.
+        digest: digest in the form of `file_digest`.
     """
 
     name: str
@@ -40,16 +40,16 @@ class FileEntry:
 
 
 def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
-    """Describe the named files, each of which is read once. To fsync them is for those who wrote them."""
+    """Describe the named files, reading each once. Their writers have fsynced them."""
     root = Path(folder)
     return [FileEntry(name, (root / name).stat().st_size, file_digest(root / name)) for name in names]
 
 
 def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
-    """Create the file ``name`` with ``data``, fsync and describe it, without reading it again.
+    """Create and fsync the file ``name`` with ``data``, and describe it without reading it again.
 
     Raises:
-        FileExistsError: it exists; nothing is ever written over.
+        FileExistsError: the file exists. Nothing is ever overwritten.
     """
     with DurableFile(Path(folder) / name) as file:
         file.write(data)
@@ -62,7 +62,7 @@ def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry],
     Args:
         folder: where the files are.
         entries: every file of the folder, once.
-        facts: JSON-able things to remember beside them (step, world size, versions ...).
+        facts: further JSON values to store (step, world size, versions ...).
     """
     files = {e.name: {"bytes": e.bytes, "digest": e.digest} for e in sorted(entries, key=lambda e: e.name)}
     document = {"format_version": FORMAT_VERSION, **facts, "files": files}
@@ -70,7 +70,7 @@ def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry],
 
 
 def encode_manifest(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest: ``document`` as JSON, and a last field ``digest`` of all before it (self-checksum)."""
+    """Encode ``document`` as JSON with a last field ``digest`` of all bytes before it."""
     body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
     return body + _self_checksum(body)
 
@@ -86,11 +86,12 @@ _BEGINS = b'{\n "format_version":'
 
 
 def require_outside_commits(path: str | os.PathLike[str]) -> None:
-    """Refuse to write to ``path``, where it is or lies in a committed folder: a generation, or an export with a
-    manifest. One file more than the manifest names would make that folder a damaged one.
+    """Refuse ``path`` if it is, or lies in, a committed folder: a generation, or an export with a manifest.
+
+    An additional file would make that folder a damaged one.
 
     Raises:
-        ConfigError: with the committed folder.
+        ConfigError: names the committed folder.
     """
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
@@ -103,20 +104,20 @@ def require_outside_commits(path: str | os.PathLike[str]) -> None:
 
 def _is_committed(folder: Path) -> bool:
     with contextlib.suppress(OSError), open(open_regular(folder / MANIFEST_NAME), "rb") as file:
-        return file.read(len(_BEGINS)) == _BEGINS  # other things have a manifest.json, too
+        return file.read(len(_BEGINS)) == _BEGINS  # other programs use the name manifest.json, too
     return False
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed manifest.
+    """Read and parse the manifest of a folder.
 
     Raises:
-        CheckpointCorruptError: it is missing, or is not what `write_manifest` writes.
-        CheckpointMismatchError: it is of a format newer than this code knows: nothing is wrong with it.
+        CheckpointCorruptError: the manifest is missing, or `write_manifest` did not write it like this.
+        CheckpointMismatchError: its format is newer than this code. Nothing is wrong with it.
     """
     path = Path(folder) / MANIFEST_NAME
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # a link could lead anywhere tomorrow, a pipe would be read for ever
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link's target can change, and reading a pipe may never end
             raise CheckpointCorruptError(f"{path} is not a regular file")
         data = path.read_bytes()
     except FileNotFoundError:
@@ -125,7 +126,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `read_manifest` returns of a file with ``data``, which its errors call ``path``."""
+    """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
     if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
         raise CheckpointCorruptError(f"{path} is not a manifest as it was committed: the digest it ends with is wrong")
     try:
@@ -145,10 +146,10 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare names and sizes, but not contents, with the manifest and return the manifest.
+    """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra, of another size, or no file but a link.
+        CheckpointCorruptError: names the first file that is missing, extra, of another size, or not a regular file.
     """
     manifest = read_manifest(folder)
     compare_listing(list_files(Path(folder)), manifest, folder)
@@ -156,10 +157,10 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Compare the sizes of the files of a folder, the manifest among them, with what the manifest says.
+    """Compare the sizes of a folder's files, including the manifest, with the manifest's entries.
 
     Raises:
-        CheckpointCorruptError: naming the first file of ``folder`` that is missing, extra or of another size.
+        CheckpointCorruptError: names the first file of ``folder`` that is missing, extra or of another size.
     """
     expected, found = manifest["files"], sizes.keys() - {MANIFEST_NAME}
     if missing := sorted(expected.keys() - found):
@@ -174,10 +175,10 @@ def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folde
 
 
 def list_files(root: Path) -> dict[str, int]:
-    """POSIX path relative to ``root`` -> size, of every file below it.
+    """Return POSIX path relative to ``root`` -> size, for every file below it.
 
     Raises:
-        CheckpointCorruptError: there is what no commit leaves: a link, a pipe, an empty folder.
+        CheckpointCorruptError: the folder holds something that no commit creates: a link, a pipe, an empty folder.
     """
     sizes = {}
     for name, status in walk_leaves(root):
@@ -188,12 +189,12 @@ def list_files(root: Path) -> dict[str, int]:
 
 
 def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare names, sizes and bytes with the manifest and return the manifest.
+    """Compare names, sizes and bytes with the manifest, and return the manifest.
 
     Raises:
-        CheckpointCorruptError: naming the first file that is missing, extra, of another size or of other bytes.
-        OSError: a file that is there cannot be read. That may pass (a network file system, permissions), so it is no
-            verdict on the folder.
+        CheckpointCorruptError: names the first file that is missing, extra, or has another size or digest.
+        OSError: an existing file cannot be read. That may be temporary (network file system, permissions), so it says
+            nothing about the folder.
     """
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():
@@ -202,7 +203,7 @@ def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, Any]) -> None:
-    """Compare the bytes of one file with its entry in the manifest; raises as `verify_folder` does."""
+    """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
     digest = file_digest(Path(folder) / name)
     if digest != entry["digest"]:
         raise CheckpointCorruptError(f"{folder}: {name} has digest {digest}, the manifest says {entry['digest']}")

@@ -1,24 +1,25 @@
-"""Windows of files in memory, without a copy."""
+"""Parts of files mapped into memory, without a copy."""
 
 import mmap
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
-_MAP_NORESERVE = 0x4000  # no memory is reserved for writes that will not come
+_MAP_NORESERVE = 0x4000  # reserve no memory, because nothing is written
 
 
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:
-    """``length`` bytes of a file from ``begin`` on, mapped, and all of them brought into memory.
+    """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
 
-    That comes first because an access that the disk refuses, or behind the end of the file, ends the process; so does
-    one to a file that is cut later. Unmapped when nothing refers to it any more. The file does not change with it.
+    Loading first is needed because a later access that the disk refuses, or behind the end of the file, ends the
+    process. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
 
     Returns:
-        None where that cannot be done: the file is shorter or cannot be read, the kernel is old (before Linux 5.14), or
-        the file system has no maps. Reading says which.
+        None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map.
+        Reading the file then tells the reason.
     """
     first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
-        # Private and writable, although nobody writes, because torch warns of memory that is not.
+        # Writable although nothing is written, because torch warns about read-only memory.
+
         access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
         mapped.madvise(_MADV_POPULATE_READ)

@@ -1,8 +1,8 @@
-"""Numbers a step: summed over ranks, and logged to JSON Lines and trackers with each step exactly once.
+"""Statistics of steps: summed over ranks, and logged exactly once per step to JSON Lines and trackers.
 
-A run that was killed after its last snapshot has logged steps that it will do again. `StatsLogger.resume_after`
-takes those out first, so that the files of a run that was killed are those of one that was not. Lines are flushed
-every step: a kill loses none, a power cut may lose the last ones.
+A run that was killed after its last snapshot repeats some steps. `StatsLogger.resume_after` removes their lines first,
+so that the files equal those of a run that was never killed. Lines are flushed at every step, so a kill loses none. A
+power cut may lose the last ones.
 """
 
 import json
@@ -25,14 +25,19 @@ from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
 
 STATS_NAME = "stats.jsonl"
 RUN_ID_NAME = "run_id"
-"""File with the id that trackers know the run by."""
+"""Name of the file with the run's id in trackers."""
 
 
 class StatsLogger:
-    """Writes ``<folder>/stats.jsonl``, and the same numbers to trackers.
+    """Writer of ``<folder>/stats.jsonl``, which passes the same numbers to trackers.
 
-    The file is the record: a tracker is given the steps of it that it lacks when it is opened, and none that it has.
-    One process of a run owns a folder: rank 0 under torchrun, the driver under Ray.
+    The file is the record. When a tracker is opened it receives the steps that it lacks. One process per run owns the
+    folder: rank 0 under torchrun, the driver under Ray.
+
+    Example:
+        >>> stats = StatsLogger("out", trackers=["tensorboard"])
+        >>> stats.resume_after(None)
+        >>> stats.log(0, {"loss": 0.5})
     """
 
     def __init__(
@@ -43,13 +48,13 @@ class StatsLogger:
         project: str = "holdfast",
         name: str | None = None,
     ) -> None:
-        """Make the folder. What it holds stays until `resume_after` says what to keep.
+        """Create the folder. Existing contents stay until `resume_after`.
 
         Args:
-            folder: where the files go.
-            trackers: names of `holdfast.utils.trackers.TRACKERS` to log to as well.
-            project: what trackers file the run under.
-            name: what they call it; None is the name of the folder.
+            folder: folder of the files.
+            trackers: names in `holdfast.utils.trackers.TRACKERS`.
+            project: project name in trackers.
+            name: run name in trackers. None means the name of the folder.
 
         Raises:
             ConfigError: a tracker is unknown or not installed.
@@ -63,10 +68,10 @@ class StatsLogger:
         self._trackers: list[Tracker] = []
 
     def resume_after(self, step: int | None) -> None:
-        """Forget what was logged before of steps after ``step``; of all steps when it is None (a fresh start).
+        """Remove the lines of steps after ``step``, or of all steps if it is None (a fresh start).
 
-        Call it before the first `log`. The file is replaced atomically; lines torn by a crash go too. A fresh start is
-        another run to the trackers.
+        Call it before the first `log`. The file is replaced atomically, without lines that a crash has torn. For
+        trackers, a fresh start is a new run.
         """
         self.close()
         lines, last = self._lines(), -1 if step is None else step
@@ -77,11 +82,11 @@ class StatsLogger:
         replace_atomically(self._folder / STATS_NAME, kept)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and the same to each tracker that lacks the step.
+        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and log it to each tracker that lacks the step.
 
         Args:
             step: global step, counted from 0.
-            stats: name -> number. Not-a-number and infinity are written as python's json does (``NaN``).
+            stats: name -> number. NaN and infinity are written as Python's json does (``NaN``).
 
         Raises:
             ValueError: a stat is called ``step``.
@@ -140,23 +145,23 @@ def _give(tracker: Tracker, step: int, values: Mapping[str, float]) -> None:
 
 
 def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a ``stats.jsonl``, in the order of the file.
+    """Read the lines of a ``stats.jsonl`` in file order.
 
     A line torn by a crash is left out, with a warning unless it is the last one.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     return list(read_lines(path, "step"))
 
 
 def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sum each named number over the ranks of a group, in float64; every rank gets all sums.
+    """Sum each named number over the ranks of a group, in float64. Every rank gets all sums.
 
-    Costs two small collectives whatever the number of names: one compares a digest of the names, one adds.
+    Costs two small collectives regardless of the number of names: one compares a digest of the names, one adds.
 
     Raises:
-        PeerError: ranks have different names; raised on all ranks, and says who differs from rank 0 in what.
+        PeerError: ranks have different names. Raised on all ranks, and lists the differences from rank 0.
     """
     names = sorted(sums)
     if get_world_size(group) == 1:
@@ -179,21 +184,21 @@ def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = No
 
 
 class RunningMeans:
-    """Means of named numbers since the last `take`. Numbers that are not finite do not count."""
+    """Means of named numbers since the last `take`. Infinite numbers and NaN do not count."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
 
     def add(self, stats: Mapping[str, float]) -> None:
-        """Add one number for each name."""
+        """Add one number per name."""
         for name, value in stats.items():
             finite = math.isfinite(value)
             self._sums[name] = self._sums.get(name, 0.0) + (value if finite else 0.0)
             self._counts[name] = self._counts.get(name, 0.0) + finite
 
     def take(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """The means over all ranks of ``group``, and start again. Collective."""
+        """Return the means over all ranks of ``group`` and start again. Collective."""
         own = {f"sum {name}": value for name, value in self._sums.items()}
         own |= {f"count {name}": value for name, value in self._counts.items()}
         names, totals = list(self._sums), reduce_stats(own, group)

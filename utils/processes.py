@@ -1,4 +1,6 @@
-"""Know a process for sure, end it for sure, and end with one's parent. Linux only; elsewhere nothing is known alive."""
+"""Processes: exact identity, certain end, and death together with the parent. Linux only; elsewhere none counts as
+alive.
+"""
 
 import contextlib
 import ctypes
@@ -23,15 +25,15 @@ class ProcessId:
 
     @staticmethod
     def current() -> "ProcessId":
-        """This process."""
+        """Return this process."""
         return ProcessId(os.getpid(), _start_time(os.getpid()))
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Return whether the process still runs. A zombie does not."""
         return self.started is not None and _start_time(self.pid) == self.started
 
     def kill(self) -> None:
-        """Send SIGKILL, if it still runs."""
+        """Send SIGKILL if the process still runs."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):  # it ended between the look and the signal
                 os.kill(self.pid, signal.SIGKILL)
@@ -47,12 +49,14 @@ def _start_time(pid: int) -> str | None:
 
 
 def process_started_at() -> float:
-    """Unix time of the start of this process, to about 10 ms and the same at every call; where there is no ``/proc``,
-    that of the first call."""
+    """Return the Unix time of this process's start, to about 10 ms and equal at every call.
+
+    Without ``/proc`` it is the time of the first call.
+    """
     return _started_at(os.getpid())
 
 
-@cache  # two readings of the clocks differ by microseconds, and what was counted from one would lie after the other
+@cache  # two readings of the clocks differ by microseconds, which would reverse the order of close events
 def _started_at(pid: int) -> float:
     ticks = _start_time(pid)
     if ticks is None:
@@ -62,7 +66,9 @@ def _started_at(pid: int) -> float:
 
 
 def thread_cpu_s(native_id: int) -> float | None:
-    """Seconds of processor time of a thread of this process, to 10 ms; None when it is gone, or without ``/proc``."""
+    """Return the processor time of a thread of this process in seconds, to 10 ms, or None if it ended or ``/proc`` is
+    missing.
+    """
     try:
         fields = Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -71,7 +77,7 @@ def thread_cpu_s(native_id: int) -> float | None:
 
 
 def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
-    """Wait until none of ``processes`` runs, or ``timeout_s``; those that still do."""
+    """Wait until no process runs, at most ``timeout_s``, and return those that still run."""
     end, pause_s = time.monotonic() + timeout_s, 0.002
     while (alive := [process for process in processes if process.alive()]) and time.monotonic() < end:
         time.sleep(pause_s)
@@ -80,7 +86,7 @@ def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[Proces
 
 
 def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[ProcessId]:
-    """Wait until none of ``processes`` runs, with SIGKILL after ``grace_s``; those that do ``timeout_s`` after that."""
+    """Wait ``grace_s``, kill the processes that still run, and return those that still run ``timeout_s`` later."""
     alive = still_alive(processes, grace_s)
     for process in alive:
         process.kill()
@@ -88,7 +94,7 @@ def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: flo
 
 
 def die_with_parent() -> None:
-    """Have the kernel send this process SIGKILL when its parent ends.
+    """Ask the kernel to send this process SIGKILL when its parent ends.
 
     Raises:
         OSError: the kernel refused.

@@ -1,16 +1,16 @@
-"""A folder at an fsspec URL, and what each kind of storage needs for a file there to be whole.
+"""Folder at an fsspec URL, with the steps that each kind of storage needs to make a file complete.
 
-Every operation is bounded by the time-outs of the backend (s3fs: 5 s to connect, 15 s to hear anything), is tried a
-bounded number of times, and ends in one kind of error. Paths are relative to the URL.
+Every operation has the time limits of the backend (s3fs: 5 s to connect, 15 s without data), a limited number of
+attempts, and one type of error. Paths are relative to the URL.
 
-A local (or NFS) folder is written as everything else here is: fsync, rename, fsync. Other backends write files their
-own way; `RemoteFolder.whole_files` says whether a cut one can be told from a whole one afterwards.
+A local or NFS folder is written with fsync, rename, fsync. Other backends write files in their own way.
+`RemoteFolder.whole_files` says whether a partial file can be recognised there.
 
-Credentials and endpoints are the backend's business and are given as it documents them. S3: ``AWS_ENDPOINT_URL``,
-``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, an instance's role. Google:
-``GOOGLE_APPLICATION_CREDENTIALS``. Anything else a backend can be told goes through fsspec's own configuration:
-``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Buckets are never made. Let a
-lifecycle rule of the bucket abort incomplete multipart uploads: a kill can leave one.
+Credentials and endpoints are passed as the backend documents. S3: ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``,
+``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, or an instance role. Google: ``GOOGLE_APPLICATION_CREDENTIALS``. Further
+options go through fsspec's configuration: ``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or
+``~/.config/fsspec/*.json``. Buckets are never created. Set a lifecycle rule that aborts incomplete multipart uploads,
+because a kill can leave one.
 """
 
 import contextlib
@@ -44,31 +44,35 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"}
-"""Protocols under which an object appears whole or not at all."""
+"""Protocols of stores where an object appears complete or not at all."""
 _CHUNKS_AT_ONCE = 8
 FETCH_FIRST = "fetch it there first (`aws s3 cp --recursive`, or `get` of fsspec)"
-"""What to do with a URL where something is read."""
+"""Advice for URLs where local files are needed."""
 
 
 class RemoteFolder:
-    """The folder at a URL; nothing need be there yet.
+    """Folder at a URL. It need not exist.
 
     Args:
-        url: with its protocol.
-        setting: where the URL was given, for the error that it cannot be used: ``"config key 'recover.mirror_url'"``.
-        error: what every method raises when the operation failed for good.
-        chunk_bytes: what is read at once; `chunks` holds eight of them.
-        attempts: how often each operation is tried.
-        first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
+        url: URL with its protocol.
+        setting: where the URL was given, for error messages: ``"config key 'recover.mirror_url'"``.
+        error: error type of operations that failed at every attempt.
+        chunk_bytes: size of a read. `chunks` holds eight in memory.
+        attempts: attempts per operation.
+        first_wait_s: seconds before the second attempt. Doubles each time, up to a minute.
 
     Attributes:
-        url: without the secrets that were in it.
-        whole_files: a file that has its name and its size is whole, even when its writer was cut off. So it is with
-            objects, which appear whole, and with local files, which get their names after their fsync. Elsewhere (sftp,
-            smb, hdfs, whatever a plug-in brings) a power cut may leave a file of the right size with holes in it.
+        url: URL without secrets.
+        whole_files: whether a file with its final name and size is complete even if its writer was killed. True for
+            objects, which appear complete, and local files, which are renamed after their fsync. Elsewhere (sftp, smb,
+            hdfs, plug-ins) a power cut may leave holes in a file of the right size.
 
     Raises:
         ConfigError: the URL cannot be used, or a package for it is not installed.
+
+    Example:
+        >>> folder = RemoteFolder("s3://bucket/run", setting="--to", error=MirrorError)
+        >>> folder.put_file(Path("model.safetensors"), "step-8/model.safetensors")
     """
 
     def __init__(
@@ -89,8 +93,9 @@ class RemoteFolder:
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self.whole_files = self._local or bool(protocols & _OBJECT_STORES)
         self._closed = threading.Event()
-        # What may pass is every error: each backend raises others (botocore's and aiohttp's are no OSErrors), and a
-        # refusal may be a token that is being renewed. That something is not there is an answer, not an error.
+
+        # All errors are tried again: backends raise different types (botocore's and aiohttp's are not OSErrors), and
+        # even a refusal may be temporary, while a token is renewed. A missing file is an answer, not an error.
         final = (FileNotFoundError, CheckpointError)
         self._retrying = Retrying(
             retry=retry_if_exception_type(Exception) & retry_if_not_exception_type(final),
@@ -101,11 +106,11 @@ class RemoteFolder:
         )
 
     def close(self) -> None:
-        """Try nothing again, and nothing new."""
+        """Refuse further operations and attempts."""
         self._closed.set()
 
     def names(self) -> list[str]:
-        """What the folder holds, files and folders; nothing when it does not exist."""
+        """List the names of files and folders in the folder. Empty if it does not exist."""
         try:
             paths = self._call(self._fs.ls, "", detail=False)
         except FileNotFoundError:
@@ -113,53 +118,56 @@ class RemoteFolder:
         return [PurePosixPath(path).name for path in paths]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below ``folder``, by its path relative to that; what cannot be listed may be left out.
+        """Return the size of every file below ``folder``, by path relative to it. Entries that cannot be listed may be
+        missing.
 
-        The empty string stands for all that is at the URL.
+        The empty string means everything at the URL.
         """
         prefix = f"{self._root}/{folder}".rstrip("/") + "/"
         listing = self._call(self._fs.find, folder, detail=True)
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None when it is not there (and not when nobody knows, as ``exists`` of fsspec says it)."""
+        """Return the size of a file, or None if it does not exist. Unlike fsspec's ``exists``, a failed request is an
+        error.
+        """
         try:
             return self._call(self._fs.info, path)["size"]
         except FileNotFoundError:
             return None
 
     def read(self, path: str) -> bytes | None:
-        """A small file; None when it is not there."""
+        """Read a small file. None if it does not exist."""
         try:
             return self._call(self._fs.cat_file, path)
         except FileNotFoundError:
             return None
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """The bytes of a file from ``start`` up to ``stop``.
+        """Read the bytes of a file from ``start`` up to ``stop``.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the file does not exist.
         """
         return self._call(self._fs.cat_file, path, start=start, end=stop)
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
-        """A large file of ``size`` bytes, a few chunks at a time (side by side, where the backend can).
+        """Yield a large file of ``size`` bytes in chunks, a few at a time (in parallel if the backend can).
 
         Raises:
-            FileNotFoundError: it is not there, or not any more.
+            FileNotFoundError: the file does not exist, or was removed meanwhile.
         """
         starts = range(0, size, self._chunk_bytes)
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
             yield from self._call(self._read_ranges, path, starts[first : first + _CHUNKS_AT_ONCE], size)
 
     def put_file(self, source: Path, path: str, digest: str | None = None) -> None:
-        """Upload a file to ``path``, over what is there; the backend reads it in parts.
+        """Upload a file to ``path`` in parts, replacing an existing file.
 
         Args:
-            source: the local file.
-            path: where to.
-            digest: expected `file_digest` of the file; None: it is not checked.
+            source: local file.
+            path: destination.
+            digest: expected `file_digest` of the file. None skips the check.
 
         Raises:
             CheckpointCorruptError: the file has another digest.
@@ -172,27 +180,27 @@ class RemoteFolder:
             self._call(self._put, path, source)
 
     def put_bytes(self, path: str, data: bytes) -> None:
-        """Make ``path`` hold ``data``, at once."""
+        """Write ``data`` to ``path`` in one operation."""
         self._call(self._write_durably if self._local else self._pipe, path, data)
 
     def flush(self, folder: str) -> None:
-        """See that the names below a folder are on stable storage, which files have been put there."""
+        """Sync the names below a local folder to stable storage, after files were put there."""
         if self._local and (Path(self._root) / folder).is_dir():
             self._call(fsync_tree, folder)
 
     def remove_file(self, path: str) -> None:
-        """Remove a file, if it is there, and what a killed writer left of it."""
+        """Remove a file and the parts that a killed writer left, if they exist."""
         if self._local:
             with contextlib.suppress(FileNotFoundError):
                 self._call(os.unlink, str(_part(Path(path))))
         with contextlib.suppress(FileNotFoundError):
             self._call(self._fs.rm_file, path)
         with contextlib.suppress(FileNotFoundError):
-            if self._local:  # or a power cut could bring it back, and not what is removed after it
+            if self._local:  # otherwise a power cut could bring the file back, but not files removed later
                 self._call(fsync_dir, str(PurePosixPath(path).parent))
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder and all that is in it, in any order, if it is there."""
+        """Remove a folder and its contents, in any order, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._call(self._fs.rm, folder, recursive=True)
 
@@ -200,7 +208,7 @@ class RemoteFolder:
         path = Path(target)
         make_durably(path.parent)
         part = _part(path)
-        part.unlink(missing_ok=True)  # of a copy that was killed
+        part.unlink(missing_ok=True)  # left by a copy that was killed
         with open(source, "rb", buffering=0) as opened, DurableFile(part) as copy:
             while chunk := opened.read(self._chunk_bytes):
                 copy.write(chunk)
@@ -222,22 +230,22 @@ class RemoteFolder:
         self._fs.put_file(str(source), target)
 
     def _make_parent(self, target: str) -> None:
-        if not self.whole_files:  # it may have real folders; making one in a bucket would make the bucket
+        if not self.whole_files:  # the backend may have real folders; in an object store this would create the bucket
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
 
     def _read_ranges(self, path: str, starts: range, size: int) -> list[bytes]:
         ends = [min(start + self._chunk_bytes, size) for start in starts]
         chunks = self._fs.cat_ranges([path] * len(starts), list(starts), ends)
         for chunk in chunks:
-            if isinstance(chunk, BaseException):  # how most backends report it, some whatever they are told
+            if isinstance(chunk, BaseException):  # how most backends report errors
                 raise chunk
         return chunks
 
     def _call(self, function: Callable[..., T], path: str, *args: Any, **options: Any) -> T:
-        """Do something with a path, as often as may be.
+        """Run an operation on a path with all its attempts.
 
         Raises:
-            FileNotFoundError: an answer.
+            FileNotFoundError: the path does not exist.
         """
         if self._closed.is_set():
             raise self._error(f"{self.url} is closed")
@@ -253,10 +261,10 @@ class RemoteFolder:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path | None:
-    """The folder of this machine that a path, or a ``file://`` URL, names; None for any other URL.
+    """Return the local folder that a path or a ``file://`` URL names, or None for any other URL.
 
     Raises:
-        ConfigError: it was a URL, before it went through a `Path`, which takes one of two slashes away.
+        ConfigError: the path is a URL that lost a slash in a `Path`.
     """
     text = os.fspath(path)
     if re.match(r"[A-Za-z][\w.+-]+:/(?!/)", text):
@@ -272,11 +280,11 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 def require_local(path: str | os.PathLike[str], what: str, advice: str, setting: str = "path") -> Path:
-    """`local_folder` for what can do nothing with a URL.
+    """Return the local folder of ``path``, for operations that cannot use a URL.
 
     Raises:
-        ConfigError: ``path``, which was given as ``setting``, is one; ``what`` needs a folder, and ``advice`` says what
-            to do.
+        ConfigError: ``path`` is a URL. The message says that ``what`` needs a folder, names ``setting``, and ends with
+            ``advice``.
     """
     if (folder := local_folder(path)) is None:
         raise ConfigError(
@@ -286,27 +294,28 @@ def require_local(path: str | os.PathLike[str], what: str, advice: str, setting:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` without the users and passwords of the URLs in it."""
+    """Remove the users and passwords of URLs from ``text``."""
     return re.sub(r"(:/+)[^/\s]*@", r"\1", text)
 
 
 def _part(path: Path) -> Path:
-    """Where a local file is written before it gets its name."""
+    """Path of a local file before it gets its final name."""
     return path.with_name(f".part-{path.name}")
 
 
 def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
-    """The backend of a URL, and the path in it.
+    """Return the backend of a URL and the path in it.
 
-    It is an instance of our own (fsspec hands out shared ones, with the options of whoever came first), which remembers
-    no listings: they would be stale.
+    The backend is a new instance, because fsspec's shared ones have the options of their first user. It does not cache
+    listings, which would be stale.
     """
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
         if re.search(r"://[^/\s]*:[^/\s]*@", url) and "@" in root.split("/")[0]:
-            # It would be taken for a part of the bucket's name, and be shown in every message.
+            # The backend would take the password for a part of the bucket's name and show it in every message.
+
             raise ValueError("its backend takes no password from there, but as it documents")
     except (ImportError, ValueError, OSError) as error:
         problem = f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "

@@ -1,9 +1,9 @@
-"""Every random generator of a process as plain tensors: capture, put back bit for bit, derive for a new rank.
+"""All random generators of a process as plain tensors: capture, bit-exact restore, and derivation for a new rank.
 
-Owns the global generators of python (``random``), numpy (the legacy ``np.random``), torch on the CPU and torch on
-each CUDA device. A state is a flat dict of CPU tensors, so that it goes into a checkpoint as tensors do and no
-reader has to unpickle anything. It is about 15 kB and takes well under a millisecond. Generator *objects* that
-user code holds (``np.random.default_rng()``, ``torch.Generator()``) are not global and are their owner's to save.
+Covers the global generators of Python (``random``), NumPy (the legacy ``np.random``), torch on the CPU and torch on
+each CUDA device. A state is a flat dict of CPU tensors, so that checkpoints store it as tensors and readers unpickle
+nothing. It has about 15 kB and takes well under a millisecond. Generator *objects* of user code
+(``np.random.default_rng()``, ``torch.Generator()``) are not global, so their owner must save them.
 """
 
 import random
@@ -20,14 +20,14 @@ from .logging import get_logger
 logger = get_logger(__name__)
 
 RngState = dict[str, torch.Tensor]
-"""What `capture_rng` returns; all on the CPU:
+"""Result of `capture_rng`, all on the CPU:
 
 - ``python`` int64 ``[625]``: the 624 words of the Mersenne Twister and the position in them.
 - ``python_gauss`` float64 ``[2]``: 1.0 and the second half of a Box-Muller pair if one is cached, else zeros.
-- ``numpy``, ``numpy_gauss``: likewise.
+- ``numpy``, ``numpy_gauss``: the same for NumPy.
 - ``torch`` uint8 ``[5056]``: ``torch.get_rng_state()``.
-- ``cuda`` uint8 ``[devices, 16]``: one row a device, the current device first and the others after it, cyclically.
-  Absent when the process has not used CUDA.
+- ``cuda`` uint8 ``[devices, 16]``: one row per device, starting with the current device and wrapping around. Absent if
+  the process has not used CUDA.
 """
 
 _MT_WORDS = 625
@@ -36,7 +36,7 @@ _CUDA_STATE_BYTES = 16
 
 
 def seed_rng(seed: int, rank: int = 0) -> None:
-    """Start every generator of this process from ``seed`` and ``rank``; each rank draws numbers of its own."""
+    """Seed every generator of this process from ``seed`` and ``rank``, so that each rank draws different numbers."""
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, rank))
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
@@ -44,12 +44,12 @@ def seed_rng(seed: int, rank: int = 0) -> None:
 
 
 def capture_rng() -> RngState:
-    """The state of every generator of this process, on copies that later draws do not change.
+    """Copy the state of every generator of this process.
 
-    Reading does not advance a generator and does not start CUDA in a process that has not used it.
+    Reading does not advance a generator, and does not start CUDA in a process that has not used it.
 
     Raises:
-        ConfigError: numpy's global generator was replaced by one that is not MT19937.
+        ConfigError: NumPy's global generator was replaced by one that is not MT19937.
     """
     _, words, gauss = random.getstate()
     state = {
@@ -64,17 +64,17 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
-    """Put every generator back to ``state``; draws after this equal the draws after its `capture_rng`.
+    """Restore every generator to ``state``, so that draws continue as after its `capture_rng`.
 
-    CUDA devices are matched from the current one on, so a rank that trained on ``cuda:3`` and now sees a single
-    device finds its stream there. Rows without a device here are dropped with a warning; devices without a row
-    keep the state they have.
+    CUDA devices are matched starting from the current one, so that a rank that trained on ``cuda:3`` and now sees one
+    device finds its stream there. Rows without a device are dropped with a warning. Devices without a row keep their
+    state.
 
     Raises:
-        CheckpointMismatchError: a tensor is missing or has another shape or dtype; no generator was touched.
+        CheckpointMismatchError: a tensor is missing or has another shape or dtype. No generator was changed.
     """
     check_rng(state)
-    # torch reads a state from the start of its storage, wherever a view begins in it: hence the clones, here and below.
+    # torch reads a state from the start of its storage even if it is a view, so the states are cloned.
     words = state["python"].tolist()
     random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
     *key, position = state["numpy"].tolist()
@@ -90,11 +90,11 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_rng(state: Mapping[str, torch.Tensor]) -> None:
-    """See that `restore_rng` can use ``state``.
+    """Check that `restore_rng` can use ``state``.
 
     Raises:
         CheckpointMismatchError: a tensor is missing or has another shape or dtype.
-        CheckpointCorruptError: its values are not those of a generator.
+        CheckpointCorruptError: its values are not a state of a generator.
     """
     expected = {
         "python": (torch.int64, (_MT_WORDS,)),
@@ -124,16 +124,15 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
-    """A state for ``rank`` when the checkpoint has none for it because the world has grown.
+    """Derive a state for ``rank``, which the checkpoint lacks because the world has grown.
 
     Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state`` in the order of their names,
-    followed by ``rank`` as a little-endian int64. The result therefore repeats from one restart to the next,
-    differs between ranks and steps, and depends on nothing else. CUDA device i (in the order of `RngState`) gets
-    that seed + i.
+    followed by ``rank`` as a little-endian int64. The result is the same at every restart, and differs between ranks
+    and steps. CUDA device i (in the order of `RngState`) gets that seed + i.
 
     Args:
-        state: the state of rank 0.
-        rank: the rank that needs one.
+        state: state of rank 0.
+        rank: the new rank.
     """
     digest = _digest(state)
     digest.update(struct.pack("<q", rank))
@@ -157,7 +156,7 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
 
 
 def rng_digest(state: Mapping[str, torch.Tensor]) -> str:
-    """``"xxh3_64:<hex>"`` of a state: equal when every later draw is."""
+    """Return ``"xxh3_64:<hex>"`` of a state. Equal digests mean equal later draws."""
     return f"xxh3_64:{_digest(state).hexdigest()}"
 
 
@@ -169,7 +168,7 @@ def _digest(state: Mapping[str, torch.Tensor]) -> xxhash.xxh3_64:
 
 
 def _cuda_devices() -> list[torch.device]:
-    """This process's devices, the current one first."""
+    """List this process's devices, the current one first."""
     count, current = torch.cuda.device_count(), torch.cuda.current_device()
     return [torch.device("cuda", (current + index) % count) for index in range(count)]
 

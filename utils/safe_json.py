@@ -1,7 +1,7 @@
-"""Plain Python values as JSON in a uint8 tensor: a file format for tensors can hold them, and nothing is unpickled.
+"""Plain Python values as JSON in a uint8 tensor, so that tensor files can hold them without pickle.
 
-JSON keeps every bit of a float. Tuples, and dicts with other keys than strings, are tagged; what would not come back as
-it was is refused when it is packed. The text is padded with spaces, so that its size stays put when a digit is added.
+JSON keeps every bit of a float. Tuples, and dicts with other keys than strings, are tagged. Values that would change
+are refused when they are packed. The text is padded with spaces, so that its size is stable when a digit is added.
 """
 
 import json
@@ -18,10 +18,11 @@ _TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
 
 
 def encode_plain(value: Any, name: str) -> Any:
-    """``value`` as JSON has it, such that `decode_plain` gives an equal value of the same container types.
+    """Convert ``value`` to JSON types, so that `decode_plain` returns an equal value of the same container types.
 
     Raises:
-        ConfigError: ``value``, which the message calls ``name``, is none of number, string, list, tuple and dict.
+        ConfigError: ``value`` holds something other than numbers, strings, lists, tuples and dicts. The message calls
+            it ``name``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -40,7 +41,7 @@ def encode_plain(value: Any, name: str) -> Any:
 
 
 def decode_plain(value: Any) -> Any:
-    """What `encode_plain` encoded."""
+    """Reverse `encode_plain`."""
     if isinstance(value, list):
         return [decode_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -52,10 +53,10 @@ def decode_plain(value: Any) -> Any:
 
 
 def pack_json(value: Any, name: str) -> torch.Tensor:
-    """JSON text of ``value`` as ``[n]`` uint8, padded with spaces to a multiple of 4096.
+    """Encode ``value`` as JSON text in a ``[n]`` uint8 tensor, padded with spaces to a multiple of 4096.
 
     Raises:
-        ConfigError: see `encode_plain`.
+        ConfigError: as `encode_plain`.
     """
     data = json.dumps(encode_plain(value, name)).encode()
     return torch.frombuffer(
@@ -64,10 +65,10 @@ def pack_json(value: Any, name: str) -> torch.Tensor:
 
 
 def unpack_json(tensor: torch.Tensor, name: str) -> Any:
-    """The value that `pack_json` packed.
+    """Reverse `pack_json`.
 
     Raises:
-        CheckpointCorruptError: there is no such value in ``tensor``.
+        CheckpointCorruptError: ``tensor`` does not hold such a value.
     """
     try:
         return decode_plain(json.loads(tensor.cpu().numpy().tobytes()))

@@ -1,6 +1,6 @@
-"""Tensors, numbers, strings, and containers of them as ``torch.save`` writes them, read without running anything.
+"""``torch.save`` files of tensors, numbers, strings and containers, loaded without running code.
 
-That they can be read so is checked when they are written: what cannot fails the snapshot, not the recovery.
+`pack_plain` checks that the value can be loaded this way, so that a bad value fails the snapshot and not the recovery.
 """
 
 import io
@@ -31,17 +31,17 @@ _DAMAGE = (
     struct.error,
     zipfile.BadZipFile,
 )
-"""What torch raises of bytes that are not its own."""
+"""Errors that torch raises for damaged files."""
 
 _ARCHIVE = b"PK\x03\x04"
-"""First bytes of a file of ``torch.save``, which is a ZIP archive."""
+"""First bytes of a ``torch.save`` file, which is a ZIP archive."""
 
 
 def pack_plain(what: str, value: Any) -> bytes:
-    """``torch.save`` of tensors and plain values.
+    """Serialize tensors and plain values with ``torch.save``.
 
     Raises:
-        ConfigError: ``value``, which the message calls ``what``, could only be loaded by running code.
+        ConfigError: loading ``value`` would run code. The message calls it ``what``.
     """
     buffer = io.BytesIO()
     try:
@@ -54,12 +54,12 @@ def pack_plain(what: str, value: Any) -> bytes:
 
 
 def unpack_plain(data: bytes, source: str | os.PathLike[str]) -> Any:
-    """What `pack_plain` packed; see `load_plain`."""
+    """Load the result of `pack_plain`. Raises as `load_plain`."""
     return load_plain(io.BytesIO(data), source)
 
 
 def read_plain(path: Path) -> Any:
-    """What a file holds that `pack_plain` packed; see `load_plain`."""
+    """Load a file with the result of `pack_plain`. Raises as `load_plain`."""
     try:
         with open(path, "rb") as file:
             return load_plain(file, path)
@@ -68,16 +68,16 @@ def read_plain(path: Path) -> Any:
 
 
 def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.device | None = None) -> Any:
-    """The value in ``file``, with its tensors on the CPU.
+    """Load the value in ``file``.
 
     Args:
-        file: seekable.
-        source: what to call it in messages.
-        device: where tensors go that were on a GPU when they were saved; None: on the CPU, too.
+        file: seekable file.
+        source: name of the file in messages.
+        device: destination of tensors that were saved from a GPU. None means the CPU, like all other tensors.
 
     Raises:
-        CheckpointCorruptError: it is damaged, asks for a type (which the message names) that could run code, or is
-            compressed, as torch never writes: a small file could fill the memory.
+        CheckpointCorruptError: the file is damaged, needs a type that could run code (which the message names), or is
+            compressed. torch never compresses, and a small compressed file could fill the memory.
     """
     try:
         _check_archive(file)
@@ -87,17 +87,17 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.de
 
 
 def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
-    """The value that ``torch.save`` wrote to a file, its tensors mapped: a page is read when it is looked at.
+    """Load a ``torch.save`` file with its tensors mapped into memory, so that pages are read when they are used.
 
-    Tensors of a file of torch before 1.6 are read into memory.
+    Files of torch before 1.6 are read as a whole.
 
     Args:
-        path: the file; it must stay while the value is used.
-        allowed: types and functions that it may ask for besides torch's own.
+        path: file, which must stay while the value is used.
+        allowed: types and functions that the file may use besides torch's own.
 
     Raises:
-        CheckpointCorruptError: see `load_plain`.
-        OSError: it cannot be read.
+        CheckpointCorruptError: as `load_plain`.
+        OSError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -109,12 +109,12 @@ def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
 
 
 def _place(device: torch.device, storage: Any, location: str) -> Any:
-    """A storage that was read, and was at ``location`` (``cpu``, ``cuda:3`` ...), where it belongs now."""
+    """Move a loaded storage that was saved at ``location`` (``cpu``, ``cuda:3`` ...)."""
     return storage.cuda(device.index) if location.startswith("cuda") and device.type == "cuda" else storage
 
 
 def _check_archive(file: IO[bytes]) -> bool:
-    """Whether the file is an archive, as torch writes since 1.6. Refuse one that is cut short or compressed."""
+    """Return whether the file is an archive, as torch writes since 1.6. Raises if it is truncated or compressed."""
     start = file.tell()
     begins_as_archive = _ARCHIVE.startswith(file.read(len(_ARCHIVE)))
     n_bytes = file.seek(0, os.SEEK_END) - start
@@ -132,7 +132,7 @@ def _check_archive(file: IO[bytes]) -> bool:
 
 
 def plain_reason(error: Exception) -> str:
-    """In a line what torch says in ten, advice to load it unsafely included."""
+    """Shorten torch's error to one line, without its advice to load unsafely."""
     forbidden = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", str(error))
     if forbidden:
         return f"it holds {forbidden[1]}, which could only be read by running code"

@@ -1,4 +1,4 @@
-"""Work on threads that do not keep a process from ending."""
+"""Daemon threads that return a result."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def on_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Start ``work`` on a thread of its own; the result, or what it raises, is the future's; also
-    that no thread can be started.
+    """Run ``work`` on a new daemon thread. The future holds its result or its error, including a failure to start the
+    thread.
 
-    A process does not wait for it at its end, as it would for one of a ``ThreadPoolExecutor``: for calls that may never
-    return.
+    Unlike with ``ThreadPoolExecutor``, the process does not wait for the thread when it exits. This is for calls that
+    may never return.
     """
     outcome: Future[T] = Future()
     try:
         Thread(target=_fulfil, args=(outcome, work), name=name, daemon=True).start()
-    except RuntimeError as error:  # no more threads: others may wait for the outcome
+    except RuntimeError as error:  # the thread could not start; callers may wait for the outcome
         outcome.set_exception(error)
     return outcome
 

@@ -1,4 +1,4 @@
-"""Seconds of the phases of something, by name."""
+"""Durations of named phases."""
 
 import time
 from collections.abc import Iterator, MutableMapping
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
-    """Note under ``phase`` how long the block took, also when it raises."""
+    """Store the duration of the block in ``seconds[phase]``, also if the block raises."""
     started = time.monotonic()
     try:
         yield
@@ -16,10 +16,10 @@ def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
 
 
 class PhaseTimes:
-    """What the seconds of a step go to, by phase, for a run's statistics: `holdfast top` shows what ends with ``_s``.
+    """Seconds per phase of a step, for a run's statistics. ``holdfast top`` shows keys that end with ``_s``.
 
     Args:
-        phases: ``sampling``, ``training``, ``publishing`` and others that every step has, if only for 0 s.
+        phases: names that every step reports (``sampling``, ``training`` ...), with 0 s if they did not run.
     """
 
     def __init__(self, *phases: str) -> None:
@@ -28,7 +28,7 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block as ``name``, also when it raises; several times a step, if need be."""
+        """Add the duration of the block to ``name``, also if the block raises. A step may repeat a name."""
         spent: dict[str, float] = {}
         try:
             with timed(spent, name):
@@ -37,6 +37,6 @@ class PhaseTimes:
             self._seconds[name] = self._seconds.get(name, 0.0) + spent[name]
 
     def take(self) -> dict[str, float]:
-        """``<phase>_s`` -> seconds since the last call."""
+        """Return ``<phase>_s`` -> seconds since the last call, and start again."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
         return {f"{name}_s": seconds for name, seconds in taken.items()}

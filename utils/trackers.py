@@ -1,8 +1,7 @@
-"""Experiment trackers beside ``stats.jsonl``: TensorBoard, Weights & Biases, trackio, behind one small interface.
+"""Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases and trackio.
 
-Each is its own library, imported when it is first opened. Those that keep runs under an id get the run's, so that a run
-that is resumed goes on in the same place. What a tracker has already, it is not given again: see
-`holdfast.utils.metrics.StatsLogger`.
+Each library is imported when its tracker is opened. Trackers that identify runs by an id receive the run's id, so that
+a resumed run continues in the same place. A tracker does not receive steps that it already has (see `StatsLogger`).
 """
 
 import importlib.util
@@ -17,16 +16,15 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when it is opened.
+    """Run that a tracker opens.
 
     Attributes:
-        folder: where those that write files write them.
-        project: groups runs.
-        name: of the run, for people.
-        run_id: of the run, the same in all of its lives.
-        last_step: the last step that is part of the run; -1 before the first. What was logged after it, in a life that
-            was killed, is done again.
-        logged_step: the last step that any life of the run has logged; -1 for none.
+        folder: folder for trackers that write files.
+        project: project name, which groups runs.
+        name: name for people.
+        run_id: id of the run, which survives restarts.
+        last_step: last step of the run so far, or -1. Steps logged after it will be repeated.
+        logged_step: last step that any process of the run has logged, or -1.
     """
 
     folder: Path
@@ -38,25 +36,25 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes one row of numbers a step.
+    """Receiver of one row of numbers per step.
 
     Attributes:
-        has_step: the last step that it has; -1 for none.
+        has_step: last step that the tracker has, or -1.
     """
 
     has_step: int
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the row of a step, higher than all before."""
+        """Add the row of a step, which is higher than all before."""
         ...
 
     def close(self) -> None:
-        """Hand over all that is left, and end."""
+        """Send all remaining rows and end."""
         ...
 
 
 class _TensorBoard:
-    """Event files under ``tensorboard/``. The viewer drops what they have after ``last_step`` (``purge_step``)."""
+    """Event files under ``tensorboard/``. The viewer drops steps after ``last_step`` (``purge_step``)."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -75,11 +73,11 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A run of Weights & Biases; ``WANDB_MODE=offline`` writes it under ``wandb/``, for ``wandb sync`` (each life is a
-    folder of its own, with the same id).
+    """Run of Weights & Biases. ``WANDB_MODE=offline`` writes it under ``wandb/`` for ``wandb sync``, in one folder per
+    process.
 
-    A row that was logged cannot be taken back: steps that are done again are left as they were. Only a server says
-    which it has; offline, these are all that were logged.
+    Logged rows cannot be removed, so repeated steps keep their first row. Only a server reports the rows that it has.
+    Offline these are all rows that were logged.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -91,16 +89,16 @@ class _WandB:
         self.has_step = self._run.step - 1 if self._run.resumed else run.logged_step if known else -1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step, commit=True)  # else the row waits for the next one
+        self._run.log(dict(values), step=step, commit=True)  # without commit the row waits for the next one
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _Trackio:
-    """A run of trackio, in its database on this machine (``TRACKIO_DIR``) or where ``TRACKIO_SPACE_ID`` says.
+    """Run of trackio, in its local database (``TRACKIO_DIR``) or at ``TRACKIO_SPACE_ID``.
 
-    It knows runs by their name, which therefore ends with the id. Steps that are done again are left as they were.
+    trackio identifies runs by name, so the name ends with the id. Repeated steps keep their first row.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -124,11 +122,11 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": _WandB,
     "trackio": _Trackio,
 }
-"""Name, which is that of its package and of the extra that installs it -> what opens it."""
+"""Maps the name of a tracker, its package and its extra to its class."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError unless every name is a tracker whose package is installed; nothing is imported."""
+    """Raise ConfigError unless every name is a known and installed tracker. Imports nothing."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(

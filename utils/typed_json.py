@@ -1,4 +1,4 @@
-"""Dataclasses from JSON that somebody else may have written: every value has the type that its field says."""
+"""Dataclasses from untrusted JSON, with every value checked against the type of its field."""
 
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
@@ -6,17 +6,17 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 def from_json(kind: Any, value: Any, name: str) -> Any:
-    """``value``, as ``json.loads`` gives it, as a ``kind``.
+    """Convert ``value``, a result of ``json.loads``, to ``kind``.
 
     Args:
-        kind: a dataclass, ``dict[str, ...]``, ``... | None``, or one of int, float, str and bool. Between int and float
-            a whole number is converted. What is unknown to a dataclass is left out: a newer writer has added it.
-        value: NaN and infinities are floats, as Python's JSON has them.
-        name: what to call ``value`` in errors.
+        kind: a dataclass, ``dict[str, ...]``, ``... | None``, int, float, str or bool. Whole numbers are converted
+            between int and float. Unknown keys of a dataclass are ignored, because a newer writer may have added them.
+        value: may hold NaN and infinities as floats, as Python's JSON allows.
+        name: name of ``value`` in errors.
 
     Raises:
-        TypeError: a value has another type; the message names it.
-        ValueError: a field without a default is missing; likewise.
+        TypeError: a value has another type. The message names it.
+        ValueError: a field without a default is missing. The message names it.
         OverflowError: an int is too large for a float.
     """
     if isinstance(kind, UnionType):

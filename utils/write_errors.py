@@ -1,4 +1,4 @@
-"""What the file system says of a write, as one of our errors."""
+"""Conversion of file system errors into `CheckpointWriteError`."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from .errors import CheckpointError, CheckpointWriteError
 
 @contextmanager
 def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the file system says in the block into a `CheckpointWriteError` that names ``final``."""
+    """Convert an OSError of the block into a `CheckpointWriteError` that names ``final``."""
     try:
         yield
     except OSError as error:

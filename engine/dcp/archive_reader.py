@@ -15,7 +15,7 @@ import torch
 from ...utils.errors import CheckpointCorruptError
 from ...utils.heartbeat import beat
 from ...utils.safe_torch import load_plain
-from ..tensors import Box
+from ..memory.tensors import Box
 from .direct_reader import Destination, TensorReader
 from .layout import FolderLayout
 

@@ -25,7 +25,7 @@ from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.safe_json import pack_json, unpack_json
-from ..tensors import counts_here, local_box, local_tensor
+from ..memory.tensors import counts_here, local_box, local_tensor
 from .bit_sum import bit_sum
 from .fingerprint import sample_state
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.torch_private import buffers_of, is_persistent
-from ..tensors import clean_name
+from ...utils.compat.torch_private import buffers_of, is_persistent
+from ..memory.tensors import clean_name
 
 PREFIX = "model."
 """Of the dotted names ``model.<buffer>``."""

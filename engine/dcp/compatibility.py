@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError
-from ..tensors import Box, local_box
+from ..memory.tensors import Box, local_box
 from .base_model import BASE, BASE_SAMPLE
 from .direct_reader import Destination
 from .layout import FolderLayout

@@ -27,8 +27,8 @@ from ...utils.cores import reading_threads
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.heartbeat import beat
-from ..host_blocks import HostBlocks
-from ..tensors import Box, bytes_of
+from ..memory.host_blocks import HostBlocks
+from ..memory.tensors import Box, bytes_of
 from .layout import FolderLayout, Overlap, StoredTensor
 from .tensor_framing import archive_of
 

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ..tensors import counts_here, local_box
+from ..memory.tensors import counts_here, local_box
 
 SAMPLES = 64
 PARTS = ("model", "optim")

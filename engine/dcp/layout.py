@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..tensors import Box
+from ..memory.tensors import Box
 
 
 class Overlap(NamedTuple):

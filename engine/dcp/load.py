@@ -20,8 +20,8 @@ from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, ra
 from ...utils.errors import CheckpointError, CheckpointMismatchError
 from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
-from ..tensors import normal_tensors
-from ..weight_changes import changing_weights
+from ..memory.tensors import normal_tensors
+from ..memory.weight_changes import changing_weights
 from .archive_reader import read_now
 from .base_model import check_base, sample_base
 from .compatibility import Destinations, find_destinations

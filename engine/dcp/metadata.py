@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...utils.compat.torch_private import StorageInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.garbage import no_collection
-from ..compat.torch_private import StorageInfo
 from .layout import Chunks, FolderLayout, StoredObject, StoredTensor
 
 _ALLOWED = {

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...utils.compat.torch_private import children_of, loading_of, saving_of, tree_leaves
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.safe_torch import load_plain, pack_plain
-from ..compat.torch_private import children_of, loading_of, saving_of, tree_leaves
-from ..tensors import WRAPPERS, clean_name
+from ..memory.tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)
 

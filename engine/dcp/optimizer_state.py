@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...utils.compat.torch_private import made_sharded
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..compat.torch_private import made_sharded
-from ..tensors import local_tensor
+from ..memory.tensors import local_tensor
 from ..training.optimizer import materialize_state
 
 logger = get_logger(__name__)

@@ -26,8 +26,8 @@ from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
 from ...utils.write_errors import as_write_error
-from ..host_blocks import HostBlocks
-from ..tensors import bytes_of, flatten, local_tensor
+from ..memory.host_blocks import HostBlocks
+from ..memory.tensors import bytes_of, flatten, local_tensor
 from .save_plan import RankSavePlan, plan_alone, plan_together
 from .state import ROOT, DCPState, StagedState
 from .structure import Structure, agree_on, describe_state, vote_on

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, control_group, get_rank, get_world_size
 from ...utils.garbage import no_collection
-from ..compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from .metadata import pickle_metadata
 from .state import rank_key
 from .structure import Structure

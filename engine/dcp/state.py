@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ...utils.compat.torch_private import without_compile
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.rng import capture_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
-from ..compat.torch_private import without_compile
 from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
-from ..tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
+from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
 from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers

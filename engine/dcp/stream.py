@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry, write_entry
-from ..compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from ..lazy_tensor import LazyTensor
-from ..tensors import bytes_of
+from ..memory.lazy_tensor import LazyTensor
+from ..memory.tensors import bytes_of
 from .metadata import pickle_metadata
 from .tensor_framing import archive_of
 

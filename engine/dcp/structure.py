@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...utils.distributed import control_group, get_group_ranks, get_rank, get_world_size
-from ..tensors import Box, local_box, local_tensor
+from ..memory.tensors import Box, local_box, local_tensor
 from .metadata import stored_properties
 from .state import RANK_KEYED, ROOT, rank_key
 

@@ -28,9 +28,9 @@ from ...utils.files import fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
 from ..lora.layers import adapted_layers, plain_adapters
-from ..tensors import clean_name
+from ..memory.tensors import clean_name
+from ..memory.weight_changes import changing_weights
 from ..training.model import keep_own_shard
-from ..weight_changes import changing_weights
 from .shard_ranges import whole_tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

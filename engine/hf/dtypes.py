@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...utils.compat.transformers_private import build_from_config, float32_patterns
 from ...utils.errors import CheckpointNotFoundError
-from ..compat.transformers_private import build_from_config, float32_patterns
 from ..training.unsharded import unsharded_class
 from .file_io import WeightReader
 

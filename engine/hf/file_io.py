@@ -26,8 +26,8 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.files import start_writeback
 from ...utils.heartbeat import beat
 from ...utils.mapped import map_window
-from ..host_blocks import HostBlocks
-from ..tensors import bytes_of
+from ..memory.host_blocks import HostBlocks
+from ..memory.tensors import bytes_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20

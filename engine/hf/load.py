@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ...utils.compat.transformers_private import set_conversions
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.remote import FETCH_FIRST, require_local
-from ..compat.transformers_private import set_conversions
-from ..model_folder import read_raw_config
+from ..memory.weight_changes import changing_weights
+from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
-from ..weight_changes import changing_weights
 from .file_io import WeightReader
 from .load_plan import LoadPlan, invert_fills, loaded_elements, plan_loading
 from .name_mapping import FileTensor, stored_tensors

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
+from ...utils.compat.transformers_private import conversions_of, drop_tolerated_keys, load_state
 from ...utils.errors import CheckpointMismatchError
-from ..compat.torch_private import buffers_of, parameters_of, replace_members
-from ..compat.transformers_private import conversions_of, drop_tolerated_keys, load_state
 from ..training.unsharded import unsharded_view
 from .name_mapping import FileTensor, Origins, Span
 

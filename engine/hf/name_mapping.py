@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ...utils.errors import CheckpointMismatchError
-from ..compat.torch_private import (
+from ...utils.compat.torch_private import (
     TorchDispatchMode,
     storage_id,
     tree_leaves,
     writes_in_place,
 )
-from ..compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
+from ...utils.compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
+from ...utils.errors import CheckpointMismatchError
 from ..training.unsharded import unsharded_class, unsharded_view
 from .safetensors_layout import TensorSpec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import ConfigError
-from ..model_folder import read_raw_config
+from ..model.model_folder import read_raw_config
 
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Method -> the config of transformers that dequantizes on load."""

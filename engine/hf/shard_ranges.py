@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..compat.torch_private import made_sharded
-from ..tensors import local_box
+from ...utils.compat.torch_private import made_sharded
+from ..memory.tensors import local_box
 from .name_mapping import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from ...utils.compat.transformers_private import custom_object_save
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME
 from ..api import HFExportOptions
-from ..compat.transformers_private import custom_object_save
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
 

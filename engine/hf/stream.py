@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...utils.errors import CheckpointMismatchError
 from ...utils.files import fsync_file, walk_files, write_durably
 from ..api import HFExportOptions
-from ..lazy_tensor import LazyTensor
+from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .file_io import WeightWriter
 from .name_mapping import FileTensor, Span, element_map, file_tensors, stored_tensors

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from ..tensors import clean_name
+from ..memory.tensors import clean_name
 from .layers import adapted_layers, is_plain, plain_adapters, transformers_model
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...utils.compat.torch_private import children_of, replace_members
+from ...utils.compat.transformers_private import forget_adapters
 from ...utils.errors import CheckpointMismatchError
-from ..compat.torch_private import children_of, replace_members
-from ..compat.transformers_private import forget_adapters
 from ..training.unsharded import unsharded_view
 
 
@@ -160,7 +160,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     if not layers:
         yield
         return
-    from ..compat.peft_private import is_off, switch_off  # there is peft, where there are layers of it
+    from ...utils.compat.peft_private import is_off, switch_off  # there is peft, where there are layers of it
 
     before = [is_off(layer) for layer in layers]
     for layer in layers:

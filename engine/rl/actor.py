@@ -14,6 +14,7 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
+from ..training.logprobs import token_logprobs
 from ..training.microbatch import validate_batch
 from .advantages import (
     check_groups,
@@ -28,7 +29,6 @@ from .config import NormConfig, PPOActorConfig
 from .covariance import picked_tokens
 from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
 from .kl_controller import make_kl_controller
-from .logprobs import token_logprobs
 from .losses import kl_estimate, kl_stats
 from .off_policy import behave_weights
 from .policy_losses import OF_PICKED_TOKENS, POLICY_LOSSES, policy_inputs

@@ -7,10 +7,10 @@ that is *chosen next*, as log-probabilities are: ``values[t]`` is the value befo
 import torch
 
 from ..api import Batch, LossFn, TrainEngine
+from ..training.logprobs import align_with_tokens
 from ..training.microbatch import validate_batch
 from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import PPOCriticConfig
-from .logprobs import align_with_tokens
 from .losses import ppo_critic_loss
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 

@@ -10,7 +10,7 @@ from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
 from ..api import Batch, LossFn, TrainEngine
 from ..config import TrainEngineConfig
-from .logprobs import token_logprobs
+from ..training.logprobs import token_logprobs
 from .pairs import (
     PairStats,
     evaluate_pairs,

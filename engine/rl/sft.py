@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..api import Batch
-from .logprobs import token_logprobs
+from ..training.logprobs import token_logprobs
 from .losses import sft_loss
 
 

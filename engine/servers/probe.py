@@ -24,7 +24,7 @@ from ...utils.errors import PublishError
 from ...utils.manifest import read_manifest
 from ..api import Batch
 from ..hf.versions import holds_adapters
-from ..rl.logprobs import token_logprobs
+from ..training.logprobs import token_logprobs
 
 PROBE_NAME = "weights_probe.json"
 """The file of a published folder that holds its `WeightsProbe`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import PromptError
-from ..model_folder import read_raw_config
+from ..model.model_folder import read_raw_config
 from .api import ModelRequest
 
 _SHOWN_IDS = 8

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file
 
-from ..tensors import bytes_of
+from ..memory.tensors import bytes_of
 
 
 class WeightSender:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ...utils.collective_errors import collective_broke
 from ...utils.errors import CheckpointWriteError, WorkerLost
-from ..collective_errors import collective_broke
 
 
 class JobState(Enum):

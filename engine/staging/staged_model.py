@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
 from ...utils.errors import ConfigError
-from ..compat.torch_private import buffers_of, parameters_of, replace_members
 from ..hf.dtypes import own_dtypes
 from ..lora.layers import transformers_model
-from ..tensors import clean_name
+from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 
 M = TypeVar("M", bound=nn.Module)

@@ -20,13 +20,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from ...utils.compat.torch_private import like_sharded, same_layout
 from ...utils.errors import TornSnapshotError
-from ..compat.torch_private import like_sharded, same_layout
 from ..dcp.state import DCPState
-from ..tensors import flatten, local_tensor, normal_tensors
-from ..weight_changes import is_changing, register_reader, share_modules, wait_for_readers
-from ..write_watch import WriteWatch
+from ..memory.tensors import flatten, local_tensor, normal_tensors
+from ..memory.weight_changes import is_changing, register_reader, share_modules, wait_for_readers
 from .host_buffers import host_copies_of
+from .write_watch import WriteWatch
 
 
 class Staging:

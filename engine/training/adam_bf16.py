@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensors import local_tensor
+from ..memory.tensors import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

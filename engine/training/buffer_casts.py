@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.torch_private import buffers_of, n_writes
+from ...utils.compat.torch_private import buffers_of, n_writes
 
 
 def casting_class(cls: type[nn.Module], dtypes: Mapping[str, torch.dtype]) -> type[nn.Module]:

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ...utils.compat.torch_private import abort_process_group, fill_missing_gradients, foreach_mul_, foreach_norm
+from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..api import ParallelStrategy
-from ..compat.torch_private import abort_process_group, fill_missing_gradients, foreach_mul_, foreach_norm
 from ..config import TrainEngineConfig
-from ..devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from .model import COMPUTE_DTYPES
 
 logger = get_logger(__name__)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...utils.collective_errors import collective_broke
+from ...utils.compat.torch_private import count_forward_hooks
 from ...utils.distributed import all_agree
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..collective_errors import collective_broke
-from ..compat.torch_private import count_forward_hooks
-from ..rl.logprobs import next_tokens, score_tokens, token_logprobs
+from .logprobs import next_tokens, score_tokens, token_logprobs
 from .microbatch import MicroBatch
 from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
 from .unsharded import unsharded_class

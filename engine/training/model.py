@@ -31,12 +31,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ...utils.compat.torch_private import Dropout, buffers_of, is_persistent
+from ...utils.compat.transformers_private import float32_patterns, has_head, initialize_module, unsplit_classes
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..compat.torch_private import Dropout, buffers_of, is_persistent
-from ..compat.transformers_private import float32_patterns, has_head, initialize_module, unsplit_classes
 from ..config import TrainEngineConfig
-from ..model_folder import require_model_folder
+from ..model.model_folder import require_model_folder
 from .buffer_casts import casting_class
 from .rotary import fix_frequencies
 from .unsharded import unsharded_class

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import OptimizerConfig
-from ..tensors import normal_tensors
+from ..memory.tensors import normal_tensors
 from .adam_bf16 import AdamBF16, initial_state
 
 

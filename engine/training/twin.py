@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import get_rank
-from ..compat.transformers_private import attention_of, build_from_config
 from .model import give_memory
 from .rotary import fix_frequencies
 from .unsharded import unsharded_class

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..compat.torch_private import children_of, replace_members
+from ...utils.compat.torch_private import children_of, replace_members
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ..compat.transformers_private import build_from_config, class_with_head, loading_rules
+from ...utils.compat.transformers_private import build_from_config, class_with_head, loading_rules
 
 
 def value_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...utils.devices import CUDA_BACKEND
 from ...utils.errors import ConfigError
 from ...utils.heartbeat import beat, seconds_since_beat
 from ...utils.lease import Lease
 from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
-from ..devices import CUDA_BACKEND
 
 COMPUTES = 0.01
 """Share of the time that a thread must spend computing to count as busy; one that waits and looks now and then uses

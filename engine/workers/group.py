@@ -25,10 +25,10 @@ from typing import Any
 
 import ray
 
+from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
-from ..collective_errors import collective_broke
 from .actor import Rendezvous
 from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching

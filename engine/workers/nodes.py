@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ...utils.compat.ray_private import draining_deadlines
 from ...utils.logging import get_logger
-from ..compat.ray_private import draining_deadlines
 from .ray_adapter import headline
 
 PROBE_S = 2.0

@@ -21,10 +21,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...utils.compat.ray_private import free_by_node, started_here
 from ...utils.config import require_choice
 from ...utils.errors import ConfigError, ResourcesUnavailable, WorkerLost
 from ...utils.logging import get_logger
-from ..compat.ray_private import free_by_node, started_here
 from .nodes import alive_nodes, nodes_to_avoid
 from .ray_adapter import headline
 

@@ -18,8 +18,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
-from ..collective_errors import collective_broke
 
 ERROR_GRACE_S = 1.0
 """How long after a rank's error others may still turn out to be dead, or answer."""

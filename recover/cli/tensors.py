@@ -13,7 +13,7 @@ from ...engine.dcp.direct_reader import Destination
 from ...engine.dcp.metadata import read_layout
 from ...engine.dcp.state import ROOT
 from ...engine.hf.file_io import WeightReader
-from ...engine.tensors import Box
+from ...engine.memory.tensors import Box
 from ...utils.errors import CheckpointNotFoundError, ConfigError
 
 BLOCK_BYTES = 16 << 20

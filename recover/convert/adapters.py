@@ -21,8 +21,8 @@ from ...engine.dcp.base_model import base_fingerprint, pack_share, same_base
 from ...engine.dcp.bit_sum import bit_sum
 from ...engine.dcp.fingerprint import BlockSampler
 from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
-from ...engine.lazy_tensor import LazyTensor
 from ...engine.lora.layers import Adapter
+from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.atomic_folder import staged_folder
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.files import write_durably

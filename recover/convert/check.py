@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ...engine.lazy_tensor import LazyTensor
-from ...engine.tensors import bytes_of
+from ...engine.memory.lazy_tensor import LazyTensor
+from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointCorruptError
 from .checkpoint import Checkpoint
 from .targets import plain_groups

@@ -11,11 +11,11 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from ...engine.compat.transformers_private import build_from_config
-from ...engine.lazy_tensor import LazyTensor
-from ...engine.model_folder import read_raw_config
-from ...engine.tensors import first_names
+from ...engine.memory.lazy_tensor import LazyTensor
+from ...engine.memory.tensors import first_names
+from ...engine.model.model_folder import read_raw_config
 from ...engine.training.model import UNUSABLE, describe_unusable
+from ...utils.compat.transformers_private import build_from_config
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState
 

@@ -18,8 +18,8 @@ from ...engine.dcp.layout import FolderLayout
 from ...engine.dcp.metadata import read_layout
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
-from ...engine.lazy_tensor import LazyTensor
-from ...engine.tensors import Box
+from ...engine.memory.lazy_tensor import LazyTensor
+from ...engine.memory.tensors import Box
 from ...utils.config import require_choice
 from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.manifest import MANIFEST_NAME

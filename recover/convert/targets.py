@@ -15,7 +15,7 @@ from ...engine.dcp.state import ROOT, rank_key
 from ...engine.dcp.stream import Entry, write_entries
 from ...engine.hf.sidecars import adopt_base
 from ...engine.hf.stream import write_lazily
-from ...engine.lazy_tensor import LazyTensor
+from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointExistsError, CheckpointMismatchError, ConfigError
 from ...utils.folder_lock import FolderLock
 from ...utils.manifest import FileEntry, write_entry

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...engine.lazy_tensor import LazyTensor
+from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState, check_rng
 from .checkpoint import Architecture, Checkpoint, ReadOptions

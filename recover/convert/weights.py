@@ -18,7 +18,7 @@ from ...engine.hf.load_plan import loaded_elements, plan_loading
 from ...engine.hf.name_mapping import FileTensor
 from ...engine.hf.quantized import refuse_quantized
 from ...engine.hf.safetensors_layout import TensorSlot
-from ...engine.lazy_tensor import LazyTensor
+from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.safe_torch import map_plain
 from .checkpoint import Architecture

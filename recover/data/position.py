@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import Stateful, StepInfo
-from ...engine.tensors import bytes_of
+from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .epoch_order import (
     EpochOrder,

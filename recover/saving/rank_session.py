@@ -17,8 +17,8 @@ from torch import nn
 from ...engine.dcp.fingerprint import sample_state
 from ...engine.dcp.save import DCPSaver
 from ...engine.dcp.state import DCPState
+from ...engine.memory.tensors import flatten
 from ...engine.staging.staged_state import Staging
-from ...engine.tensors import flatten
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.manifest import FileEntry
 from ...utils.rng import capture_rng, restore_rng

@@ -15,8 +15,8 @@ from functools import partial
 import torch.distributed as dist
 
 from ...engine.api import Stateful, StepInfo
-from ...engine.collective_errors import collective_broke
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
+from ...utils.collective_errors import collective_broke
 from ...utils.distributed import is_write_failure
 from ...utils.errors import CheckpointWriteError, ConfigError, HoldfastError, PeerError, StaleSnapshotError
 from ...utils.logging import get_logger

@@ -15,8 +15,8 @@ from holdfast.engine import FSDPConfig, FSDPEngine, TrainEngineConfig
 from holdfast.engine.config import FSDPWrapPolicy
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import tiny_model
+from tests.engine.model.test_initial_model import start
 from tests.engine.test_fsdp_engine import SPEC
-from tests.engine.test_initial_model import start
 from tests.helpers import run_ranks
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {

@@ -26,8 +26,8 @@ from holdfast.engine import (
 )
 from holdfast.engine.api import Batch
 from holdfast.engine.config import FSDPWrapPolicy
-from holdfast.engine.rl.logprobs import token_logprobs
 from holdfast.engine.staging import background
+from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.shelf import shelf_url

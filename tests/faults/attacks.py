@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from holdfast.engine.compat.torch_private import StorageInfo
 from holdfast.recover.info import INFO_NAME
+from holdfast.utils.compat.torch_private import StorageInfo
 from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_manifest
 from tests.faults.generations import replace_bytes

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.tensors import flatten, local_tensor
+from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.recover import GenerationStore, ResumableDataLoader
 from holdfast.utils.rng import seed_rng
 from tests.recover.runs import Meter, Prompts, draw, hidden, make_handler, names, step_info, stream

@@ -14,9 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from examples.integrations.tiny import sums, tiny_model, tiny_tokenizer
 from holdfast.engine.api import FinetuneSpec, StepInfo
-from holdfast.integrations.compat import require_attributes
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.utils.compat import require_attributes
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError, UnsupportedVersionError
 
 pytestmark = pytest.mark.timeout(120)

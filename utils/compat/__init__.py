@@ -1,1 +1,84 @@
-"""What is used of other libraries without their promise to keep it; `holdfast.engine.compat` has that of the engine."""
+"""Private names of other libraries that Holdfast needs, one file per library, checked at import.
+
+If a release removes such a name or changes its parameters, the import fails with the library, its version, the name and
+its use, instead of a failure in the middle of a run. A test checks that no other file uses private names.
+"""
+
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from ..errors import UnsupportedVersionError
+
+
+@dataclass(frozen=True)
+class Private:
+    """Private name of another library.
+
+    Attributes:
+        name: location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``.
+        use: purpose, which completes the sentence "Holdfast needs it to ...".
+        parameters: parameters that Holdfast passes, or None if the name is not called.
+    """
+
+    name: str
+    use: str
+    parameters: tuple[str, ...] | None = None
+
+
+def require(library: str, names: Iterable[Private]) -> None:
+    """Check that all ``names`` exist.
+
+    Raises:
+        UnsupportedVersionError: a name is missing or has other parameters.
+    """
+    for private in names:
+        try:
+            found = _find(private.name)
+        except (ImportError, AttributeError):
+            raise _unsupported(library, private, "is not there") from None
+        if private.parameters is not None and (lacking := _lacking(found, private.parameters)):
+            raise _unsupported(library, private, f"has no parameter {lacking!r}")
+
+
+def require_attributes(library: str, thing: Any, names: Iterable[str], use: str) -> None:
+    """Check attributes that only ``__init__`` sets, which the class does not show.
+
+    Args:
+        library: library of the object's class.
+        thing: the object.
+        names: names of the attributes.
+        use: purpose, which completes the sentence "Holdfast needs it to ...".
+
+    Raises:
+        UnsupportedVersionError: an attribute is missing.
+    """
+    if lacking := [name for name in names if not hasattr(thing, name)]:
+        raise UnsupportedVersionError(
+            f"{library} {metadata.version(library)} does not fit: its {type(thing).__name__} has no {lacking[0]!r}, "
+            f"which Holdfast needs to {use}. Install another version of {library}"
+        )
+
+
+def _find(name: str) -> Any:
+    """Resolve a name. Returns None for an attribute that a class only annotates, because only its objects have it."""
+    owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
+    found = pkgutil.resolve_name(owner)
+    return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)
+
+
+def _lacking(found: Any, parameters: Iterable[str]) -> str | None:
+    signature = inspect.signature(found)
+    return next((name for name in parameters if name not in signature.parameters), None)
+
+
+def _unsupported(library: str, private: Private, problem: str) -> UnsupportedVersionError:
+    required = metadata.requires("holdfast") or []
+    supported = next((entry.split(";")[0] for entry in required if entry.startswith(library)), library)
+    return UnsupportedVersionError(
+        f"{library} {metadata.version(library)} does not fit: {private.name} {problem}, which Holdfast needs to "
+        f"{private.use}. Install another version of {library} (supported: {supported.strip()})"
+    )

@@ -1,8 +1,8 @@
-"""What trackio keeps to itself."""
+"""Private names of trackio."""
 
 from typing import Any
 
 
 def steps_of(run: Any) -> int | None:
-    """How many steps a run has already; None where this trackio does not say, which has no public name for it."""
+    """Return the number of steps that a run has, or None if this version of trackio does not tell."""
     return getattr(run, "_next_step", None)

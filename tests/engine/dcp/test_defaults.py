@@ -17,7 +17,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.dcp.tensor_framing import archive_of
-from holdfast.engine.tensors import bytes_of, flatten
+from holdfast.engine.memory.tensors import bytes_of, flatten
 from holdfast.utils.errors import CheckpointWriteError
 from holdfast.utils.files import file_digest
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from holdfast.engine.dcp.load import load_dcp, read_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.tensors import local_tensor
+from holdfast.engine.memory.tensors import local_tensor
 from holdfast.utils.errors import CheckpointCorruptError
-from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
+from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks
 from tests.tiers import slow_but

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.tensors import local_tensor
+from holdfast.engine.memory.tensors import local_tensor
 from holdfast.utils.errors import ConfigError, PeerError
 from tests.helpers import run_ranks
 

@@ -24,13 +24,13 @@ from holdfast.engine.dcp import save
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver, save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.tensors import local_tensor
+from holdfast.engine.memory.tensors import local_tensor
 from holdfast.utils.atomic_folder import staged_folder
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError
 from holdfast.utils.files import DurableFile
 from holdfast.utils.manifest import FileEntry, file_entries
-from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
+from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.helpers import run_ranks
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.compat.torch_private import StorageInfo
 from holdfast.engine.dcp import direct_reader, metadata
 from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
 from holdfast.engine.dcp.metadata import check_coverage
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.tensors import local_tensor
+from holdfast.engine.memory.tensors import local_tensor
+from holdfast.utils.compat.torch_private import StorageInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, HoldfastError
 from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks

@@ -36,8 +36,8 @@ from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf.test_shard_ranges import SHARDINGS
 from tests.engine.hf.test_shard_ranges import _large_model as large_model
 from tests.engine.hf_models import sharded, tiny_model
-from tests.engine.memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.models import tiny_qwen3
+from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 from tests.recover.mirrors import BUCKET, S3Server, listing, storage

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging import host_buffers
 from holdfast.engine.staging.host_buffers import host_copies_of
 from holdfast.engine.staging.staged_state import Staging
-from holdfast.engine.tensors import flatten, local_tensor
 from holdfast.recover import RecoverConfig, RecoverHandler
 from tests.engine.hf_models import tiny_model
 from tests.recover.runs import SPEC, step_info

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.memory.tensors import flatten
 from holdfast.engine.staging import staged_state
 from holdfast.engine.staging.staged_state import Staging
-from holdfast.engine.tensors import flatten
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

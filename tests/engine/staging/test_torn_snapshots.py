@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine import SaveLoadMeta, changing_weights
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging import staged_state
 from holdfast.engine.staging.staged_state import Staging
-from holdfast.engine.tensors import flatten, local_tensor
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import PeerError, TornSnapshotError
 from tests.engine.models import tiny_qwen3, write_model_folder

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from holdfast.engine import FSDPEngine, SaveLoadMeta
 from holdfast.engine.training.buffer_casts import casting_class
 from tests.engine.architectures.tiny import tiny_config
-from tests.engine.test_initial_model import IDS, start
+from tests.engine.model.test_initial_model import IDS, start
 from tests.tiers import slow_but
 
 CAST = {

@@ -291,7 +291,7 @@ def test_shards_of_two_dims_are_put_together_and_shards_of_one_twice_are_refused
 PEAK = """
 import resource, sys
 from holdfast.recover.convert import convert
-from holdfast.engine.lazy_tensor import BLOCK_BYTES
+from holdfast.engine.memory.lazy_tensor import BLOCK_BYTES
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], to="dcp")
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / BLOCK_BYTES)

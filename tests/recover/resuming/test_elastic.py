@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from holdfast.engine.tensors import flatten
+from holdfast.engine.memory.tensors import flatten
 from holdfast.utils.rng import capture_rng, derive_rng, seed_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks

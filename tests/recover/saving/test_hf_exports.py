@@ -15,7 +15,6 @@ import torch
 
 from holdfast.engine import save_hf
 from holdfast.engine.api import SaveLoadMeta
-from holdfast.engine.collective_errors import collective_broke
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging.background_job import JobState
 from holdfast.engine.staging.staged_state import Staging
@@ -24,6 +23,7 @@ from holdfast.engine.workers.placement import PlacementRequest, WorkerResources,
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import exports as export_writing
 from holdfast.recover.saving.rank_session import RankSession
+from holdfast.utils.collective_errors import collective_broke
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.hf_models import tiny_model

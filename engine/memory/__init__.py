@@ -1,0 +1,1 @@
+"""Tensors by name and by block, in host and device memory."""

@@ -1,0 +1,165 @@
+"""The sharded model that an engine starts with: built, given memory, and filled from a folder or from a seed.
+
+Every step that does not itself consist of collectives ends on all ranks together: what goes wrong on one of them is an
+error on all.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ...utils.compat.transformers_private import conversions_of, set_conversions
+from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.logging import get_logger
+from ...utils.remote import FETCH_FIRST, require_local
+from ..config import TrainEngineConfig
+from ..dcp.base_model import BaseFolder
+from ..hf.dtypes import base_dtype, file_dtypes
+from ..hf.file_io import WeightReader
+from ..hf.load import load_hf
+from ..hf.load_plan import plan_loading
+from ..hf.quantized import refuse_quantized
+from ..lora.build import add_adapters, draw_adapters
+from ..lora.layers import plain_view
+from ..training.distributed import ProcessGroups, shard_model
+from ..training.head import ScoringHead, find_scoring_head
+from ..training.model import (
+    block_classes,
+    build_causal_on_meta,
+    build_on_meta,
+    cast_buffers,
+    draw_weights,
+    give_memory,
+)
+from ..training.packing import prepare_packing
+from ..training.rotary import longest_sequence
+from ..training.value_model import body_name
+from .model_folder import index_digest, is_first_of_its_node
+
+logger = get_logger(__name__)
+
+
+def build_initial_model(
+    config: TrainEngineConfig, folder: Path, groups: ProcessGroups
+) -> tuple[PreTrainedModel, ScoringHead | None]:
+    """Build the model of ``folder``, sharded, with the weights to start from; every rank calls this.
+
+    Args:
+        config: ``path`` is what folders of adapters name as their base; ``folder`` stands for it.
+        folder: local folder of a Hugging Face model.
+        groups: of all ranks.
+
+    Returns:
+        the model, and its head if that can answer with log-probabilities (see `find_scoring_head`); None of a critic.
+
+    Raises:
+        ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized` and
+            `prepare_packing`.
+        CheckpointError: the weights do not load; see `load_hf`.
+        PeerError: only other ranks failed.
+    """
+    config, name = replace(config, path=str(folder)), config.path
+    if config.trust_remote_code:
+        _import_code(config, groups.control)
+    frozen_dtype = None
+    if config.use_lora:
+        frozen_dtype = rank_zero_decides(lambda: base_dtype(build_on_meta(config), folder), groups.control)
+    with all_ranks_succeed(f"building the model of {folder}", groups.control):
+        refuse_quantized(folder)
+        if not config.init_from_scratch:
+            with WeightReader(folder) as reader:
+                refuse_quantized(folder, reader.layout())
+        model, skeleton = build_on_meta(config), build_on_meta(config)
+        blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
+        cast_buffers(model, config)
+        if config.use_lora:
+            add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
+    shard_model(model, config, blocks, groups.device)
+    # Before the model has memory, which twins of it take for a moment.
+    if config.pack_sequences:
+        prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
+    head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
+    with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
+        unfilled = give_memory(model, skeleton, groups.device)
+        base = plain_view(model)
+        if config.init_from_scratch or config.is_critic:
+            unfilled += draw_weights(base, skeleton, config.seed, blocks)
+        draw_adapters(model, config.seed)
+    if not config.init_from_scratch:
+        fresh = load_weights(base, folder, config, groups.control)
+        unfilled = [name for name in unfilled if name in fresh]
+    if unfilled:
+        raise ConfigError(
+            f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it can only be loaded, "
+            "from a folder that has it (config key 'init_from_scratch' false)"
+        )
+    if config.max_model_len is None and (longest := longest_sequence(model, None)) and get_rank(groups.control) == 0:
+        logger.warning(
+            "%s: rotary frequencies for at most %d tokens; longer sequences are refused. Servers with a larger "
+            "--max-model-len may compute with others: then set config key 'max_model_len' to theirs", name, longest
+        )  # fmt: skip
+    if base is not model:
+        set_conversions(model, conversions_of(base))
+    return model, head
+
+
+def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:
+    """Where the frozen weights of an engine's model come from, as rank 0 sees it; every rank calls this."""
+    index = None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
+    return BaseFolder(config.path, index)
+
+
+def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
+    """Let one rank a node copy the model's code to where transformers imports it from, before the others find it."""
+    first = is_first_of_its_node(group)
+    with all_ranks_succeed(f"importing the code of {config.path}", group):
+        if first:
+            build_on_meta(config)
+
+
+def load_weights(
+    model: PreTrainedModel, folder: str | Path, config: TrainEngineConfig, group: dist.ProcessGroup | None
+) -> list[str]:
+    """`load_hf` into an engine's model. A critic may be given a causal language model: its value head stays as it is.
+
+    Args:
+        model: of the engine.
+        folder: what to load.
+        config: of the engine; ``path`` is the local folder that the model was built from.
+        group: control group.
+
+    Returns:
+        What the folder does not hold, and was kept.
+    """
+    missing, unexpected = (), ()
+    if config.is_critic:
+        missing = [f"{name}.*" for name, _ in model.named_children() if name != body_name(model)]
+        with all_ranks_succeed(f"looking for a language-model head in {folder}", group):
+            unexpected = _head_of_causal_lm(require_local(folder, "loading", FETCH_FIRST), config)
+    fresh = load_hf(model, folder, group=group, allow_missing=missing, allow_unexpected=unexpected)
+    if fresh:
+        logger.warning("%s does not hold %s; kept as they were", folder, ", ".join(fresh))
+    return fresh
+
+
+def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
+    """Tensors of a folder that a causal language model has beside its base model, under the names they have there."""
+    causal = build_causal_on_meta(config)
+    if causal is None:
+        return []
+    with WeightReader(folder) as reader:
+        shapes = {name: slot.shape for name, slot in reader.layout().items()}
+    try:
+        loading = plan_loading(causal, shapes)
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{folder}: {error}") from error
+    base = f"{body_name(causal)}."
+    return [
+        name
+        for key, tensor in loading.filled.items()
+        if not key.startswith(base)
+        for name in (key, *tensor.sources)  # a critic renames it as the causal model does, or not
+    ]

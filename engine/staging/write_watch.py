@@ -1,0 +1,100 @@
+"""Notices writes to tensors while they are copied.
+
+In two ways, because neither sees everything. Torch counts in-place operations on a tensor (``_version``), but not those
+through ``.data``, nor ``torch._foreach_*`` on DTensors. So a few elements of every tensor are also taken before the
+copy, and compared with the copy. What remains unseen is a write that torch does not count and that changes none of
+these elements.
+
+Torch counts an operation when it ends, which may be after the copy that it got in the way of. So the tensors are
+watched until the thread that trains says by `stop` that it is in none; what it wrote between the copy and then is
+held against the copy, too.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import compress, starmap
+from threading import Lock
+
+import torch
+
+from ...utils.compat.torch_private import n_writes
+from ..memory.tensors import local_tensor
+
+SAMPLES = 8
+"""Elements of each tensor that are compared, evenly spread."""
+
+
+class WriteWatch:
+    """Watches tensors of one device, from its making to `stop`.
+
+    Args:
+        named: ``(name, live tensor)``; DTensors or plain ones.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        live = [local_tensor(tensor) for _, tensor in named]
+        self._names = [name for name, _ in named]
+        self._tensors = list(zip((tensor for _, tensor in named), live, strict=True))
+        self._versions = list(starmap(_version, self._tensors))
+        self._sampled = [tensor.numel() > 1 and tensor.is_contiguous() for tensor in live]
+        self._samples = _sample(list(compress(live, self._sampled)))
+        self._written: set[str] = set()
+        self._lock = Lock()
+
+    def fetch_samples(self) -> None:
+        """Begin to copy the samples from the device to pinned memory, in its current stream."""
+        for dtype, sample in self._samples.items():
+            sample.record_stream(torch.cuda.current_stream(sample.device))  # or its memory might be used again before
+            self._samples[dtype] = sample.to("cpu", non_blocking=True)
+
+    def stop(self) -> None:
+        """What is written from now on is of no interest: the copies are there. For who trains; the first one counts."""
+        with self._lock:
+            self._look()
+            self._tensors = []
+
+    def _look(self) -> None:
+        now = starmap(_version, self._tensors)
+        counted = zip(self._names, now, self._versions, strict=False)
+        self._written |= {name for name, version, before in counted if version != before}
+
+    def written(self, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Names of the tensors written to up to now or `stop`, or that ``copies`` does not show as they were.
+
+        Args:
+            copies: of the local tensors in the same order; on the CPU and complete, as the fetched samples are.
+        """
+        with self._lock:
+            self._look()
+        names = list(compress(self._names, self._sampled))
+        copied = _sample(sampled := list(compress(copies, self._sampled)))
+        for dtype, sample in self._samples.items():
+            differs = (_bits(sample) != _bits(copied[dtype])).any(1)
+            if differs.any():
+                of_dtype = [(name, copy) for name, copy in zip(names, sampled, strict=True) if copy.dtype == dtype]
+                owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
+                self._written |= set(compress(owners, differs.tolist()))
+        return sorted(self._written)
+
+
+def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
+    """How many operations torch has counted: those on a DTensor, and those on its local tensor."""
+    return n_writes(local) if tensor is local else n_writes(local) + n_writes(tensor)
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return min(tensor.numel(), SAMPLES)
+
+
+def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
+    """Dtype -> some elements of each tensor of it, one after the other. All are contiguous, of two elements or more."""
+    views = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    for tensor in tensors:
+        count = _count(tensor)
+        views[tensor.dtype].append(tensor.as_strided((count,), ((tensor.numel() - 1) // (count - 1),)))
+    return {dtype: torch.cat(some) for dtype, some in views.items()}
+
+
+def _bits(sample: torch.Tensor) -> torch.Tensor:
+    """``[n, itemsize]`` uint8."""
+    return sample.view(torch.uint8).view(len(sample), -1)

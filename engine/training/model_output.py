@@ -1,0 +1,112 @@
+"""What a loss function of an actor is given: the model's answer about a micro-batch, computed when it is asked for."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...utils.compat.torch_private import tree_map
+from ...utils.errors import BatchError
+from ..config import TrainEngineConfig
+from .head import ScoringHead, scoring
+from .logprobs import align_with_tokens, token_logprobs
+from .microbatch import MicroBatch
+from .packing import model_output
+
+
+class ModelOutput:
+    """Log-probabilities and entropies of a micro-batch's tokens, or its logits. The model runs at the first question.
+
+    `logprobs`, `entropy` and `at` come out of the model's head chunk by chunk, so ``[tokens, vocab]`` logits, and
+    their gradient, never exist. `logits` is for losses that need them, and holds them whole; a loss that takes both
+    takes the logits first. All are differentiable.
+
+    Used as a tensor (``output / 2``, ``torch.softmax(output, -1)``, ``output.shape``) it is its logits, so a loss
+    function that was written for those is right as it is.
+
+    Args:
+        model: of the engine.
+        mb: on the model's device.
+        config: of the engine: how the model is called, and the temperature of `logprobs` and `entropy`.
+        head: from `find_scoring_head`; None if all has to come from logits.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, mb: MicroBatch, config: TrainEngineConfig, head: ScoringHead | None
+    ) -> None:
+        self._model, self._mb, self._config = model, mb, config
+        self._head = None if head is None or head.is_seen(model) else head.linear
+        self._logits: torch.Tensor | None = None
+        self._scores: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """``[T]`` float32: log-probability of each token, 0 at the first one of a sequence, at the engine's
+        temperature."""
+        return self.at(self._config.temperature)[0]
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """``[T]`` float32, nats: of the choice of each token, 0 at the first one of a sequence, at the engine's
+        temperature."""
+        return self.at(self._config.temperature)[1]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """``[T, V]`` in the dtype that the model computes in; row t is about token t + 1.
+
+        Raises:
+            BatchError: the model has answered another question already.
+        """
+        if self._logits is None:
+            self._refuse_second("logits")
+            self._logits = model_output(self._model, self._mb, self._config.pack_sequences)
+        return self._logits
+
+    def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` and `entropy` when the logits are divided by ``temperature``.
+
+        Raises:
+            BatchError: they were asked for at another temperature, and the logits were not taken before.
+        """
+        if temperature not in self._scores:
+            self._scores[temperature] = self._score(temperature)
+        return self._scores[temperature]
+
+    def _score(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        mb, packed, chunk_size = self._mb, self._config.pack_sequences, self._config.logprobs_chunk_size
+        if self._head is None or self._logits is not None:
+            return token_logprobs(self.logits, mb.data["input_ids"], mb.cu_seqlens, temperature, chunk_size)
+        self._refuse_second(f"log-probabilities at temperature {temperature}")
+        with scoring(self._head, mb, temperature, packed, chunk_size):
+            logprobs, entropy = model_output(self._model, mb, packed).unbind(-1)
+        return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
+
+    def _refuse_second(self, what: str) -> None:
+        # A second forward would be a collective that ranks without a loss token do not take part in.
+        if self._scores:
+            raise BatchError(
+                f"the loss function asked for {what} after log-probabilities at temperature "
+                f"{next(iter(self._scores))}; take output.logits first, of which everything else can be computed"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.logits, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda value: value.logits if isinstance(value, cls) else value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _of_logits(name: str) -> Any:
+    def operator(self: ModelOutput, *others: Any) -> Any:
+        return getattr(self.logits, name)(*others)
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem", "len"):
+    setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))

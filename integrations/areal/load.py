@@ -1,0 +1,252 @@
+"""Configuration classes from an AReaL file, with AReaL's meaning of each key. See docs/areal.md."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from ...utils.config import build_config, read_yaml, resolve
+from ...utils.errors import ConfigError
+from ...utils.logging import get_logger
+from .keys import DEFAULTS, FILE, KEYS, NOTHING, SECTIONS, Fate
+from .rules import RULES
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_PLACE = ("experiment_name", "trial_name", "fileroot")
+
+
+def load_areal(
+    cls: type[T], path: str | os.PathLike[str], overrides: Sequence[str] = (), *, section: str | None = None
+) -> T:
+    """Read an instance of ``cls`` from an AReaL file.
+
+    Holdfast's keys may stand next to AReaL's. An absent key gets AReaL's default if that changes the result. One
+    warning names the keys without effect (schedulers, servers). Interpolations (``${actor.path}``) are resolved in the
+    whole file.
+
+    Args:
+        cls: `TrainEngineConfig`, `PPOActorConfig`, `PPOCriticConfig`, `DPOConfig`, `RolloutConfig`,
+            `GenerationHyperparameters`, `RecoverConfig` or a subclass of one, which is read from its section. Or a
+            dataclass whose fields have these types, each read from the section of its name. Fields of other types are
+            read from the key of their name.
+        path: YAML file.
+        overrides: ``section.key=value`` strings that win over the file, as on AReaL's command line.
+        section: section to read instead of that of the class (``actor``, ``critic`` ...): ``"ref"``.
+
+    Raises:
+        ConfigError: ``cls`` is none of these, a key changes the result or the memory of the job and is not supported, a
+            key is known to neither AReaL nor Holdfast, or as for `load_config`. The message names the key and the
+            remedy.
+
+    Example:
+        ``load_areal(PPOActorConfig, "gsm8k_grpo.yaml", ["actor.path=Qwen/Qwen3-0.6B"])``
+    """
+    _require_class_of_a_file(cls)
+    overrides = [override.removeprefix("+") for override in overrides]  # Hydra's mark of new keys
+    source = f"{path} with overrides {overrides}" if overrides else f"{path}"
+    reader = _Reader(read_yaml(path, overrides, source), source)
+    if _tables_of(cls):
+        name = section or next(SECTIONS[base.__name__] for base in cls.__mro__ if base.__name__ in SECTIONS)
+        keys = reader.section(cls, name)
+        if keys is None:
+            raise ConfigError(f"{source} has no section {name!r}; it has {', '.join(sorted(map(str, reader.file)))}")
+    elif section is not None:
+        raise ConfigError(f"section is {section!r}, but {cls.__name__} takes several; leave it out")
+    else:
+        keys = reader.job(cls)
+    reader.warn()
+    return build_config(cls, keys, source)
+
+
+class _Reader:
+    """Translate sections of one file, and collect remarks about them."""
+
+    def __init__(self, file: DictConfig, source: str) -> None:
+        self.file = file
+        self._with_defaults: Any = OmegaConf.merge(OmegaConf.create(dict(DEFAULTS)), file)
+        self._source = source
+        self._without_effect: dict[str, list[str]] = {}
+        self._remarks: list[str] = []
+
+    def job(self, cls: type) -> dict[str, Any]:
+        """The keys of a class with a field for each section."""
+        types, keys = _field_types(cls), {}
+        for name in (name for name in types if name in self.file):
+            if _tables_of(types[name]):
+                keys[name] = self.section(types[name], name)
+            else:
+                keys[name] = self._resolved(name)
+        taken = {*keys, *(("saver",) if any("RecoverConfig" in _names(types[name]) for name in keys) else ())}
+        unread = [str(name) for name in self.file if name not in taken and name not in _roots(FILE)]
+        self._note(f"not read by {cls.__name__}", unread)
+        return keys
+
+    def section(self, cls: type, name: str) -> dict[str, Any] | None:
+        """The keys of ``cls`` in section ``name``. None if the file has no such section, or null."""
+        found = self._resolved(name)
+        if found is None:
+            return None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
+        mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
+        if mode is not None:  # AReaL's older key for the backends of servers and trainer: "sglang:d4+d4t2"
+            found.setdefault("backend", str(mode).rpartition("+")[2])
+        keys = self._translate(_tables_of(cls), cls, name, found)
+        if "RecoverConfig" in _names(cls) and (saver := self._resolved("saver")):
+            said = {key: value for key, value in saver.items() if key not in _PLACE or found.get(key) != value}
+            keys |= self._translate(KEYS["saver"], None, "saver", said)
+        self._add_from_file(cls, found, keys)
+        for key, fate in _tables_of(cls).items():
+            if fate.absent is not NOTHING and key not in found:
+                keys[key] = fate.absent
+        for rule in (rule for base in _names(cls) for rule in RULES.get(base, ())):
+            try:
+                self._remarks += [f"{name}: {remark}" for remark in rule(keys, found)]
+            except ConfigError as error:
+                raise ConfigError(f"section {name!r} of {self._source}: {error}") from None
+        return keys
+
+    def warn(self) -> None:
+        """Log one warning with all remarks."""
+        parts = [f"{', '.join(names)} ({why})" for why, names in self._without_effect.items()]
+        ignored = [f"without effect here: {'; '.join(parts)}"] if parts else []
+        if remarks := ignored + self._remarks:
+            logger.warning(
+                "AReaL's file %s. %s. docs/areal.md has what becomes of each key", self._source, ". ".join(remarks)
+            )
+
+    def _resolved(self, name: str) -> Any:
+        value = OmegaConf.select(self._with_defaults, name) if name in self.file else None
+        return resolve(value, self._source) if isinstance(value, (DictConfig, ListConfig)) else value
+
+    def _note(self, why: str, names: Sequence[str]) -> None:
+        if names:
+            self._without_effect.setdefault(why, []).extend(names)
+
+    def _translate(
+        self, table: Mapping[str, Fate], cls: type | None, section: str, found: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        own = set(_own_keys(cls)) if cls is not None else set()
+        keys: dict[str, Any] = {}
+        for key, value in _leaves(found, table):
+            fate = _fate(key, table)
+            if fate is None and key not in own:
+                self._refuse_unknown(f"{section}.{key}", {f"{section}.{known}" for known in {*table, *own}})
+            elif fate is None or (fate.kind == "same"):
+                _set(keys, key, value)
+            elif fate.kind == "renamed":
+                if fate.value is NOTHING:
+                    _set(keys, fate.to, value)
+                elif value:
+                    _set(keys, fate.to, fate.value)
+            elif value not in fate.neutral:
+                if fate.kind == "refused":
+                    self._refuse(f"{section}.{key}", value, fate)
+                self._note(fate.why, [f"{section}.{key}"])
+        return keys
+
+    def _add_from_file(self, cls: type, found: Mapping[str, Any], keys: dict[str, Any]) -> None:
+        """Add the keys outside of the section that decide about it."""
+        own = _own_keys(cls)
+        for key, fate in FILE.items():
+            value = OmegaConf.select(self.file, key, default=NOTHING)
+            if value is NOTHING or value is None:
+                continue
+            if fate.kind == "renamed" and fate.to in own and fate.to not in found:
+                keys[fate.to] = value
+            elif fate.kind == "refused" and fate.of in _names(cls) and value not in fate.neutral:
+                self._refuse(key, "set" if OmegaConf.is_dict(value) else value, fate)
+
+    def _refuse(self, key: str, value: Any, fate: Fate) -> None:
+        advice = f"; expected {' or '.join(map(repr, fate.neutral))}, or no such key" if fate.neutral else ""
+        raise ConfigError(f"config key {key!r} in {self._source} is {value!r}: {fate.why}{advice}")
+
+    def _refuse_unknown(self, key: str, known: set[str]) -> None:
+        near = get_close_matches(key, sorted(known), n=3) or sorted(known)
+        raise ConfigError(
+            f"config key {key!r} in {self._source} is neither AReaL's nor Holdfast's; did you mean {', '.join(near)}?"
+        )
+
+
+def _require_class_of_a_file(cls: type) -> None:
+    if _tables_of(cls) or (is_dataclass(cls) and any(_tables_of(kind) for kind in _field_types(cls).values())):
+        return
+    raise ConfigError(
+        f"{cls.__name__} is no section of AReaL's files; expected {', '.join(SECTIONS)}, a class derived from one, or "
+        "a dataclass with fields of these"
+    )
+
+
+def _names(cls: type) -> list[str]:
+    return [base.__name__ for base in getattr(cls, "__mro__", ())]
+
+
+def _tables_of(cls: type) -> dict[str, Fate]:
+    """The fate of each key of the section that ``cls`` is read from. Empty for a class without a section."""
+    tables = [KEYS[name] for name in reversed(_names(cls)) if name in KEYS]
+    if "TrainEngineConfig" in _names(cls):
+        of_algorithms = Fate("ignored", f"of an algorithm, which {cls.__name__} has not")
+        algorithms = ("PPOActorConfig", "PPOCriticConfig", "DPOConfig")
+        others = (key for table in algorithms for key in KEYS[table] if "." not in key)
+        tables.insert(0, dict.fromkeys(others, of_algorithms))
+    return {key: fate for table in tables for key, fate in table.items()}
+
+
+def _fate(key: str, table: Mapping[str, Fate]) -> Fate | None:
+    """The fate of the key, or of its nearest parent section if that fate covers the whole section."""
+    if key in table:
+        return table[key]
+    parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
+    return next((table[parent] for parent in parents if parent in table and table[parent].kind != "same"), None)
+
+
+def _leaves(found: Mapping[str, Any], table: Mapping[str, Fate], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``(dotted key, value)`` of each key. A section that the table knows as a whole is one key."""
+    for name, value in found.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and (key not in table or _has_rows_in(key, table)):
+            yield from _leaves(value, table, f"{key}.")
+        else:
+            yield key, value
+
+
+def _has_rows_in(key: str, table: Mapping[str, Fate]) -> bool:
+    return any(other.startswith(f"{key}.") for other in table)
+
+
+def _roots(table: Mapping[str, Fate]) -> set[str]:
+    return {key.partition(".")[0] for key in table}
+
+
+def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        keys = keys.setdefault(parent, {})
+    keys[last] = value
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    """Maps each field to its class, and ``X | None`` to X."""
+    hints = get_type_hints(cls)
+    return {field.name: _unwrapped(hints[field.name]) for field in fields(cls)}
+
+
+def _unwrapped(hint: Any) -> Any:
+    if get_origin(hint) in (Union, UnionType):
+        return next((arg for arg in get_args(hint) if is_dataclass(arg)), hint)
+    return hint
+
+
+def _own_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a dataclass, and of the sections in it."""
+    for name, kind in _field_types(cls).items():
+        yield f"{prefix}{name}"
+        if is_dataclass(kind):
+            yield from _own_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Keys of an AReaL file that mean something together. Each rule changes the translated keys, or refuses them.
+
+A rule takes the translated keys and the section as the file has it. It returns remarks for the warning. The first lines
+of these docstrings are a table of docs/areal.md.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...utils.errors import ConfigError
+
+Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
+
+
+_DIMENSIONS = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
+
+
+def data_parallel_alone(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`backend` with tensor, context, pipeline or expert parallelism (`t`, `c`, `p` or `e` above 1): refused."""
+    backend = str(found.get("backend") or "")
+    sizes = re.findall(r"([tcpe])(\d+)", backend.partition(":")[2] or backend)
+    if used := sorted({_DIMENSIONS[name] for name, size in sizes if int(size) > 1}):
+        raise ConfigError(
+            f"config key 'backend' is {backend!r}, with {' and '.join(used)} parallelism; here FSDP2 shards the model "
+            "over all ranks and nothing else does, so the job may not fit. If it does, set backend to 'fsdp:d' and the "
+            "number of ranks"
+        )
+    return []
+
+
+def weights_of_one(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`use_decoupled_loss` without `rejection_sampling`: AReaL's weights are 1, so `recompute_logprob` alone."""
+    if not keys.get("use_decoupled_loss") or keys.get("rejection_sampling"):
+        return []
+    if (method := keys.get("prox_logp_method", "recompute")) not in ("recompute", "metrics"):
+        raise ConfigError(
+            f"config key 'prox_logp_method' is {method!r} without 'rejection_sampling': AReaL's weights are 1 then, "
+            "which here goes with a recomputed policy alone; set rejection_sampling"
+        )
+    keys["use_decoupled_loss"], keys["recompute_logprob"] = False, True
+    keys.pop("prox_logp_method", None)
+    return ["use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights are 1 then"]
+
+
+def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`rejection_sampling` without `use_decoupled_loss`: dropped, as AReaL does."""
+    if not keys.get("rejection_sampling") or keys.get("use_decoupled_loss"):
+        return []
+    keys.pop("rejection_sampling")
+    return ["rejection_sampling without use_decoupled_loss bounds nothing"]
+
+
+def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL does."""
+    if keys.get("prox_logp_method") != "reuse_train_logp" or keys.get("ppo_n_minibatches") == 1:
+        return []
+    keys["ppo_n_minibatches"] = 1
+    return ["ppo_n_minibatches is 1 with prox_logp_method reuse_train_logp"]
+
+
+def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's, with a remark."""
+    remarks = []
+    for name in ("reward_norm", "adv_norm"):
+        norm = keys.get(name) or {}
+        mean, std = norm.get("mean_level", "batch"), norm.get("std_level", "batch")
+        if (mean, std) == ("group", "batch") or (std is not None and mean == std and norm.get("mean_leave1out")):
+            remarks.append(f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md")
+    return remarks
+
+
+def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`mode` that is `off` or `disabled`: no exports either, although AReaL's `saver` goes on, with a remark."""
+    if keys.get("mode") not in ("disabled", "off", False):
+        return []
+    return ["the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"]
+
+
+_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """`target_modules` with Megatron's names (`linear_qkv`): translated to transformers' layers, with a remark."""
+    names = keys.get("target_modules") or []
+    if not keys.get("use_lora") or not any(name in _OF_MEGATRON for name in names):
+        return []
+    keys["target_modules"] = [layer for name in names for layer in _OF_MEGATRON.get(name, (name,))]
+    return [f"target_modules {names} are {keys['target_modules']}, with adapters of their own each"]
+
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "TrainEngineConfig": (data_parallel_alone, megatron_layers),
+    "PPOActorConfig": (weights_of_one, bounds_of_nothing, one_minibatch, deviation),
+    "RecoverConfig": (nothing_saved,),
+}
+"""Rules of each class, in the order in which they apply."""

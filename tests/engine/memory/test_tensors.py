@@ -1,0 +1,46 @@
+"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from holdfast.engine.dcp.fingerprint import sample_state
+from holdfast.engine.hf.shard_ranges import local_part
+from holdfast.engine.memory.tensors import local_box
+from tests.helpers import run_ranks
+
+PLACEMENTS: dict[str, list[Any]] = {
+    "rows": [Replicate(), Shard(0)],
+    "columns": [Replicate(), Shard(1)],
+    "both": [Shard(0), Shard(1)],
+    "rows twice": [Shard(0), Shard(0)],
+    "whole": [Replicate(), Replicate()],
+}
+
+
+def _boxes(rank: int, world_size: int) -> None:
+    whole = torch.arange(35).view(7, 5)
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in PLACEMENTS.values():
+        tensor = distribute_tensor(whole, mesh, placements)
+        offsets, sizes = local_box(tensor)
+        expected = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        assert torch.equal(tensor.to_local(), expected), placements
+    assert local_box(whole) == ((0, 0), (7, 5)) and local_box(torch.tensor(1.0)) == ((), ())
+    few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
+    assert local_box(few) == ((rank,), (int(rank < 3),))
+    half = DTensor.from_local(torch.ones(1, 5), DeviceMesh("cpu", [0, 1]), [Shard(0)])
+    part = local_part(half, rank, world_size)
+    assert part is not None
+    if rank < 2:
+        assert local_box(half) == ((rank, 0), (1, 5)) and (part.start, part.stop) == (5 * rank, 5 * rank + 5)
+        assert sample_state({"model.w": half})["model"] != 0
+    else:
+        assert local_box(half) == ((0, 0), (0, 0)) and (part.start, part.stop) == (0, 0)
+        assert sample_state({"model.w": half})["model"] == 0
+
+
+def test_the_box_of_a_rank_is_its_part_of_the_tensor() -> None:
+    run_ranks(_boxes, 4)

@@ -1,0 +1,146 @@
+"""Log-probabilities and entropies against loops in float64, and their gradients against finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
+from holdfast.engine.training import logprobs as module
+from holdfast.engine.training.logprobs import next_tokens, score_tokens, token_logprobs
+
+CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+
+
+def by_loops(logits: np.ndarray, tokens: list[int], temperature: float) -> tuple[list[float], list[float]]:
+    logprobs, entropies = [], []
+    for t in range(len(tokens)):
+        if t in (0, 3, 4):
+            logprobs.append(0.0)
+            entropies.append(0.0)
+            continue
+        weights = [math.exp(z / temperature) for z in logits[t - 1]]
+        total = sum(weights)
+        logprobs.append(math.log(weights[tokens[t]] / total))
+        entropies.append(-sum(w / total * math.log(w / total) for w in weights))
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 21, 1 << 25])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_equal_loops_whatever_the_chunk(
+    chunk_elements: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 7, generator=generator, dtype=torch.float64) * 3
+    tokens = torch.randint(0, 7, (9,), generator=generator)
+    logprobs, entropy = token_logprobs(logits.float(), tokens, CU_SEQLENS, temperature)
+    expected = by_loops(logits.numpy(), tokens.tolist(), temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(entropy.numpy(), expected[1], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 1 << 25])
+def test_token_logprobs_gradient_equals_that_of_log_softmax(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randn(9, 7, generator=generator) * 2
+    tokens = torch.randint(0, 7, (9,), generator=generator)
+    weight_p, weight_h = torch.randn(2, 9, generator=generator)
+    weight_p[[0, 3, 4]] = weight_h[[0, 3, 4]] = 0
+
+    ours = raw.clone().requires_grad_()
+    logprobs, entropy = token_logprobs(ours, tokens, CU_SEQLENS, 0.8)
+    (logprobs @ weight_p + entropy @ weight_h).backward()
+    theirs = raw.double().requires_grad_()
+    log_p = torch.log_softmax(theirs / 0.8, -1)
+    picked = log_p[:-1].gather(1, tokens[1:, None]).squeeze(1)
+    entropies = -(log_p.exp() * log_p).sum(-1)[:-1]
+    (picked @ weight_p[1:].double() + entropies @ weight_h[1:].double()).backward()
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
+    assert ours.grad[[2, 3, 8]].abs().max() == 0  # the last token of a sequence predicts nothing
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 25])
+@pytest.mark.parametrize("asked", ["logprobs", "entropy", "both"])
+def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
+    chunk_elements: int, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(7, 4, generator=generator)
+    bias = torch.randn(7, generator=generator)
+    bias[5] = -math.inf  # a token that is never chosen
+    tokens = torch.tensor([0, 1, 2, 3, 4, 6, 0, 1, 2])
+    weights = torch.randn(2, 9, generator=generator) * torch.tensor([[asked != "entropy"], [asked != "logprobs"]])
+    inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    reference = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
+    scores = score_tokens(inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8)
+    torch.stack([w @ score for w, score in zip(weights, scores, strict=True) if w.any()]).sum().backward()
+    log_p = torch.log_softmax((reference[0] @ reference[1].T + reference[2]) / 0.8, -1)
+    possible = log_p[:, [0, 1, 2, 3, 4, 6]]
+    expected = (log_p.gather(1, next_tokens(tokens)[:, None]).squeeze(1), -(possible.exp() * possible).sum(-1))
+    (weights[0].double() @ expected[0] + weights[1].double() @ expected[1]).backward()
+    for found, true in zip(scores, expected, strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-6)
+    for found, true in zip(inputs, reference, strict=True):
+        assert found.grad is not None and true.grad is not None
+        # Logits of about 8 are computed twice, in products of two shapes. Some of their last bits, 1e-6, differ.
+        torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_of_a_head_in_bfloat16_cost_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((300, 16), (50, 16))]
+    targets = torch.randint(0, 50, (300,), generator=generator)
+    exact = [tensor.double().requires_grad_() for tensor in made]
+    torch.log_softmax(exact[0] @ exact[1].T, -1).gather(1, targets[:, None]).sum().backward()
+    errors = {}
+    for chunk_elements in (1 << 25, 600):
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+        inputs = [tensor.clone().requires_grad_() for tensor in made]
+        logprobs, _ = score_tokens(inputs[0], inputs[1], None, targets)
+        logprobs.sum().backward()
+        assert logprobs.dtype == torch.float32
+        for found, true in zip(inputs, exact, strict=True):
+            assert found.grad is not None and true.grad is not None and found.grad.dtype == torch.bfloat16
+            error = (found.grad.double() - true.grad).norm() / true.grad.norm()
+            errors.setdefault(chunk_elements, []).append(float(error))
+    assert max(errors[600]) < 0.01
+    assert all(cut < 1.5 * whole for whole, cut in zip(errors[1 << 25], errors[600], strict=True)), errors
+
+
+def test_bfloat16_logits_get_float32_results_and_a_bfloat16_gradient() -> None:
+    logits = torch.randn(4, 11, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(logits, torch.tensor([1, 2, 3, 4]), torch.tensor([0, 4]))
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+
+
+def test_a_logit_of_minus_infinity_makes_no_nan() -> None:
+    logits = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 1]), torch.tensor([0, 2]))
+    (logprobs + entropy).sum().backward()
+    np.testing.assert_allclose(entropy.detach().numpy(), [0, math.log(2)], rtol=1e-6)
+    assert logits.grad is not None and bool(torch.isfinite(logits.grad).all())
+
+
+def test_one_token_sequences_have_no_logprob() -> None:
+    logprobs, entropy = token_logprobs(torch.randn(2, 5), torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+    assert logprobs.tolist() == entropy.tolist() == [0, 0]
+
+
+def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
+    logits, tokens = torch.randn(9, 7), torch.randint(0, 7, (9,))
+    mask = torch.tensor([0, 1, 0, 0, 0, 1, 1, 0, 1])
+    micro_batch = {"input_ids": tokens, "cu_seqlens": CU_SEQLENS, "loss_mask": mask}
+    expected = -np.mean([by_loops(logits.double().numpy(), tokens.tolist(), 1.0)[0][t] for t in (1, 5, 6, 8)])
+    np.testing.assert_allclose(float(sft_loss_fn(logits, micro_batch)), expected, rtol=1e-6)
+    assert float(count_loss_tokens(micro_batch)) == 4

@@ -1,0 +1,245 @@
+"""Private names of torch: contents of modules, parts of sharded tensors, and DCP's file records."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+
+from . import Private, require
+
+_CUT = "know which part of a tensor is this rank's"
+_MADE_UP = "make sharded tensors of what it holds already"
+_VIEW = "look at a model's modules and tensors without its hooks"
+
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_REDUCE = "reduce gradients that only some ranks have"
+
+_HOOKS = "tell whether somebody looks at what a model's head returns"
+
+NAMES = (
+    Private(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+        _CUT,
+        ("global_shape", "mesh", "placements"),
+    ),
+    Private("torch.distributed.tensor._dtensor_spec:DTensorSpec", _MADE_UP, ("mesh", "placements", "tensor_meta")),
+    Private("torch.distributed.tensor._dtensor_spec:TensorMeta", _MADE_UP, ("shape", "stride", "dtype")),
+    Private("torch.distributed.tensor:DTensor._spec", _MADE_UP),
+    Private(
+        "torch.distributed.checkpoint.filesystem:_StorageInfo",
+        "read and write .metadata of DCP",
+        ("relative_path", "offset", "length"),
+    ),
+    Private("torch.distributed.checkpoint.filesystem:CURRENT_DCP_VERSION", "write .metadata of DCP"),
+    Private("torch.distributed.distributed_c10d:_abort_process_group", "leave NCCL when a peer is dead", ("group",)),
+    Private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", _REDUCE),
+    Private(f"{_GROUP}:FSDPParamGroup.post_backward", _REDUCE),
+    Private(f"{_GROUP}:FSDPParamGroup.is_unsharded", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.sharded_param", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.unsharded_param", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam.unsharded_accumulated_grad", _REDUCE),
+    Private("torch:_foreach_norm", "clip a gradient"),
+    Private("torch:_foreach_mul_", "clip a gradient"),
+    Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
+    Private("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "follow conversions of weights"),
+    Private("torch.utils._pytree:tree_leaves", "follow conversions of weights", ("tree",)),
+    Private("torch.utils._pytree:tree_map", "let an output be used as its logits", ("func", "tree")),
+    Private("torch:ops.aten.clone.default._schema.is_mutable", "follow conversions of weights"),
+    Private("torch:UntypedStorage._cdata", "tell whether tensors share memory"),
+    Private("torch:Tensor._version", "notice that a tensor was written to while it was copied"),
+    Private("torch.utils.data:DataLoader._iterator", "tell whether persistent workers have their seed"),
+    Private("torch.nn:Module._modules", _VIEW),
+    Private("torch.nn:Module._parameters", _VIEW),
+    Private("torch.nn:Module._buffers", _VIEW),
+    Private("torch.nn:Module._state_dict_pre_hooks", _VIEW),
+    Private("torch.nn:Module._forward_hooks", _HOOKS),
+    Private("torch.nn:Module._forward_pre_hooks", _HOOKS),
+    Private("torch.nn:Module._non_persistent_buffers_set", "tell which buffers checkpoints hold"),
+    Private("torch.nn:Module._state_dict_hooks", "tell which modules add to their state dict"),
+    Private("torch.nn:Module._save_to_state_dict", "tell which modules add to their state dict"),
+    Private("torch.nn:Module._load_state_dict_pre_hooks", "tell which modules take what they added"),
+    Private("torch.nn:Module._load_from_state_dict", "tell which modules take what they added"),
+)
+require("torch", NAMES)
+
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "Dropout",
+    "StorageInfo",
+    "TorchDispatchMode",
+    "abort_process_group",
+    "buffers_of",
+    "children_of",
+    "compute_local_shape_and_global_offset",
+    "count_forward_hooks",
+    "fill_missing_gradients",
+    "foreach_mul_",
+    "foreach_norm",
+    "is_iterated",
+    "is_persistent",
+    "like_sharded",
+    "loading_of",
+    "made_sharded",
+    "n_writes",
+    "parameters_of",
+    "replace_members",
+    "same_layout",
+    "saving_of",
+    "storage_id",
+    "tree_leaves",
+    "tree_map",
+    "without_compile",
+    "writes_in_place",
+]
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the direct submodules by name, as a dict that may be changed."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's own parameters by name, without submodules, as a dict that may be changed."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the module's own buffers by name, without submodules, as a dict that may be changed."""
+    return module._buffers
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """Return the module that torch.compile wraps, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def count_forward_hooks(module: nn.Module) -> int:
+    """Count the forward hooks and pre-hooks of the module itself."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether the state dict contains the module's buffer of this name."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def replace_members(
+    module: nn.Module,
+    *,
+    children: Mapping[str, nn.Module | None] | None = None,
+    parameters: Mapping[str, torch.Tensor | None] | None = None,
+    buffers: Mapping[str, torch.Tensor | None] | None = None,
+) -> None:
+    """Replace the members that a view of a module shares with the module. None keeps them.
+
+    A view with other parameters or buffers runs no state-dict pre-hooks, because FSDP2's would reshard the live model.
+    """
+    new = {"_modules": children, "_parameters": parameters, "_buffers": buffers}
+    module.__dict__.update({kind: members for kind, members in new.items() if members is not None})
+    if parameters is not None or buffers is not None:
+        module.__dict__["_state_dict_pre_hooks"] = {}
+
+
+def saving_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+    """Return the method that fills the module's part of a state dict, and the hooks after it."""
+    return module._save_to_state_dict, list(module._state_dict_hooks.values())
+
+
+def loading_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+    """Return the method that reads the module's part of a state dict, and the hooks before it."""
+    return module._load_from_state_dict, list(module._load_state_dict_pre_hooks.values())
+
+
+def made_sharded(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """Make a DTensor of this shape and stride from this rank's part ``local``, which stays on its device.
+
+    `DTensor.from_local` would move it to the device of the mesh.
+    """
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like_sharded(local: torch.Tensor, sharded: DTensor) -> DTensor:
+    """Make a DTensor with the layout, shape and dtype of ``sharded`` from this rank's part ``local``."""
+    return DTensor(local, sharded._spec, requires_grad=False)
+
+
+def same_layout(one: DTensor, other: DTensor) -> bool:
+    """Return whether two DTensors have the same mesh, placements, shape, stride and dtype."""
+    return one._spec is other._spec or one._spec == other._spec
+
+
+def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
+    """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
+
+    FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce buffers of different
+    lengths.
+
+    Args:
+        module: module that `fully_shard` was called on.
+        filled: receives each sharded parameter whose gradient of this step consists of these zeros alone. A later
+            backward of the step that reaches the parameter removes it.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:  # all its parameters belong to nested groups
+        return
+    reduce = group.post_backward
+
+    def has_no_gradient(param: Any) -> bool:
+        unsharded = param.unsharded_param
+        return unsharded.grad is None and param.unsharded_accumulated_grad is None and unsharded.requires_grad
+
+    def fill(missing: list[Any]) -> None:
+        reached = [param for param in group.fsdp_params if param not in missing]
+        filled.difference_update(param.sharded_param for param in reached)
+        filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
+        held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
+        dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 needs one dtype
+        for param in missing:
+            param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
+
+    def fill_and_reduce(*args: Any) -> None:
+        if group.reduce_grads and group.is_unsharded:
+            missing = [param for param in group.fsdp_params if has_no_gradient(param)]
+            if missing or filled:
+                fill(missing)
+        reduce(*args)
+
+    group.post_backward = fill_and_reduce
+
+
+def n_writes(tensor: torch.Tensor) -> int:
+    """Return torch's count of writes to a tensor or its views. Inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an id that is equal for tensors in the same memory, also on the meta device, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def writes_in_place(operator: Any) -> bool:
+    """Return whether an operator that ``__torch_dispatch__`` receives changes one of its inputs."""
+    return operator._schema.is_mutable
+
+
+def is_iterated(loader: Any) -> bool:
+    """Return whether a ``DataLoader`` has started its persistent workers."""
+    return loader._iterator is not None

@@ -1,0 +1,164 @@
+"""Private methods of transformers' Trainer: the steps of its loop at which `TrainerRun` is called.
+
+A callback is too late: at ``on_train_begin`` the place in the data is already fixed.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from . import Private, require
+
+_RESUME = "resume a Trainer exactly"
+_LOOP = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "steps_in_epoch", "resume_from_checkpoint")
+
+NAMES = (
+    Private(
+        "transformers:Trainer._init_training_state",
+        _RESUME,
+        ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial"),
+    ),
+    Private(
+        "transformers:Trainer._prepare_for_training",
+        _RESUME,
+        ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    ),
+    Private("transformers:Trainer._run_epoch", _RESUME, _LOOP),
+    Private("transformers:Trainer._load_rng_state", _RESUME, ("checkpoint",)),
+    Private("transformers:Trainer._maybe_log_save_evaluate", _RESUME, ("tr_loss", "model", "trial", "epoch")),
+    Private("transformers:Trainer._evaluate", _RESUME, ("trial", "ignore_keys_for_eval", "skip_scheduler")),
+    Private("transformers.trainer_callback:ExportableState", "save what callbacks count"),
+)
+require("transformers", NAMES)
+
+_RESUMED = "a generation of Holdfast"
+"""Value that Trainer's loop takes for the checkpoint that it resumes from."""
+
+_LOGS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+_HISTORY = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of TrainerState that say what happened. The other fields come from the arguments."""
+
+
+class TrainerSeam(Trainer):
+    """Trainer that calls a `TrainerRun` at each stage. The run exists during ``train``."""
+
+    recovery: Any = None
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        place = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        run = _run_of(self)
+        return run.open(num_update_steps_per_epoch, num_train_epochs) or place
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        _run_of(self).restore(loader)
+        return model, loader
+
+    def _run_epoch(self, **given: Any) -> None:
+        run, epoch = _run_of(self), given["epoch"]
+        skipped = given["steps_trained_in_current_epoch"] if epoch == given["epochs_trained"] else 0
+        if run.is_over:
+            self.control.should_training_stop = True
+            return
+        if run.begin_epoch(epoch, skipped, given["steps_in_epoch"]):
+            given["resume_from_checkpoint"] = _RESUMED
+        super()._run_epoch(**given)
+        run.end_epoch()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint == _RESUMED:
+            _run_of(self).settle()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        _run_of(self).step_trained()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return Trainer's own loader, continuing the persistent workers of the run that is resumed."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        if self.recovery is not None:
+            self.recovery.begin_evaluation(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+        return loader
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
+        if self.recovery is not None and self.recovery.is_resuming:  # ``eval_on_start`` was before the first step
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+
+def _run_of(trainer: TrainerSeam) -> Any:
+    assert trainer.recovery is not None, "the loop of a Trainer runs in `train`"
+    return trainer.recovery
+
+
+def evaluation_loaders(trainer: Any) -> dict[str, Any]:
+    """Return the evaluation loaders with persistent workers that a Trainer keeps, by dataset."""
+    return getattr(trainer, "_eval_dataloaders", {})
+
+
+def history_of(trainer: Any) -> dict[str, Any]:
+    """Return the progress and logs of a Trainer as plain values, with the state as JSON like in its own checkpoints."""
+    state = dataclasses.asdict(trainer.state)
+    counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
+    if isinstance(loss := counted.get("_tr_loss"), torch.Tensor):
+        counted["_tr_loss"] = loss.detach().cpu().clone()
+    return {
+        "state": json.dumps({name: state[name] for name in _HISTORY}),
+        "callbacks": json.dumps([[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]),
+        "stops": trainer.control.should_training_stop,
+        "flos": float(trainer.current_flos),
+        **counted,
+    }
+
+
+def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
+    """Restore the state of a Trainer from `history_of`."""
+    for name, value in json.loads(saved["state"]).items():
+        setattr(trainer.state, name, value)
+
+
+def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
+    """Restore everything from `history_of`. Call it inside the loop, which has reset its counters."""
+    restore_state(trainer, saved)
+    trainer.current_flos = saved["flos"]
+    for name in set(_LOGS) & saved.keys():
+        value = saved[name]
+        setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
+    left = list(_exportable(trainer))
+    for name, attributes in json.loads(saved["callbacks"]):
+        if callback := next((each for each in left if type(each).__name__ == name), None):
+            left.remove(callback)
+            vars(callback).update(attributes)
+
+
+def is_exportable(callback: Any) -> bool:
+    """Return whether a callback exports its state."""
+    return isinstance(callback, ExportableState)
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    return [each for each in trainer.callback_handler.callbacks if is_exportable(each)]

@@ -1,0 +1,181 @@
+"""Private names of transformers: loading, converting and initialising models, and their rules for weights."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from . import Private, require
+
+_LOAD = "load folders as from_pretrained does"
+_EXPORT = "name and convert weights as save_pretrained does"
+_RULES = (
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+)
+
+NAMES = (
+    Private(
+        "transformers:PreTrainedModel._load_pretrained_model",
+        _LOAD,
+        ("model", "state_dict", "checkpoint_files", "load_config"),
+    ),
+    Private("transformers:PreTrainedModel._adjust_missing_and_unexpected_keys", _LOAD, ("loading_info",)),
+    Private("transformers.modeling_utils:LoadStateDictConfig", _LOAD, ("weight_mapping",)),
+    Private("transformers.conversion_mapping:get_model_conversion_mapping", _LOAD, ("model",)),
+    Private("transformers.core_model_loading:revert_weight_conversion", _EXPORT, ("model", "state_dict")),
+    *(Private(f"transformers:PreTrainedModel.{name}", _LOAD) for name in _RULES),
+    Private("transformers:PreTrainedModel._keys_to_ignore_on_save", _EXPORT),
+    Private("transformers:PreTrainedModel._get_dtype_plan", "know what stays in float32", ("dtype",)),
+    Private("transformers:PreTrainedModel._from_config", "build a second model without weights", ("config",)),
+    Private("transformers:PreTrainedModel._init_weights", "draw weights", ("module",)),
+    Private("transformers:PreTrainedModel._no_split_modules", "shard a model block by block"),
+    Private("transformers:PreTrainedModel._hf_peft_config_loaded", "tell models with adapters"),
+    Private("transformers:PretrainedConfig._attn_implementation", "check packing and choose the attention"),
+    Private("transformers:AutoModelForCausalLM._model_mapping", "tell which heads an architecture has"),
+    Private("transformers.dynamic_module_utils:custom_object_save", "export a model's own code", ("obj", "folder")),
+)
+require("transformers", NAMES)
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import LoadStateDictConfig
+
+__all__ = [
+    "attention_of",
+    "build_from_config",
+    "class_with_head",
+    "commit_of",
+    "conversions_of",
+    "custom_object_save",
+    "drop_tolerated_keys",
+    "float32_patterns",
+    "forget_adapters",
+    "has_adapters",
+    "has_head",
+    "initialize_module",
+    "keys_not_saved",
+    "load_state",
+    "loading_rules",
+    "revert_weight_conversion",
+    "set_attention",
+    "set_conversions",
+    "unsplit_classes",
+]
+
+
+def build_from_config(
+    model_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """Build a model with new weights on the default device. ``options`` are those of ``from_config``."""
+    return model_class._from_config(config, dtype=dtype, **options)
+
+
+def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
+    """Fill ``model`` like `from_pretrained`, and return its report: ``missing_keys``, ``unexpected_keys``,
+    ``mismatched_keys`` and ``conversion_errors``.
+
+    Args:
+        model: its parameters and buffers are replaced.
+        tensors: name in the folder -> tensor, or an object that supports ``[...]`` and ``to``.
+    """
+    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))  # type: ignore[arg-type]
+    found, _ = PreTrainedModel._load_pretrained_model(model, dict(tensors), None, config)
+    return found
+
+
+def loading_rules(model_class: type[PreTrainedModel]) -> dict[str, Any]:
+    """Return the class attributes on how a folder may name a model's tensors, and which tensors keep their dtype."""
+    return {name: getattr(model_class, name) for name in ("base_model_prefix", *_RULES)}
+
+
+def drop_tolerated_keys(model: PreTrainedModel, found: Any) -> None:
+    """Remove the keys that transformers tolerates from the report of `load_state`."""
+    model._adjust_missing_and_unexpected_keys(found)
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any]:
+    """Return the conversions that were applied when ``model`` was loaded. ``save_pretrained`` reverts them."""
+    return list(getattr(model, "_weight_conversions", ()))
+
+
+def set_conversions(model: PreTrainedModel, conversions: list[Any]) -> None:
+    """Set the conversions that ``save_pretrained`` and `revert_weight_conversion` revert."""
+    model._weight_conversions = conversions  # type: ignore[assignment]
+
+
+def keys_not_saved(model: PreTrainedModel) -> list[str]:
+    """Return the ``state_dict`` keys that ``save_pretrained`` leaves out."""
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def float32_patterns(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return patterns of ``state_dict`` keys -> dtype, for tensors that keep another dtype in a model loaded in
+    ``dtype``.
+    """
+    return {pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
+
+
+def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
+    """Initialise the parameters and buffers of ``module`` itself, as in a new ``model``."""
+    model._init_weights(module)
+
+
+def unsplit_classes(model: PreTrainedModel) -> set[str]:
+    """Return the class names of the repeated blocks, which belong on one device."""
+    return set(model._no_split_modules or ())
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Return whether transformers has added adapters (LoRA ...) to the model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def forget_adapters(view: PreTrainedModel) -> None:
+    """Mark a view of a model, which leaves the adapters out, as a model without adapters."""
+    view.__dict__["_hf_peft_config_loaded"] = False
+
+
+def has_head(factory: Any, config: PretrainedConfig) -> bool:
+    """Return whether an auto class (``AutoModelForCausalLM``) has a model for this type of config."""
+    return type(config) in factory._model_mapping
+
+
+def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the model class that an auto class has for this type of config, or None."""
+    found = factory._model_mapping[type(config)] if has_head(factory, config) else None
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def commit_of(config: PretrainedConfig) -> str | None:
+    """Return the commit of the hub repository that a config was loaded from, or None for a local folder."""
+    return getattr(config, "_commit_hash", None)
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    """Return the name of the attention that a model was built with."""
+    return str(config._attn_implementation)
+
+
+def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None:
+    """Replace the attention ``instead_of`` by ``name`` in the parts of a built model that use it.
+
+    transformers' own ``set_attn_implementation`` does not reach configs that only inner modules have.
+    """
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            for part in _parts(config):
+                if attention_of(part) == instead_of:
+                    part._attn_implementation = {"": name}  # type: ignore[assignment]
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PretrainedConfig):
+            yield from _parts(part)
