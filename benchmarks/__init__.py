@@ -1,5 +1,5 @@
-"""Where the figures come from: what Holdfast does beside what others do, over what the machine can do.
+"""Benchmarks: Holdfast next to other implementations, each divided by what the machine can do.
 
-``python -m benchmarks`` (``make bench``) measures everything, ``--help`` says what else it can do; ``python -m
+``python -m benchmarks`` (``make bench``) measures everything, ``--help`` lists its options. ``python -m
 benchmarks.compare`` (``make bench-compare``) shows how the figures have moved. docs/performance.md explains them.
 """

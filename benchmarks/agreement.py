@@ -1,9 +1,8 @@
-"""What the ranks' agreement costs a step in which nothing is due: `train_batch`, and `dump` after it.
+"""Seconds that agreement between ranks adds to a step in which nothing is due: `train_batch`, and `dump` after it.
 
-Measured on real ranks: the collectives of our own that a step makes are recorded, and then made again on their own, so
-that no rank waits for another's forward. For more ranks their time is computed from the messages that follow each other
-in gloo's algorithms, each `LATENCY_S` long: the processors' time is left out. For comparison stands what these steps
-did when every agreement was an exchange of pickled objects.
+On real ranks, the control collectives of a step are recorded and then replayed alone, so that no rank waits for
+another's forward. At larger world sizes the time is computed: the messages that follow each other in gloo's algorithms,
+times `LATENCY_S`, without processor time. The rival is an exchange of pickled objects for every agreement.
 """
 
 import math
@@ -22,18 +21,21 @@ from .model import SPEC, build_engine, dense_batch, train
 from .ranks import Session, on_ranks
 
 LATENCY_S = 50e-6
-"""Of one message between two nodes over TCP."""
+"""Seconds that one message between two nodes takes over TCP."""
 REPEATS = 20
 
 NUMBERS, SUM, OBJECT, DECISION = "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list"
 OURS, OBJECTS = "Holdfast agreement", "an exchange of objects for each agreement"
 OF_OBJECTS = [OBJECT, OBJECT, OBJECT, SUM, OBJECT, SUM, OBJECT, OBJECT, DECISION]
-"""In `train_batch`: success, the number of micro-batches, the names and the sum of weights, then of losses; in `dump`:
-success, the reasons to stop, and what is due."""
+"""Collectives of a step that pickles an object for every agreement.
+
+In `train_batch`: success, number of micro-batches, names and sum of weights, names and sum of losses. In `dump`:
+success, reasons to stop, and the decision about snapshots.
+"""
 
 
 def agreement(options: Options) -> list[Figure]:
-    """Figures at 2 and 4 ranks, and at 64 and 512 computed ones."""
+    """Measure 2 and 4 ranks, compute 64 and 512."""
     figures, ours = [], list[str]()
     for n_ranks in (2,) if options.quick else (2, 4):
         seconds, ours = on_ranks(_measure, options, ranks=n_ranks)
@@ -54,7 +56,8 @@ def _figure(n_ranks: int, seconds: dict[str, list[float]], ours: list[str], note
 
 def _computed_s(kinds: list[str], n_ranks: int) -> float:
     ring, tree = n_ranks - 1, math.ceil(math.log2(n_ranks))
-    messages = {NUMBERS: ring, SUM: 2 * ring, OBJECT: 2 * ring, DECISION: 2 * tree}  # of objects first the size
+    # the size of the objects goes first
+    messages = {NUMBERS: ring, SUM: 2 * ring, OBJECT: 2 * ring, DECISION: 2 * tree}
     return LATENCY_S * sum(messages[kind] for kind in kinds)
 
 
@@ -80,7 +83,7 @@ def _measure(session: Session) -> tuple[dict[str, list[float]], list[str]]:
 
 @contextmanager
 def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
-    """The collectives of ``group`` that the block makes, by name; those of the model travel in other groups."""
+    """Record the names of the collectives on ``group`` inside the block. The model uses other groups."""
     kinds, originals = list[str](), {kind: getattr(dist, kind) for kind in (NUMBERS, SUM, OBJECT, DECISION)}
 
     def noting(kind: str) -> Callable[..., Any]:
@@ -101,7 +104,7 @@ def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
 
 
 def _again(session: Session, group: dist.ProcessGroup, kinds: list[str]) -> dict[str, float]:
-    """Seconds of the collectives on their own."""
+    """Seconds of the collectives when nothing else runs."""
     own = torch.zeros(3, dtype=torch.float64)
     gathered, objects = list(own.new_empty((session.world_size, 3))), [None] * session.world_size
     calls = {

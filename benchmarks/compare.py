@@ -1,11 +1,11 @@
-"""``make bench-compare``: how far every figure of ours has moved from the baseline, as a ratio.
+"""``make bench-compare``: how far each ratio of Holdfast has moved from the baseline.
 
     python -m benchmarks.compare [bench_out/results.json] [--accept]
 
-Without results it measures first. The baseline (``benchmarks/baseline.json``) holds ratios to what the machine can do,
-not seconds, so that it means something on another machine too. A figure is a regression when its median has become
-worse by `MARGIN` or more and its quartiles do not meet those of the baseline; then the exit code is 1. ``--accept``
-makes the results the new baseline.
+Measures first if no results are given. The baseline (``benchmarks/baseline.json``) holds ratios to the limits of the
+machine instead of seconds, so that it is valid on another machine too. A figure is a regression if its median is worse
+by `MARGIN` or more and its quartiles do not overlap with the baseline's. Then the exit code is 1. ``--accept`` makes
+the results the new baseline.
 """
 
 import argparse
@@ -28,14 +28,14 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of ours, then and now.
+    """One figure of Holdfast, in the baseline and now.
 
     Attributes:
-        figure: its name and way.
-        before: of the baseline; None when that does not have it.
-        after: of the results; None when these do not have it.
-        worse: how many times worse the median is; below 1 it is better.
-        regressed: it is worse beyond doubt.
+        figure: name of the figure and the way.
+        before: spread in the baseline, None if the figure is new.
+        after: spread in the results, None if they do not have the figure.
+        worse: factor by which the median is worse. Below 1 it is better.
+        regressed: True if the change is a regression (see the module).
     """
 
     figure: str
@@ -46,7 +46,7 @@ class Change:
 
 
 def make_baseline(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run: when, of what, and the spread of every ratio of ours."""
+    """Reduce results to a baseline: date, machine, options, and the spread of every ratio of Holdfast."""
     figures = {
         f"{figure.name}: {way}": {"better": figure.better, **asdict(figure.spread(way))}
         for figure in read_figures(document)
@@ -57,7 +57,7 @@ def make_baseline(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> list[Change]:
-    """Every figure of either."""
+    """Compare every figure that is in the baseline or in the results."""
     before, after = baseline["figures"], make_baseline(document)["figures"]
     changes = []
     for name in [*before, *(name for name in after if name not in before)]:
@@ -78,7 +78,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def show(changes: Sequence[Change], console: Console) -> None:
-    """Print the table, what has regressed in red."""
+    """Print the table, with regressions in red."""
     table = Table("figure", "baseline", "now", "times worse", "")
     for change in changes:
         spreads = [
@@ -98,9 +98,9 @@ def show(changes: Sequence[Change], console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, or accept; 1 when something has become worse."""
+    """Compare, or accept. Returns 1 if a figure has regressed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument("results", type=Path, nargs="?", help="of a run; without it, everything is measured now")
+    parser.add_argument("results", type=Path, nargs="?", help="results of a run (default: measure everything now)")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--accept", action="store_true", help="make the results the baseline")
     given = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""`memory`: host memory that a save or a load needs beside the model. `bytes`: what it writes, over what there is.
+"""`memory`: peak host memory that a save or a load adds to the model. `bytes`: bytes written per byte of state.
 
 Memory is the peak of ``RssAnon + RssShmem`` (/proc/self/status, every 2 ms) above the level right before the call:
-pages that are nobody's file and that the kernel cannot take back. The exact peak that the kernel keeps (``VmHWM``,
-reset through /proc/self/clear_refs) also counts mapped pages of files, which cost nothing, so that ways that map would
-look worse than they are. Every way has fresh processes, so that none finds memory that another has made.
+pages without a file, which the kernel cannot take back. The kernel's own peak (``VmHWM``, reset through
+/proc/self/clear_refs) also counts mapped pages of files, which cost nothing, and would put ways that map files at a
+disadvantage. Every way runs in fresh processes, so that it cannot reuse memory that another way has allocated.
 
-Written bytes are ``write_bytes`` of /proc/self/io: what was handed to the block layer, also of files that are gone
-by the end. A file system that does not account for it (tmpfs) is counted by the sizes of the files that are left.
+Written bytes are ``write_bytes`` of /proc/self/io: the bytes handed to the block layer, including files that are
+removed later. On a file system that does not report them (tmpfs), the sizes of the remaining files are added up.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _Make = Callable[..., object]
 
 @dataclass(frozen=True)
 class _Case:
-    """A way to save and, where ``load`` names it, to load."""
+    """A way to save, and to load if ``load`` names that way."""
 
     make: _Make
     save: str
@@ -63,7 +63,7 @@ _GROUPS = {"dcp": _DCP, "hf": _HF}
 
 
 def memory(options: Options) -> list[Figure]:
-    """Peak extra memory of the rank that needs most, over its own shard."""
+    """Peak extra memory of the rank that needs most, divided by the size of its shard."""
     peaks: dict[str, dict[str, list[float]]] = {}
     for group, cases in _GROUPS.items():
         for key in cases:
@@ -84,7 +84,7 @@ def memory(options: Options) -> list[Figure]:
 
 
 def bytes_written(options: Options) -> list[Figure]:
-    """Bytes written over bytes that there are, of a model that ties its embedding to its head."""
+    """Bytes written, divided by the bytes of the state. The model ties its embedding to its head."""
     figures = []
     for group, cases in _GROUPS.items():
         ratios = on_ranks(_measure_bytes, options, group)
@@ -142,9 +142,9 @@ def _measure_bytes(session: Session, group: str) -> dict[str, list[float]]:
 
 
 def peak_bytes(session: Session, call: Callable[[], object]) -> int:
-    """By how much the host memory of this rank grows while it makes the call."""
+    """Measure by how much the host memory of this rank grows during the call."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already would be used without being seen
+    ctypes.CDLL(None).malloc_trim(0)  # free memory would be reused and not show
     session.barrier()
     stop, peak, before = threading.Event(), [0], _unreclaimable_bytes()
 

@@ -1,8 +1,8 @@
-"""`growth`: what becomes of saves and restores when the model grows, and when there are more ranks.
+"""`growth`: how saves and restores scale with the size of the model and the number of ranks.
 
-Saves are measured on real ranks, up to four. Planning (of a save, and of a restore at the same world size) is measured
-for up to 1,024 ranks, for rank 0 and for another one, on the structure and the files that so many ranks would have of a
-Qwen3 of four layers; so is what one process does for all of them with manifest and files.
+Saves are measured on up to four real ranks. Planning of a save, and of a restore at the same world size, is measured
+for up to 1,024 ranks: on rank 0 and on one other rank, with the structure and files that a Qwen3 of four layers would
+have at that world size. The work that rank 0 does for all ranks on manifest and files is measured the same way.
 """
 
 import os
@@ -40,11 +40,11 @@ from .rivals import ArealDCP
 RAW, LISTING = "raw write+fsync", "listing the files"
 TORCH_PLAN, TORCH_READ = "torch planner", "torch read_metadata"
 RANK_0, RANK_N = "Holdfast rank 0", "Holdfast other ranks"
-WIDTH, VOCABULARY = 4096, 32768  # rows for each of 1,024 ranks
+WIDTH, VOCABULARY = 4096, 32768  # enough rows for 1,024 ranks
 
 
 def growth(options: Options) -> list[Figure]:
-    """All of it; figures are named after what grows."""
+    """Measure all figures. Their names say what grows."""
     sizes = [options.parameters] if options.quick else [1_000_000, 10_000_000]
     ranks = [1] if options.quick else [1, 2, 4]
     simulated = [2, 4] if options.quick else [64, 256, 1024]
@@ -111,13 +111,13 @@ def _simulate(options: Options, n_ranks: int, what: str, *, layers: int) -> list
 
 
 def _timed_plan(shapes: Mapping[str, Any], n_ranks: int, rank: int, values: Mapping[str, Any]) -> dict[str, float]:
-    """Digest and plan of a structure that was not met before."""
+    """Seconds to digest and plan a structure that is not in the cache."""
     structure = _structure(shapes, n_ranks, rank)
     return _timed(lambda: (structure.digest, plan_alone(structure, values)))
 
 
 def _structure(shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int) -> Structure:
-    """Sharded by rows, as FSDP2 does; a number is on every rank."""
+    """Structure of tensors sharded by rows, as FSDP2 shards them. Numbers are on every rank."""
     properties, mesh = TensorProperties(dtype=torch.float32), tuple(range(n_ranks))
     tensors = [
         TensorStructure(name, shape, properties, mesh if shape else None, (Shard(0),) if shape else ())
@@ -132,7 +132,7 @@ def _torch_plan(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> dict[str, f
 
 
 def _tensor_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Tensors of a training state by name: weights, two moments each, and a step count that all ranks have."""
+    """Shapes of a training state by name: weights, two moments per weight, and a step count that all ranks share."""
     square, wide = (WIDTH, WIDTH), (3 * WIDTH, WIDTH)
     layer = {f"self_attn.{n}_proj": square for n in "qkvo"} | {"mlp.gate_proj": wide, "mlp.up_proj": wide}
     layer |= {"mlp.down_proj": wide[::-1], "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
@@ -153,7 +153,7 @@ def _local_plans(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> list[SaveP
         items = []
         for name, shape in shapes.items():
             offsets, sizes, kind = torch.Size([0] * len(shape)), torch.Size(shape), WriteItemType.TENSOR
-            if shape:  # sharded by rows, as FSDP2 does
+            if shape:  # sharded by rows, as by FSDP2
                 rows = -(-shape[0] // n_ranks)
                 begin = min(rank * rows, shape[0])
                 offsets = torch.Size([begin, *offsets[1:]])
@@ -168,7 +168,7 @@ def _local_plans(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> list[SaveP
 def _simulate_files(
     metadata: bytes, shapes: Mapping[str, tuple[int, ...]], root: Path, n_ranks: int, what: str, rounds: int
 ) -> list[Figure]:
-    """Metadata and manifest as so many ranks leave them; the data files are of their size, but empty on the disk."""
+    """Write metadata and manifest for ``n_ranks`` ranks. Data files have their real size, but no blocks on the disk."""
     store = GenerationStore(root)
     staging = store.open_staging(0)
     for folder in ("actor", "state"):
@@ -224,7 +224,7 @@ def _simulate_files(
 def _plan_restore(
     folder: Path, sent: bytes | None, shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int
 ) -> None:
-    """Find this rank's part of every tensor; without a layout that was ``sent``, parse ``.metadata`` and send it."""
+    """Find this rank's part of every tensor. Without a layout in ``sent``, parse and pickle ``.metadata``."""
     if sent is None:
         parse_metadata.cache_clear()
         layout = read_layout(folder)

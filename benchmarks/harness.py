@@ -1,9 +1,8 @@
-"""Rounds, ratios and their spread, and the JSON they are kept in.
+"""Rounds, ratios and their spread, and the JSON file that keeps them.
 
-Everything that is compared runs in the same processes on the same model, one after the other in every round (A B C
-A B C ...), after one round that only warms up. What is reported is a ratio: in every round each way is divided by the
-limit measured in that round, so that a machine that is slow for a minute slows both. The median of these ratios is the
-figure, the first and the third quartile are its spread.
+All ways run in the same processes on the same model, in turns (A B C A B C ...), after one warm-up round. In every
+round each way is divided by the limit measured in that round, so that a slow minute of the machine slows both. The
+median of these ratios is the figure. The first and third quartile are its spread.
 """
 
 import json
@@ -20,23 +19,23 @@ import torch
 import transformers
 
 OURS = "Holdfast"
-"""What the names of our own ways begin with."""
+"""Prefix of the names of Holdfast's ways."""
 
 Times = dict[str, dict[str, list[float]]]
-"""What is measured -> way -> one value a round."""
+"""Measured quantity -> way -> one value per round."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for.
+    """Options of a run.
 
     Attributes:
-        parameters: of the model, at least.
-        ranks: processes that share it.
-        rounds: how often everything is measured, after one round of warming up.
+        parameters: lower bound of the size of the model.
+        ranks: number of processes that share it.
+        rounds: rounds of measurement, after one warm-up round.
         device: ``cpu`` or ``cuda``.
-        scratch: folder for everything that is written; removed at the end.
-        quick: a run that only shows that everything works.
+        scratch: folder for all files of the run, removed at the end.
+        quick: only check that everything works.
     """
 
     parameters: int
@@ -49,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of some rounds."""
+    """Median and quartiles over rounds."""
 
     median: float
     low: float
@@ -57,7 +56,7 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> "Spread":
-        """The spread of one value or more."""
+        """Compute the spread of one or more values."""
         if len(values) == 1:
             return Spread(values[0], values[0], values[0])
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -66,16 +65,16 @@ class Spread:
 
 @dataclass
 class Figure:
-    """One thing that is measured, of all ways side by side.
+    """One measured quantity, for all ways.
 
     Attributes:
-        name: ``<benchmark>.<what>``.
-        title: what is divided by what.
+        name: ``<benchmark>.<quantity>``.
+        title: numerator and denominator of the ratio.
         better: ``lower`` or ``higher``.
-        samples: way -> ratio of every round. The names of our own begin with `OURS`.
-        needed: way -> the ratio it has to reach, of those that have to.
-        seconds: way, limit or phase -> seconds of every round, of the slowest rank; what the ratios come from.
-        note: what a reader has to know.
+        samples: way -> ratio of every round. The names of Holdfast's ways begin with `OURS`.
+        needed: way -> ratio that it has to reach. Other ways have no target.
+        seconds: way, limit or phase -> seconds of the slowest rank in every round, from which the ratios are computed.
+        note: remark for the reader.
     """
 
     name: str
@@ -87,11 +86,11 @@ class Figure:
     note: str = ""
 
     def spread(self, way: str) -> Spread:
-        """Of one way's ratios."""
+        """Spread of the ratios of one way."""
         return Spread.of(self.samples[way])
 
     def met(self, way: str) -> bool:
-        """Whether the median of a way is what is needed of it."""
+        """Return whether the median of a way reaches its target."""
         median, limit = self.spread(way).median, self.needed[way]
         return median <= limit if self.better == "lower" else median >= limit
 
@@ -100,7 +99,7 @@ Benchmark = Callable[[Options], list[Figure]]
 
 
 def interleave(ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> Times:
-    """Call every way in turn, ``rounds`` times over after a round of warming up; what each measured, by round."""
+    """Call every way in turn, in one warm-up round and then ``rounds`` rounds, and collect the values by round."""
     times: Times = {}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -111,8 +110,10 @@ def interleave(ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: in
 
 
 def over(limit: str, seconds: Mapping[str, list[float]], *, inverse: bool = False) -> dict[str, list[float]]:
-    """Every other way's seconds over those of ``limit`` in the same round; ``inverse``: the limit's over theirs, which
-    is the share of the limit's speed that is reached when the bytes are the same."""
+    """Divide the seconds of every way by those of ``limit`` in the same round.
+
+    With ``inverse``, divide the limit by the way: the share of the limit's speed, if both move the same bytes.
+    """
     return {
         way: [b / a if inverse else a / b for a, b in zip(values, seconds[limit], strict=True)]
         for way, values in seconds.items()
@@ -121,7 +122,7 @@ def over(limit: str, seconds: Mapping[str, list[float]], *, inverse: bool = Fals
 
 
 def describe_machine(options: Options) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Describe the hardware and software that the figures depend on."""
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
     return {
         "cores": os.cpu_count(),
@@ -134,7 +135,7 @@ def describe_machine(options: Options) -> dict[str, Any]:
 
 
 def save_results(path: Path, options: Options, figures: list[Figure], took_s: Mapping[str, float]) -> dict[str, Any]:
-    """Write the figures of a run, and how long each benchmark took, to ``path``; the document."""
+    """Write the figures of a run, and the seconds of each benchmark, to ``path``. Returns the document."""
     document = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": describe_machine(options),
@@ -147,5 +148,5 @@ def save_results(path: Path, options: Options, figures: list[Figure], took_s: Ma
 
 
 def read_figures(document: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a document that `save_results` wrote."""
+    """Read figures from a document of `save_results`."""
     return [Figure(**figure) for figure in document["figures"]]

@@ -1,4 +1,4 @@
-"""`hf_save`, `hf_load`, `publish`: weights out to Hugging Face files, back from them, and on into a server's model."""
+"""`hf_save`, `hf_load`, `publish`: Hugging Face files out of the engine, back into it, and into a server's model."""
 
 import multiprocessing
 import signal
@@ -28,7 +28,7 @@ HF_SAVE, HF_LOAD, PUBLISH = "Holdfast engine.save", "Holdfast engine.load", "Hol
 
 
 def hf_save(options: Options) -> list[Figure]:
-    """An export from the call until the folder is complete."""
+    """Measure an export, from the call until the folder is complete."""
     times = on_ranks(_measure_save, options)
     return [
         Figure(
@@ -52,7 +52,7 @@ def hf_save(options: Options) -> list[Figure]:
 
 
 def hf_load(options: Options) -> list[Figure]:
-    """An import of files that are in the page cache."""
+    """Measure an import of files that are in the page cache."""
     times = on_ranks(_measure_load, options)
     return [
         Figure(
@@ -76,7 +76,7 @@ def hf_load(options: Options) -> list[Figure]:
 
 
 def publish(options: Options) -> list[Figure]:
-    """From the trainer's shards to a server in a process of its own that has them in its model."""
+    """Measure the way from the trainer's shards into the model of a server in another process."""
     seconds = on_ranks(_measure_publish, options)["seconds"]
     return [
         Figure(
@@ -91,7 +91,7 @@ def publish(options: Options) -> list[Figure]:
 
 
 class _SharedFile:
-    """One file of all ranks, each rank's part of its own; the bytes of its tensors, whatever they mean."""
+    """One file for all ranks, in which each rank owns a byte range. Holds the raw bytes of the tensors."""
 
     def __init__(self, session: Session, tensors: list[torch.Tensor], folder: Path) -> None:
         sizes = session.all(bytes_of(tensors))
@@ -100,11 +100,11 @@ class _SharedFile:
         self._buffer.copy()
 
     def write(self) -> None:
-        """This rank's part."""
+        """Write this rank's part."""
         self._buffer.write(self.path, self._offset)
 
     def read(self) -> None:
-        """This rank's part."""
+        """Read this rank's part."""
         self._buffer.read(self.path, self._offset)
 
 
@@ -186,7 +186,7 @@ def _measure_load(session: Session) -> Times:
 
 
 class _Server:
-    """A client of a process that holds the whole model and loads what it is told to, as vLLM and SGLang do."""
+    """Client of a process that holds the whole model and loads folders on request, like vLLM and SGLang."""
 
     def __init__(self, config_folder: str, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -196,7 +196,7 @@ class _Server:
         theirs.close()
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Load a folder; the version that is served."""
+        """Load a folder. Returns the version served."""
         self._pipe.send((path, version))
         served = self._pipe.recv()
         if isinstance(served, str):

@@ -1,9 +1,9 @@
-"""What no save and no load can beat: a copy into warm memory, a raw write with fsync, a read of what is cached.
+"""Limits of any save and load: a copy into warm memory, a raw write with fsync, a read from the page cache.
 
-All three move the bytes of this rank's shard between the live tensors, one flat buffer that is kept, and one file of
-its own (or its part of one file of all ranks). The buffer is as large as the shard, so that a write has to read it from
-memory as a real one has. The page cache is never dropped, which would need root: reads are of bytes that were written a
-moment ago, and are told as such.
+All three move the bytes of this rank's shard between the live tensors, one flat buffer that is kept, and a file (or
+this rank's part of a shared file). The buffer is as large as the shard, so that a write reads it from memory, as a real
+save does. The page cache is never dropped, because that needs root. Reads are therefore called cached reads: they find
+bytes that were written a moment ago.
 """
 
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB a call
+_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
 _ALIGNMENT = 64
 
 
 class WarmBuffer:
-    """Kept host memory for a copy of some tensors; pinned where they are on a GPU.
+    """Host memory that is kept for copies of some tensors, pinned if they are on a GPU.
 
     Attributes:
-        n_bytes: of the tensors.
+        n_bytes: total size of the tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -35,14 +35,14 @@ class WarmBuffer:
         ]
 
     def copy(self) -> None:
-        """Copy the tensors into the buffer: the least a snapshot can do before training goes on."""
+        """Copy the tensors into the buffer: the least work of a snapshot before training can go on."""
         for tensor, kept in self._pairs:
             kept.copy_(tensor, non_blocking=tensor.is_cuda)
         if self._flat.is_pinned():
             torch.cuda.synchronize()
 
     def write(self, path: Path, offset: int = 0) -> None:
-        """Write as many bytes as the tensors have to ``path`` from ``offset`` on, and fsync them."""
+        """Write the buffer to ``path`` from ``offset`` on, and fsync."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             self._move(os.pwrite, fd, offset)
@@ -51,7 +51,7 @@ class WarmBuffer:
             os.close(fd)
 
     def read(self, path: Path, offset: int = 0) -> None:
-        """Read as many bytes back."""
+        """Read the same number of bytes back."""
         fd = os.open(path, os.O_RDONLY)
         try:
             self._move(lambda fd, view, at: os.preadv(fd, [view], at), fd, offset)

@@ -1,4 +1,4 @@
-"""`load`: how fast a training state comes back from files that are in the page cache."""
+"""`load`: speed at which a training state is read back from files in the page cache."""
 
 from . import ours
 from .harness import Figure, Options, Times, interleave, over
@@ -11,7 +11,7 @@ CACHED = "plain cached read"
 
 
 def load(options: Options) -> list[Figure]:
-    """A verified load beside those that take the bytes for what they should be."""
+    """Measure a verified load next to loads that do not verify."""
     seconds = on_ranks(_measure, options)["seconds"]
     return [
         Figure(

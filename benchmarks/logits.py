@@ -1,7 +1,7 @@
-"""`logits`: what log-probabilities and entropies of a large vocabulary cost a training step, with logits and without.
+"""`logits`: cost of log-probabilities and entropies with a large vocabulary, with and without whole logits.
 
-The model is small and its vocabulary large, so that a step is its head and its loss, and little else. All ways train
-the same engine on the same batch; they differ in the loss function.
+The model is small and its vocabulary large, so that head and loss dominate the step. All ways train the same engine on
+the same batch and differ only in the loss function.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from .model import build_engine, ragged_batch
 from .ranks import Session, on_ranks
 
 WITHOUT, WITH = OURS, f"{OURS} on whole logits"
-_VOCABULARY = 151_936  # of Qwen
+_VOCABULARY = 151_936  # the vocabulary of Qwen
 _WIDTH = 64
 _LENGTHS = [256] * 8
 
 
 def logits(options: Options) -> list[Figure]:
-    """Peak memory and seconds of a step over those of one that has the logits whole."""
+    """Measure peak memory and seconds of a step, relative to a step with whole logits."""
     times = on_ranks(_measure, options)
     note = f"{sum(_LENGTHS)} tokens a rank, {_VOCABULARY} words; logits alone are {{}} of the memory of {WITH!r}"
     share = times.pop("logits")["share"][0]
@@ -65,7 +65,7 @@ def _measure(session: Session) -> Times:
 
 
 def _loss(logprobs: torch.Tensor, entropy: torch.Tensor, mb: Batch) -> torch.Tensor:
-    """Of a policy: the gradient is that of the log-probabilities; the entropy is looked at."""
+    """Policy loss on the log-probabilities. The entropy is computed, but the loss does not use it."""
     assert bool(torch.isfinite(entropy).all())
     return -(logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
 
@@ -80,7 +80,7 @@ def _ours_of_logits(output: ModelOutput, mb: Batch) -> torch.Tensor:
 
 
 def _areal(output: ModelOutput, mb: Batch) -> torch.Tensor:
-    """AReaL's default: ``log_softmax`` under autograd, 1,024 rows at a time (there compiled, which is left out)."""
+    """AReaL's default: ``log_softmax`` under autograd, 1,024 rows at a time (AReaL also compiles it)."""
     parts = []
     for rows, targets in _rows(output.logits, mb, 1024):
         log_p = torch.log_softmax(rows.float(), dim=-1)
@@ -90,7 +90,7 @@ def _areal(output: ModelOutput, mb: Batch) -> torch.Tensor:
 
 
 def _trl(output: ModelOutput, mb: Batch) -> torch.Tensor:
-    """TRL's: the selected logit less the logsumexp, row by row; entropies without gradient, 128 rows at a time."""
+    """TRL's way: selected logit minus logsumexp, row by row. Entropies without gradient, 128 rows at a time."""
     logits, parts = output.logits, []
     targets = torch.roll(mb["input_ids"].long(), -1)
     selected = logits.gather(-1, targets[:, None]).squeeze(-1)
@@ -108,6 +108,6 @@ def _rows(logits: torch.Tensor, mb: Batch, size: int) -> Iterator[tuple[torch.Te
 
 
 def _aligned_loss(parts: list[tuple[torch.Tensor, torch.Tensor]], mb: Batch) -> torch.Tensor:
-    """The loss mask is 0 where a roll brings what is about another sequence."""
+    """Average over the loss mask, which is 0 where a roll brings in a value of another sequence."""
     logprobs, entropy = (torch.roll(torch.cat(values), 1) for values in zip(*parts, strict=True))
     return _loss(logprobs, entropy.detach(), mb)

@@ -1,4 +1,4 @@
-"""The model that is measured: a Qwen3 of about the size asked for, sharded by the engine, in the middle of training."""
+"""Model of the benchmarks: a Qwen3 of about the requested size, sharded by the engine, in the middle of training."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=10**6, train_batch_size=1
 
 
 def model_config(parameters: int, *, tied: bool = False, vocabulary: int | None = None) -> Qwen3Config:
-    """The smallest of a series of Qwen3s, ever wider and deeper, with at least so many parameters."""
+    """Return the smallest Qwen3 of a growing series with at least ``parameters`` parameters."""
     vocabulary = vocabulary or (32000 if parameters >= 20e6 else 2048)
     width = HEAD_DIM
     while _count(width, vocabulary, tied) < parameters:
@@ -43,12 +43,12 @@ def _layers(width: int) -> int:
 
 
 def _count(width: int, vocabulary: int, tied: bool) -> int:
-    """Embedding and head, four attention and three MLP matrices a layer; norms are left out."""
+    """Count embedding, head, and the four attention and three MLP matrices per layer, without norms."""
     return (1 if tied else 2) * vocabulary * width + _layers(width) * 16 * width * width
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """About what a checkpoint of a model of that size takes: float32 weights and two moments."""
+    """Estimate the size of a checkpoint: float32 weights and two moments."""
     return 12 * parameters
 
 
@@ -61,7 +61,7 @@ def build_engine(
     pack_sequences: bool = True,
     attn_impl: str | None = None,
 ) -> FSDPEngine:
-    """The engine on this rank, after one step: there are gradients' moments to save."""
+    """Build the engine of this rank and train one step, so that there are moments to save."""
     config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
     folder = session.options.scratch / "config"
     if session.rank == 0:
@@ -97,26 +97,26 @@ def ragged_batch(engine: FSDPEngine, lengths: list[int]) -> Batch:
 
 
 def train(engine: FSDPEngine, batch: Batch) -> None:
-    """One optimizer step."""
+    """Run one optimizer step."""
     engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
     engine.step_lr_scheduler()
 
 
 def training_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
-    """This rank's part of weights and optimizer state."""
+    """List this rank's shards of weights and optimizer state."""
     return [local_tensor(tensor).detach() for tensor in engine.dcp_state().live_tensors().values()]
 
 
 def weight_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
-    """This rank's part of the weights."""
+    """List this rank's shards of the weights."""
     return [local_tensor(tensor).detach() for tensor in engine.dcp_state(with_optim=False).live_tensors().values()]
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Of all of them."""
+    """Total size of the tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files below it."""
+    """Total size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Our own ways to write what the rivals write, under the names that the figures call them by."""
+"""Holdfast's ways to write a checkpoint, under the names used in the figures."""
 
 import os
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ ENGINE_SAVE = "Holdfast engine.save"
 
 
 class Dump:
-    """`RecoverHandler.dump`: sample, write, fsync, agree, commit. What retention would remove, the benchmark does.
+    """`RecoverHandler.dump`: sample, write, fsync, agree, commit. Old snapshots are removed outside the measured time.
 
     Args:
-        name: of the run.
+        name: trial name of the run.
         async_save: whether to write in the background.
-        overlap: whether to copy, too, while training goes on; only the optimizer's step then waits for it.
+        overlap: whether to copy while training goes on, so that only the optimizer step waits for the copy.
     """
 
     def __init__(
@@ -43,39 +43,39 @@ class Dump:
         self._handler.load(self._engine)
 
     def save(self, path: Path) -> None:
-        """Snapshot; the handler knows where to."""
+        """Take a snapshot, at a path that the handler chooses."""
         self._handler.dump(self._engine, self._step, force=True)
         self._step = self._step.next()
 
     def wait(self) -> None:
-        """Until it is committed."""
+        """Wait until the snapshot is committed."""
         self._handler.wait()
 
     def remove_old(self) -> None:
-        """Remove what there is on the disk."""
+        """Remove all snapshots."""
         for generation in self.root.glob("global_step_*"):
             remove_folder(generation)
 
     def close(self) -> None:
-        """Give up folder and threads."""
+        """Release the folder and the threads."""
         self._handler.close()
 
 
 class EngineSave:
-    """`FSDPEngine.save` and `load`, of either format; ``dtype`` is that of `SaveLoadMeta`."""
+    """`FSDPEngine.save` and `load` with one ``weight_format`` and ``dtype`` (see `SaveLoadMeta`)."""
 
     def __init__(self, engine: FSDPEngine, weight_format: str, dtype: str | None = None) -> None:
         self._engine, self._format, self._dtype = engine, weight_format, dtype
 
     def save(self, path: Path) -> None:
-        """Write, fsync, make visible."""
+        """Write, fsync, and make the folder visible."""
         self._engine.save(self._meta(path))
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
-        """Verify, read, and only then change anything."""
+        """Verify and read everything before any weight changes."""
         self._engine.load(self._meta(path))
 
     def _meta(self, path: Path) -> SaveLoadMeta:
@@ -84,16 +84,16 @@ class EngineSave:
 
 class _NoDigest:
     def update(self, data: memoryview) -> None:
-        """Look at nothing."""
+        """Ignore the data."""
 
     def hexdigest(self) -> str:
-        """As long as a real one."""
+        """Return a digest of the usual length."""
         return "0" * 32
 
 
 @contextmanager
 def without_digests() -> Iterator[None]:
-    """Have files that are written while the block runs not be digested. Only here: the product has no such switch."""
+    """Write files without digests inside the block. The product has no such switch."""
     original = files.DurableFile.__init__
 
     def init(self: files.DurableFile, path: str | os.PathLike[str]) -> None:

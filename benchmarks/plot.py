@@ -1,4 +1,4 @@
-"""The figures as bars, in an SVG small enough to read: ratios by way, quartiles as a line, what is needed dashed."""
+"""Bar chart of the figures as a small SVG: ratios by way, quartiles as a line, targets dashed."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -14,7 +14,7 @@ _STYLE = (
 
 
 def draw(figures: Sequence[Figure]) -> str:
-    """An SVG document with one panel a figure."""
+    """Draw one panel per figure and return the SVG document."""
     shapes, top = [], GAP
     for figure in figures:
         shapes += _panel(figure, top)

@@ -1,4 +1,4 @@
-"""Ranks to measure on: processes of their own, joined by torch.distributed, that end with whoever started them."""
+"""Ranks for measurements: separate processes joined by torch.distributed, which end with their parent."""
 
 import gc
 import multiprocessing
@@ -29,7 +29,7 @@ from .harness import Options
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-"""How long one benchmark may take."""
+"""Longest time that one benchmark may take."""
 
 _PRELOAD = [
     "torch.distributed.checkpoint",
@@ -42,14 +42,14 @@ _PRELOAD = [
 
 
 class Session:
-    """One rank's view of a benchmark.
+    """A benchmark, as seen by one rank.
 
     Attributes:
-        options: of the run.
-        rank: which one this is.
-        world_size: how many there are.
-        device: where this rank's model is.
-        group: gloo group for whatever must not meet the traffic of what is measured.
+        options: options of the run.
+        rank: rank of this process.
+        world_size: number of ranks.
+        device: device of this rank's model.
+        group: gloo group for traffic that must not mix with the measured traffic.
     """
 
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
@@ -60,21 +60,21 @@ class Session:
         self.group = group
 
     def all(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Gather the values of all ranks, on every rank."""
         return gather_objects(value, self.group)
 
     def barrier(self) -> None:
-        """Wait for the other ranks and for this one's device."""
+        """Wait for the other ranks and for this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """How long ``call`` takes on the slowest rank, all starting together."""
+        """Seconds that ``call`` takes on the slowest rank, if all start together."""
         return max(self.all(self.own_seconds(call)))
 
     def own_seconds(self, call: Callable[[], object]) -> float:
-        """How long ``call`` takes on this rank, all starting together."""
+        """Seconds that ``call`` takes on this rank, if all start together."""
         gc.collect()
         self.barrier()
         started = time.perf_counter()
@@ -85,15 +85,15 @@ class Session:
 
 
 def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | None = None) -> T:
-    """Call the top-level ``fn(session, *args)`` on fresh ranks and return what it returned on rank 0.
+    """Call the top-level function ``fn(session, *args)`` on fresh ranks and return the result of rank 0.
 
-    They have a scratch folder of their own, which is gone afterwards.
+    The ranks get their own scratch folder, which is removed afterwards.
 
     Raises:
-        RuntimeError: with the traceback of each rank that failed, or when a rank died or took too long.
+        RuntimeError: a rank failed (with its traceback), died, or took too long.
     """
     world_size = options.ranks if ranks is None else ranks
-    context = multiprocessing.get_context("forkserver")  # fresh processes, without paying for imports each time
+    context = multiprocessing.get_context("forkserver")  # fresh processes that do not import everything again
     context.set_forkserver_preload(_PRELOAD)
     scratch = Path(tempfile.mkdtemp(prefix=f"{fn.__name__.strip('_')}-", dir=options.scratch))
     own = replace(options, scratch=scratch)
@@ -141,7 +141,7 @@ def _rank_main(
     rank: int, world_size: int, fn: Callable[..., Any], options: Options, args: tuple, pipe: Connection
 ) -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, and that ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     disable_progress_bar()
     torch.set_num_threads(1)
     os.environ.update(
@@ -160,7 +160,7 @@ def _rank_main(
         )
         session = Session(options, rank, world_size)
         result = fn(session, *args)
-        session.barrier()  # a rank that leaves early makes the others complain
+        session.barrier()  # if one rank leaves early, the others log errors
         pipe.send_bytes(pickle.dumps((False, result)))
     except Exception:
         pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))

@@ -1,8 +1,8 @@
 """`recover`: from SIGKILL of a trainer to the first new step of the GRPO example, over a cold start of the same job.
 
-The times are the product's own: what the supervisor says of the loss (examples/grpo.py writes it to
-``stats/attempts.jsonl``), when the first new step was logged, and the durations in the log. The other way is what a
-launcher does that starts a job again when a worker has died: the driver is killed, and the same command started.
+The times come from the product: the supervisor's report of the loss (examples/grpo.py writes it to
+``stats/attempts.jsonl``), the log time of the first new step, and the durations in the log. The other way is the usual
+reaction of a launcher to a dead worker: kill the driver and run the same command again.
 """
 
 import re
@@ -31,7 +31,7 @@ _FIRST_STEPS = 4
 
 
 def recover(options: Options) -> list[Figure]:
-    """A kill of a trainer, and one of the driver, in every round."""
+    """Measure one kill of a trainer and one of the driver per round."""
     folder = options.scratch / "recover"
     seconds: dict[str, list[float]] = {}
     try:
@@ -68,7 +68,7 @@ def _measure_round(folder: Path, *, restart: bool) -> dict[str, float]:
             raise RuntimeError(f"there was no trainer to kill; the log ends with:\n{run.log_tail()}")
         attempt, first = _next_step(run, attempts, killed)
         seconds["Holdfast supervisor"] = first - killed
-        _wait_for_steps(run)  # what the workers have logged until then has arrived
+        _wait_for_steps(run)  # by then the earlier log lines of the workers have arrived
         seconds |= _phases(attempt, first, killed, _log(run).read_bytes()[log_bytes:].decode(errors="replace"))
         if restart:
             attempts, killed = len(run.attempts()), time.time()
@@ -85,13 +85,13 @@ def _log(run: GrpoRun) -> Path:
 
 
 def _wait_for_steps(run: GrpoRun) -> None:
-    """Until there is a snapshot behind the last step, so that a kill finds the run in its stride."""
+    """Wait for a step after the first snapshot, so that the kill hits a run in full swing."""
     goal = run.last_step() + _FIRST_STEPS
     _wait(run, lambda: run.last_step() >= goal)
 
 
 def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any], float]:
-    """The start of training that comes after so many, and when its first step was logged."""
+    """Return the start of training after ``attempts`` earlier ones, and the log time of its first step."""
     _wait(run, lambda: len(run.attempts()) > attempts)
     attempt = run.attempts()[attempts]
     path = run.trial_root / "stats" / "stats.jsonl"
@@ -113,7 +113,7 @@ def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
 
 
 def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
-    """Where the time went. ``start`` is processes and their imports, also the rollout worker's."""
+    """Split the time into phases. ``start`` is the start of all processes with their imports."""
     loss = attempt["loss"]
     rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
     build_s = _logged(r"initialized \S+ \d+ parameters, in ([\d.]+) s", log)

@@ -1,4 +1,4 @@
-"""Results for people: a table in the terminal, the same as markdown, and a plot.
+"""Results for people: a table in the terminal, the same as Markdown, and a plot.
 
 ``python -m benchmarks.report bench_out/results.json`` puts table and plot of a run into docs/performance.md.
 """
@@ -33,13 +33,13 @@ def show(document: Mapping[str, Any], console: Console) -> None:
 
 
 def write_report(document: Mapping[str, Any], folder: Path) -> None:
-    """Write table and plot into ``folder``."""
+    """Write the table and the plot into ``folder``."""
     (folder / PAGE).write_text(markdown(document))
     (folder / PLOT).write_text(draw(read_figures(document)))
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """What the figures are of, in one line."""
+    """Describe options and machine of a run in one line."""
     machine, options = document["machine"], document["options"]
     return (
         f"{document['date']}: {options['parameters'] / 1e6:g}M parameters or more, float32 and AdamW, "
@@ -50,7 +50,7 @@ def describe(document: Mapping[str, Any]) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """A section with a table for each benchmark."""
+    """Format the results as a section with one table per benchmark."""
     parts = [f"{describe(document)}.\n"]
     for name, figures in _by_benchmark(document).items():
         lines = [f"### {name}\n"]
@@ -94,15 +94,15 @@ def _rows(figure: Figure) -> list[tuple[str, ...]]:
 
 
 def number(value: float) -> str:
-    """Three digits that mean something."""
+    """Format a number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
 
 
 def put_into(page: str, results: str) -> str:
-    """``page`` with what stands between the marks replaced.
+    """Replace the text between the marks in ``page``.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the marks are missing.
     """
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)

@@ -1,8 +1,8 @@
-"""What a user would otherwise run, written out as AReaL, verl and torch itself do it.
+"""Ways of AReaL, verl and torch to save and load, written as their code does it.
 
-Each has `save`, which blocks as long as training would have to wait, `wait`, which returns when all of it is written,
-and where there is one `load`. None of them fsyncs what it has written, as far as it does at all, so that it is on the
-disk (torch's writer fsyncs before Python's buffer is flushed), and none verifies what it reads.
+Each has `save`, which blocks as long as training has to wait, `wait`, which returns when everything is written, and in
+most cases `load`. None of them makes sure that its files are on the disk: torch's writer does call fsync, but before
+Python's buffer is flushed. None verifies the data that it reads.
 """
 
 import random
@@ -36,11 +36,11 @@ class Saver(Protocol):
     """A way to write a checkpoint."""
 
     def save(self, path: Path) -> None:
-        """Write the new folder ``path``; returns when training can go on."""
+        """Write the new folder ``path``. Returns when training can go on."""
         ...
 
     def wait(self) -> None:
-        """Return when all of the last save is written."""
+        """Return when the last save is written completely."""
         ...
 
 
@@ -71,19 +71,19 @@ class ArealDCP:
         self._state = _TrainingState(engine)
 
     def save(self, path: Path) -> None:
-        """Blocks until everything is written."""
+        """Block until everything is written."""
         dcp.save({"dcp": self._state}, checkpoint_id=path)
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
-        """Reads in place."""
+        """Read in place."""
         dcp.load({"dcp": self._state}, checkpoint_id=path)
 
 
 class TorchAsync:
-    """torch: ``dcp.async_save``, which makes a stager for every call."""
+    """torch: ``dcp.async_save``, which creates a stager for every call."""
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         self._state = _TrainingState(engine)
@@ -92,7 +92,7 @@ class TorchAsync:
         self._written: Future | None = None
 
     def save(self, path: Path) -> None:
-        """Blocks until the state is staged."""
+        """Block until the state is staged."""
         written = dcp.async_save(
             {"dcp": self._state},
             checkpoint_id=path,
@@ -103,13 +103,13 @@ class TorchAsync:
         self._written = written
 
     def wait(self) -> None:
-        """Until the background thread has written everything."""
+        """Wait until the background thread has written everything."""
         assert self._written is not None
         self._written.result()
 
 
 class TorchAsyncKept(TorchAsync):
-    """torch: ``dcp.async_save`` with a stager that keeps its buffers, pinned where there is a GPU."""
+    """torch: ``dcp.async_save`` with a stager that keeps its buffers, pinned if there is a GPU."""
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         super().__init__(session, engine)
@@ -122,7 +122,7 @@ class TorchAsyncKept(TorchAsync):
 
 
 class VerlShards:
-    """verl: every rank pickles its shard of the model and of the optimizer, and some state, into files of its own."""
+    """verl: every rank pickles its shards of model and optimizer, and some other state, into its own files."""
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         assert engine.optimizer is not None
@@ -130,7 +130,7 @@ class VerlShards:
         self._suffix = f"world_size_{session.world_size}_rank_{session.rank}.pt"
 
     def save(self, path: Path) -> None:
-        """Blocks until everything is handed to the operating system; nothing is fsynced."""
+        """Block until all data is handed to the operating system, without fsync."""
         path.mkdir(parents=True, exist_ok=True)
         torch.save(self._engine.model.state_dict(), path / f"model_{self._suffix}")
         torch.save(self._optimizer.state_dict(), path / f"optim_{self._suffix}")
@@ -139,10 +139,10 @@ class VerlShards:
         dist.barrier()
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
-        """Unpickles, with whatever code is in there, and copies."""
+        """Unpickle, which runs any code in the file, and copy."""
         self._engine.model.load_state_dict(torch.load(path / f"model_{self._suffix}", weights_only=False))
         self._optimizer.load_state_dict(torch.load(path / f"optim_{self._suffix}", weights_only=False))
         torch.load(path / f"extra_state_{self._suffix}", weights_only=False)
@@ -150,13 +150,13 @@ class VerlShards:
 
 
 class ArealHF:
-    """AReaL: gather everything to rank 0, which alone writes (cast to ``dtype``), or reads and broadcasts."""
+    """AReaL: gather everything on rank 0, which writes alone (cast to ``dtype``), or reads and broadcasts."""
 
     def __init__(self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None) -> None:
         self._rank, self._model, self._dtype = session.rank, engine.model, dtype
 
     def save(self, path: Path) -> None:
-        """Blocks until rank 0 has handed everything to the operating system; nothing is fsynced."""
+        """Block until rank 0 has handed all data to the operating system, without fsync."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         full: dict[str, Any] = get_model_state_dict(self._model, options=options)
         if self._rank == 0:
@@ -166,10 +166,10 @@ class ArealHF:
         dist.barrier()
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
-        """Reads on rank 0, broadcasts tensor by tensor."""
+        """Read on rank 0 and broadcast tensor by tensor."""
         full = {}
         if self._rank == 0:
             for file in sorted(path.glob("*.safetensors")):
@@ -184,25 +184,25 @@ class ArealHF:
 
 
 class TorchHF:
-    """torch: every rank writes safetensors of its shards, rank 0 then reads all and writes them as one file."""
+    """torch: every rank writes its shards as safetensors, then rank 0 reads them all and writes one file."""
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         self._model = engine.model
 
     def save(self, path: Path) -> None:
-        """Blocks until rank 0 has written everything a second time; nothing is fsynced."""
+        """Block until rank 0 has written everything a second time, without fsync."""
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
         dcp.save(self._state(), storage_writer=writer)
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
-        """Reads the bytes of this rank's rows, in place."""
+        """Read the rows of this rank, in place."""
         dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(path)))
 
     def _state(self) -> dict[str, Any]:
-        """Without the further names of tied tensors, which safetensors refuses to write."""
+        """Drop the aliases of tied tensors, which safetensors refuses to write."""
         tied = self._model.all_tied_weights_keys or ()
         return {name: tensor for name, tensor in get_model_state_dict(self._model).items() if name not in tied}
 

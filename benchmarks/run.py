@@ -1,4 +1,4 @@
-"""The command line: which benchmarks, on what, and where the results go."""
+"""Command line: the choice of benchmarks, their options, and the folder of the results."""
 
 import argparse
 import shutil
@@ -40,14 +40,14 @@ BENCHMARKS: dict[str, Benchmark] = {
     "growth": growth,
 }
 RESULTS = "results.json"
-_CHECKPOINTS_AT_ONCE = 5  # `load` keeps one of each way, and the raw file
+_CHECKPOINTS_AT_ONCE = 5  # `load` keeps one checkpoint of each way, and the raw file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; the exit code."""
+    """Run the benchmarks, print and write the results. Returns the exit code."""
     options, names, out = _read_arguments(argv)
     console = Console()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what is under way ends, what it wrote goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: stop, and remove temporary files
     out.mkdir(parents=True, exist_ok=True)
     _require_space(out, options)
     figures: list[Figure] = []
@@ -60,25 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with console.status(f"{name} ..."):
                     figures += BENCHMARKS[name](options)
                 took_s[name] = time.monotonic() - started
-                document = save_results(out / RESULTS, options, figures, took_s)  # what there is survives what comes
+                # saved after each benchmark, so that a later failure loses nothing
+                document = save_results(out / RESULTS, options, figures, took_s)
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130
     show(document, console)
     write_report(document, out)
-    console.print(f"{out / RESULTS}, performance.md and performance.svg beside it", soft_wrap=True)
+    console.print(f"{out / RESULTS}, performance.md and performance.svg next to it", soft_wrap=True)
     return 0
 
 
 def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Path]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--parameters", type=float, default=None, help="least size of the model (default 100e6)")
+    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"one of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--parameters", type=float, default=None, help="lower bound of the model size (default 100e6)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=None, help="after one that warms up (default 5)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds after a warm-up round (default 5)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each rank")
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="results, and scratch space while it runs")
-    parser.add_argument("--quick", action="store_true", help="see that everything works: 1e6 parameters, 2 rounds")
+    parser.add_argument("--quick", action="store_true", help="check that everything works: 1e6 parameters, 2 rounds")
     given = parser.parse_args(argv)
     if unknown := sorted(set(given.names) - BENCHMARKS.keys()):
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
@@ -88,7 +89,7 @@ def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Pat
     if given.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device is cuda, but torch finds no CUDA device")
-        given.ranks = min(given.ranks, torch.cuda.device_count())  # nccl wants a GPU for each rank
+        given.ranks = min(given.ranks, torch.cuda.device_count())  # nccl needs one GPU per rank
     parameters = int(given.parameters or (1e6 if given.quick else 100e6))
     rounds = given.rounds or (2 if given.quick else 5)
     options = Options(parameters, given.ranks, rounds, given.device, given.out, given.quick)

@@ -1,8 +1,8 @@
-"""`save_stall`: what a snapshot costs training. `save`: how fast it gets to the disk.
+"""`save_stall`: cost of a snapshot for training. `save`: speed at which it reaches the disk.
 
-The folder of a way is removed before the next one's turn, so that none finds the disk as another left it; removing is
-in nobody's time. Steps that are trained beside a background save share the machine with it: that is a cost like any
-other, and in ``step``.
+The folder of a way is removed before the next way starts, so that all find the disk in the same state. The removal is
+not measured. Steps that are trained during a background save share the machine with it. That cost counts, and is
+included in ``step``.
 """
 
 import math
@@ -24,7 +24,7 @@ _NEEDED = {ours.DUMP: 0.3, ours.NO_OVERLAP: 1.2}
 
 
 def save_stall(options: Options) -> list[Figure]:
-    """How long training waits for a snapshot, and how much later it is when the snapshot is done."""
+    """Measure how long training waits for a snapshot, and how much later the same steps end because of it."""
     times = on_ranks(_measure_stall, options)
     blocking, total = times["blocking"], times["total"]
     alone = total[STEPS]
@@ -50,7 +50,7 @@ def save_stall(options: Options) -> list[Figure]:
 
 
 def save(options: Options) -> list[Figure]:
-    """How much of the disk's speed a snapshot reaches, from the call until it is all written."""
+    """Measure the share of the disk's speed that a snapshot reaches, from the call until all bytes are written."""
     seconds = on_ranks(_measure_save, options)["seconds"]
     return [
         Figure(
@@ -67,7 +67,7 @@ def save(options: Options) -> list[Figure]:
 
 
 class _Bench:
-    """What both measure with: an engine, a warm buffer, a folder."""
+    """Engine, warm buffer and folder for both benchmarks."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -77,17 +77,17 @@ class _Bench:
         self.dumps: list[ours.Dump] = []
 
     def dump(self, name: str, *, async_save: bool = True, overlap: bool = True) -> ours.Dump:
-        """A handler of its own, closed in the end."""
+        """Create a handler, which `close` closes."""
         self.dumps.append(ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap))
         return self.dumps[-1]
 
     def rivals(self) -> Mapping[str, Saver]:
-        """All of them, by name."""
+        """Map names to all rivals."""
         return {name: make(self.session, self.engine) for name, make in TRAINING_STATE.items()}
 
     @contextmanager
     def clean(self) -> Iterator[Path]:
-        """A path for one save, gone afterwards, on all ranks."""
+        """Yield a path for one save, which is removed afterwards on all ranks."""
         yield self.folder
         self.session.barrier()
         if self.session.rank == 0:
@@ -97,14 +97,14 @@ class _Bench:
         self.session.barrier()
 
     def raw(self) -> dict[str, float]:
-        """The limit of every save."""
+        """Measure the limit of every save."""
         with self.clean() as folder:
             folder.mkdir(exist_ok=True)
             file = folder / f"rank_{self.session.rank}"
             return {"seconds": self.session.seconds(lambda: self.buffer.write(file))}
 
     def close(self) -> None:
-        """Let the handlers go."""
+        """Close the handlers."""
         for dump in self.dumps:
             dump.close()
         self.engine.destroy()

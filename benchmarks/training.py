@@ -1,4 +1,4 @@
-"""`train`: what packing ragged sequences gains over padding them, and what their attention costs."""
+"""`train`: gain of packing ragged sequences over padding them, and cost of their attention."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .trl_steps import HAS_TRL, TrlSteps
 PACKED, PADDED = "Holdfast packed", "padded"
 EQUAL, MASKED = "rows of equal length", "Holdfast packed, attn_impl sdpa"
 TRL_PADDED, TRL_FREE = "TRL", "TRL, padding_free"
-_MOST_PARAMETERS = 20_000_000  # the ratio hardly depends on the model; a step of a larger one takes long on a CPU
+_MOST_PARAMETERS = 20_000_000  # the ratio hardly depends on the model, and a step of a larger one is slow on a CPU
 _ATTENTION_PARAMETERS = 12_000_000
 _GROWTH_PARAMETERS = 3_000_000
 _GROWTH_TOKENS = (512, 1024, 2048, 4096)
@@ -23,7 +23,7 @@ _GROWTH_LENGTH = 64
 
 
 def train_throughput(options: Options) -> list[Figure]:
-    """Tokens a second of whole training steps on the same ragged batches, and how their cost grows with the row."""
+    """Measure tokens per second of training steps on ragged batches, and how the cost grows with the row length."""
     seconds = on_ranks(_measure, options)["seconds"]
     tokens = Figure(
         "train.tokens",
@@ -56,7 +56,7 @@ def _measure(session: Session) -> Times:
 
 
 def _attention_figures(options: Options) -> list[Figure]:
-    """What packing costs against a batch that needs none, and against TRL's steps on the same batch."""
+    """Compare packed rows with a batch of equal lengths, and with TRL's steps on the same batch."""
     seconds = on_ranks(_measure_attention, options, ranks=1)["seconds"]
     note = "16 sequences of 16 to 512 tokens on one rank, in one micro-batch"
     trl = "" if HAS_TRL else "; TRL is not installed (pip install 'holdfast[bench]')"
@@ -106,7 +106,7 @@ def _measure_attention(session: Session) -> Times:
 
 
 def _ragged_lengths() -> list[int]:
-    """Of 16 sequences that have together as many tokens as 16 of one length."""
+    """Lengths of 16 ragged sequences with as many tokens in total as 16 sequences of equal length."""
     draw = random.Random(0)
     lengths = [draw.randint(16, 512) for _ in range(16)]
     lengths[0] -= sum(lengths) % 16 if lengths[0] > 32 else sum(lengths) % 16 - 16
@@ -114,7 +114,7 @@ def _ragged_lengths() -> list[int]:
 
 
 def _growth_figure(options: Options) -> Figure:
-    """Whether a row of twice the tokens costs twice as much, when its sequences stay as long as they are."""
+    """Check that twice the tokens in a row cost twice as much while the sequences in it keep their length."""
     times = on_ranks(_measure_growth, options, ranks=1)
     shortest = _GROWTH_TOKENS[0]
     ratios, seconds = {}, {}

@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning, of which a benchmark takes one step at a time; TRL is optional (extra ``bench``)."""
+"""Single steps of TRL's supervised fine-tuning. TRL is optional (extra ``bench``)."""
 
 import importlib.util
 import time
@@ -17,7 +17,7 @@ HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the last step: forward, backward, clipping and update; collating the batch comes before."""
+    """Seconds of the last step: forward, backward, clipping and update, without collating."""
 
     def __init__(self) -> None:
         self.started = self.seconds = 0.0
@@ -30,16 +30,16 @@ class _Clock(TrainerCallback):
 
 
 class TrlSteps:
-    """``SFTTrainer`` on one batch: the engine's model, optimizer and precision, all else as TRL has it.
+    """``SFTTrainer`` on one batch, with the engine's model, optimizer and precision. Everything else is TRL's default.
 
-    Precision (float32) and activations that are kept are set as in the engine of these benchmarks; TRL's own defaults
-    would compute in bfloat16 and recompute every activation, which no CPU is quick at.
+    Precision (float32) and activations are set as in the engine of these benchmarks. TRL's defaults would compute in
+    bfloat16 and recompute every activation, which is slow on a CPU.
 
     Args:
-        config_folder: of the model.
-        batch: see `ragged_batch`; all of it is one step, as one micro-batch.
-        padding_free: TRL's key: the batch as one row without padding.
-        scratch: folder for TRL.
+        config_folder: model folder.
+        batch: see `ragged_batch`. The whole batch is one step with one micro-batch.
+        padding_free: TRL's option: the batch as one row without padding.
+        scratch: folder for TRL's files.
     """
 
     def __init__(self, config_folder: str, batch: Batch, *, padding_free: bool, scratch: Path) -> None:
@@ -47,7 +47,7 @@ class TrlSteps:
         self._trainer = _trainer(config_folder, batch, padding_free, scratch, self._clock)
 
     def step(self) -> float:
-        """Seconds that one optimizer step takes."""
+        """Run one optimizer step and return its seconds."""
         self._trainer.train()
         return self._clock.seconds
 
@@ -87,7 +87,7 @@ def _trainer(config_folder: str, batch: Batch, padding_free: bool, scratch: Path
 
 
 def _tokenizer() -> Any:
-    """Nothing is tokenized, but TRL wants to know what it would pad with."""
+    """A tokenizer for TRL, which asks it for the padding token. Nothing is tokenized."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""Whole jobs to run, and what kills them (`demo`, `chaos`)."""
+"""Whole jobs to run, and scripts that kill them (`demo`, `serve_demo`, `learn`, `chaos`)."""

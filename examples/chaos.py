@@ -1,4 +1,4 @@
-"""Start a GRPO example as a child process, send signals to parts of it, and see what it made of that."""
+"""Run a GRPO example as a child process, kill parts of it, and read how it recovered."""
 
 import contextlib
 import hashlib
@@ -19,18 +19,18 @@ GRPO = Path(__file__).with_name("grpo.py")
 
 
 def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Statistics without those of the clock, in which two runs that are otherwise the same differ."""
+    """Return statistics without timings: the part that must be equal in two equal runs."""
     clock = ("seconds", "time")
     return [{key: entry[key] for key in entry if key not in clock and not key.endswith("_s")} for entry in stats]
 
 
 class GrpoRun:
-    """One run of a GRPO example in a folder, across as many starts as it takes.
+    """One run of a GRPO example in a folder, across any number of starts.
 
     Args:
-        fileroot: the run's ``fileroot``.
+        fileroot: ``fileroot`` of the run.
         overrides: further ``key=value`` arguments.
-        script: the example.
+        script: script of the example.
         experiment: its ``experiment_name``.
     """
 
@@ -38,11 +38,11 @@ class GrpoRun:
         self.fileroot = fileroot
         self._command = [sys.executable, str(script), f"fileroot={fileroot}", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
-        self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"  # all that the driver starts inherits it
+        self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"  # inherited by all processes that the driver starts
         self.trial_root = fileroot / experiment / "trial0"
 
     def start(self) -> None:
-        """Run the command, in the background; output is appended to ``<fileroot>/output.log``."""
+        """Start the command in the background. Output is appended to ``<fileroot>/output.log``."""
         self.fileroot.mkdir(parents=True, exist_ok=True)
         name, _, value = self._mark.partition("=")
         with open(self.fileroot / "output.log", "ab") as log:
@@ -56,14 +56,14 @@ class GrpoRun:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Exit code of the driver; TimeoutError when it has not ended in time (it is killed then)."""
+        """Return the exit code of the driver. After ``timeout_s``, kill the driver and raise TimeoutError."""
         self.wait_until(lambda: self.exit_code() is not None, timeout_s)
         code = self.exit_code()
         assert code is not None
         return code
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Poll a condition; kill the driver and raise TimeoutError with the end of its log when it stays false."""
+        """Poll a condition. If it stays false, kill the driver and raise TimeoutError with the end of its log."""
         end = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > end:
@@ -76,18 +76,21 @@ class GrpoRun:
         return "\n".join((self.fileroot / "output.log").read_text(errors="replace").splitlines()[-40:])
 
     def last_step(self) -> int:
-        """The last step whose statistics are logged; -1 before the first."""
+        """Return the last step with logged statistics, or -1."""
         path = self.trial_root / "stats" / "stats.jsonl"
         stats = read_stats(path) if path.exists() else []
         return stats[-1]["step"] if stats else -1
 
     def attempts(self) -> list[dict[str, Any]]:
-        """What `note_attempt` wrote: one entry a start of training, over all starts of the driver."""
+        """Return the entries of `note_attempt`: one per start of training, over all starts of the driver."""
         return read_attempts(self.trial_root / "stats")
 
     def pids(self) -> dict[str, list[int]]:
-        """Role (``driver``, ``trainer``, ``rollout``) -> process ids by rank, as the driver wrote them down last; only
-        ``driver`` when the one that runs has not done so yet."""
+        """Return the process ids by rank for each role (``driver``, ``trainer``, ``rollout``), as last written by the
+        driver.
+
+        The dict has only ``driver`` while the running driver has not written the file yet.
+        """
         assert self._process is not None
         with contextlib.suppress(FileNotFoundError):
             processes = json.loads((self.trial_root / "stats" / "processes.json").read_text())
@@ -96,7 +99,7 @@ class GrpoRun:
         return {"driver": [self._process.pid]}
 
     def kill(self, who: str, rank: int = 0) -> bool:
-        """SIGKILL ``driver``, or a rank of ``trainer`` or ``rollout``; False when there is none (yet, or any more)."""
+        """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if it does not exist."""
         assert self._process is not None
         if who == "driver":
             self._process.kill()
@@ -108,15 +111,15 @@ class GrpoRun:
         return False
 
     def stop(self) -> None:
-        """Kill the driver, and with it everything it started, if it still runs."""
+        """Kill the driver, if it runs, and with it all processes that it started."""
         if self._process is not None and self.exit_code() is None:
             self.kill("driver")
 
     def leftovers(self) -> list[int]:
-        """Processes that any start of the driver began, itself included, and that still run (Linux)."""
+        """Return running processes that any start of the driver began, including itself (Linux)."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 if self._mark.encode() in environ.read_bytes().split(b"\0"):
                     found.append(int(environ.parent.name))
         return found
@@ -128,7 +131,7 @@ class GrpoRun:
 
 
 def read_attempts(stats_folder: Path) -> list[dict[str, Any]]:
-    """What `note_attempt` wrote into the folder."""
+    """Return the entries that `note_attempt` wrote into the folder."""
     path = stats_folder / "attempts.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

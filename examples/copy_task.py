@@ -1,8 +1,8 @@
 """The task of the examples: copy three digits, ``"123="`` -> ``"123"`` and the end token.
 
 A model of 84 thousand parameters learns it from scratch in seconds on a CPU, by supervised fine-tuning (`sft_sample`)
-and by reinforcement (`reward`) alike. Everything here is a function of its arguments: two processes, or two starts of
-a killed job, get the same bytes.
+and by reinforcement (`reward`). All functions are deterministic, so that two processes, or two starts of a killed job,
+get the same bytes.
 """
 
 import sys
@@ -23,14 +23,14 @@ from holdfast.engine import Batch
 from holdfast.utils.errors import ConfigError
 
 VOCABULARY = (*SPECIAL_TOKENS, *"0123456789", "=")
-"""15 tokens, one a character; the index is the token id."""
+"""15 tokens, one per character. The index is the token id."""
 N_DIGITS = 3
 PROMPT_TOKENS = N_DIGITS + 1
-"""The digits and ``=``; every prompt is this long."""
+"""Length of every prompt: the digits and ``=``."""
 SAMPLE_TOKENS = PROMPT_TOKENS + N_DIGITS + 1
-"""Prompt, digits, end token; every sample of supervised fine-tuning is this long, so none needs padding."""
+"""Length of every supervised sample: prompt, digits, end token. No sample needs padding."""
 MAX_NEW_TOKENS = N_DIGITS + 2
-"""Room for the digits, the end token, and one token too many: too long an answer must be possible to be unlearnt."""
+"""Room for the digits, the end token and one more, so that the model can unlearn answers that are too long."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ '=' if message['role'] == 'user' else eos_token }}{% endfor %}"
@@ -38,29 +38,32 @@ CHAT_TEMPLATE = (
 
 
 class Prompt(TypedDict):
-    """One prompt of the dataset: its token ids, and the digits that are to follow."""
+    """One prompt of the dataset: its token ids and the expected digits."""
 
     prompt_ids: list[int]
     answer: str
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of digits and ``=``; the same as the tokenizer gives."""
+    """Return the token ids of digits and ``=``, equal to the tokenizer's."""
     return [VOCABULARY.index(character) for character in text]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character. Its chat template puts ``=`` after the user and the end token after the assistant."""
+    """Make a tokenizer with one token per character.
+
+    Its chat template puts ``=`` after the user's message and the end token after the assistant's.
+    """
     return tiny_models.make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
 
 
 def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False) -> Path:
-    """The folder of a tiny Qwen3 with this tokenizer: see `write_tiny_qwen3`."""
+    """Write the model folder of a tiny Qwen3 with this tokenizer. See `write_tiny_qwen3`."""
     return write_tiny_qwen3(folder, make_tokenizer(), layers, hidden, for_vllm)
 
 
 def require_copy_tokenizer(folder: str | Path) -> None:
-    """Raise ConfigError unless the model folder's tokenizer gives the token ids that this task is made of."""
+    """Raise ConfigError unless the model folder's tokenizer gives the token ids of this task."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found, expected = tokenizer("123=", add_special_tokens=False).input_ids, encode("123=")
     if found != expected or tokenizer.eos_token_id != EOS_ID:
@@ -71,10 +74,10 @@ def require_copy_tokenizer(folder: str | Path) -> None:
 
 
 class CopyPrompts:
-    """A map-style dataset of ``n`` prompts, drawn from ``seed``.
+    """A map-style dataset of ``n`` prompts, drawn with ``seed``.
 
     Attributes:
-        fingerprint: tells this dataset from another one, for the data cursor.
+        fingerprint: identifies the dataset for the data cursor.
     """
 
     def __init__(self, n: int, seed: int) -> None:
@@ -90,11 +93,11 @@ class CopyPrompts:
 
 
 def reward(completion_ids: Sequence[int], answer: str) -> float:
-    """0.8 x the share of right digits + 0.2 if the end token stands exactly after the last; between 0 and 1.
+    """Return 0.8 x the share of right digits, plus 0.2 if the end token follows directly after the last digit.
 
     Args:
-        completion_ids: what was generated after the prompt, up to and including the end token if there is one.
-        answer: the digits.
+        completion_ids: generated tokens after the prompt, up to and including the end token.
+        answer: the expected digits.
     """
     expected = encode(answer)
     right = sum(int(a == b) for a, b in zip(completion_ids, expected, strict=False)) / len(expected)
@@ -103,14 +106,15 @@ def reward(completion_ids: Sequence[int], answer: str) -> float:
 
 
 class CopyTask:
-    """The task as the GRPO jobs take it (`tasks.Task`).
+    """The copy task for the GRPO jobs (`tasks.Task`).
 
-    There are only a thousand prompts: those to judge by are drawn from another seed, but a long run has seen them.
+    There are only a thousand different prompts. Held-out prompts are drawn with another seed, but a long run has seen
+    them.
 
     Args:
         n: see `CopyPrompts`.
         seed: see `CopyPrompts`.
-        tokenizer: of the model, which `require_copy_tokenizer` has seen.
+        tokenizer: the model's tokenizer, checked with `require_copy_tokenizer`.
     """
 
     max_new_tokens = MAX_NEW_TOKENS
@@ -130,12 +134,12 @@ class CopyTask:
         return [reward(ids, item["data"]["answer"]) for item, ids in zip(items, answers, strict=True)]
 
     def stats(self) -> dict[str, float]:
-        """Nothing."""
+        """Return no statistics."""
         return {}
 
 
 def sft_sample(prompt: Prompt) -> dict[str, list[int]]:
-    """Prompt, answer and end token as ``input_ids``, and a ``loss_mask`` that is 1 on answer and end token."""
+    """Return ``input_ids`` (prompt, answer, end token) and a ``loss_mask`` that is 1 on answer and end token."""
     answer_ids = [*encode(prompt["answer"]), EOS_ID]
     return {
         "input_ids": prompt["prompt_ids"] + answer_ids,
@@ -144,6 +148,6 @@ def sft_sample(prompt: Prompt) -> dict[str, list[int]]:
 
 
 def sft_collate(prompts: Sequence[Prompt]) -> Batch:
-    """A ``[batch, 8]`` int64 batch of `sft_sample`: ``input_ids``, ``attention_mask``, ``loss_mask``."""
+    """Collate prompts to ``[batch, 8]`` int64: ``input_ids``, ``attention_mask``, ``loss_mask``."""
     samples = [{"attention_mask": [1] * SAMPLE_TOKENS, **sft_sample(prompt)} for prompt in prompts]
     return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}

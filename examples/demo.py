@@ -1,8 +1,8 @@
 """``make demo``: train twice, kill one of the two runs twice, and compare the final weights.
 
-The first run is left alone. In the second one trainer loses a rank to SIGKILL at a third of the way, and the driver
-is killed at two thirds and started again with the same command. Prints what happened and the SHA-256 of both results,
-draws the rewards to ``demo_out/demo.png``, whose path it prints last, and exits with 1 when the weights differ.
+The first run is left alone. The second run loses a trainer to SIGKILL after a third of its steps. After two thirds its
+driver is killed and started again with the same command. Prints the events and the SHA-256 of both results, draws the
+rewards to ``demo_out/demo.png``, whose path it prints last, and exits with 1 if the weights differ.
 """
 
 import os
@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Kill:
-    """One SIGKILL and what came of it. Times are seconds after the kill."""
+    """One SIGKILL and its consequences. Times are seconds after the kill."""
 
     what: str
     step: int
@@ -41,12 +41,12 @@ class Kill:
 
     @property
     def redone(self) -> int:
-        """Steps that had been trained before the kill and were trained again."""
+        """Number of steps trained before the kill and again after it."""
         return self.step - self.resumed_step + 1
 
 
 def leave_alone(console: Console, run: GrpoRun) -> None:
-    """A run nobody touches."""
+    """Run the reference, without kills."""
     console.print("  starting Ray and the workers takes about ten seconds, then it trains")
     run.start()
     follow(console, run, TOTAL_STEPS - 1, "reference")
@@ -54,7 +54,7 @@ def leave_alone(console: Console, run: GrpoRun) -> None:
 
 
 def kill_twice(console: Console, run: GrpoRun) -> list[Kill]:
-    """The same run, killed twice."""
+    """Run the same job and kill it twice."""
     run.start()
     follow(console, run, TOTAL_STEPS // 3 + 3, "to be killed")
     kills = [kill_and_watch(console, run, "trainer", "trainer rank 1")]
@@ -69,7 +69,7 @@ def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     """Kill a process, wait until training goes on, and report the times."""
     attempts, step, killed_at = len(run.attempts()), run.last_step(), time.time()
     assert run.kill(who, rank=1)
-    console.print(f"  [red]SIGKILL {what} after step {step}[/red]; coming back takes ten to twenty seconds")
+    console.print(f"  [red]SIGKILL {what} after step {step}[/red]; recovery takes ten to twenty seconds")
     if who == "driver":
         run.start()
     run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
@@ -94,13 +94,13 @@ def follow(console: Console, run: GrpoRun, step: int, name: str, total_steps: in
 
 
 def finish(run: GrpoRun) -> None:
-    """Wait for the end of a run that must succeed."""
+    """Wait for a run to end, and exit if it failed."""
     if run.wait(TIMEOUT_S) != 0:
         sys.exit(f"the run in {run.fileroot} failed:\n{run.log_tail()}")
 
 
 def show(console: Console, kills: list[Kill]) -> None:
-    """The table of what happened."""
+    """Print the table of kills."""
     table = Table("SIGKILL", "after step", "detected\nafter", "rebuilt\nafter", "resumed\nat step", "steps\nredone")
     for kill in kills:
         detected = "[dim]restarted[/dim]" if kill.detected_s is None else f"{kill.detected_s:.2f} s"
@@ -133,9 +133,7 @@ def main() -> int:
     os.makedirs(OUT)
     reference, killed = (GrpoRun(OUT / name, f"total_steps={TOTAL_STEPS}") for name in ("reference", "killed"))
     try:
-        console.print(
-            f"[bold]1. A GRPO run that nobody touches[/bold]: {TOTAL_STEPS} steps, about a minute on two cores"
-        )
+        console.print(f"[bold]1. An undisturbed GRPO run[/bold]: {TOTAL_STEPS} steps, about a minute on two cores")
         leave_alone(console, reference)
         console.print("[bold]2. The same run; a worker is killed, then the driver[/bold]: about two minutes")
         kills = kill_twice(console, killed)

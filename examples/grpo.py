@@ -1,12 +1,16 @@
-"""GRPO on Ray that survives the death of any of its processes and ends with the weights of a run nobody touched.
+"""GRPO on Ray that survives the death of any of its processes and ends with the weights of an undisturbed run.
 
     python examples/grpo.py [--config examples/grpo_copy.yaml] [key=value ...]
 
-The driver holds the data cursor; `TrainWorker`s hold a shard of the policy each; a `TaskWorker` has the items, samples
-with the last published weights and rewards. A rollout worker that is lost is started again alone (`Sampler`). After the
-loss of a trainer the `Supervisor` runs `train` again; after that of the driver, run the same command again. Either way
-`train` begins by restoring the newest generation, and everything it draws is seeded by the step, so the steps it does
-again are the same. SIGTERM, Ctrl-C, or Ray draining a node: it snapshots after the step and exits with code 75.
+The driver holds the data cursor. Each `TrainWorker` holds a shard of the policy. A `TaskWorker` has the items, samples
+with the last published weights, and computes rewards.
+
+- A lost rollout worker is restarted alone (`Sampler`).
+- After the loss of a trainer, the `Supervisor` runs `train` again.
+- After the loss of the driver, run the same command again.
+- After SIGTERM, Ctrl-C, or when Ray drains a node, the job takes a snapshot after the step and exits with code 75.
+
+`train` begins by restoring the newest generation. Every random draw is seeded by the step, so repeated steps are equal.
 """
 
 import json
@@ -47,11 +51,11 @@ from holdfast.utils.timing import PhaseTimes
 
 
 class Sampler:
-    """The rollout worker, with the trainers' newest weights.
+    """The rollout worker, with the newest weights of the trainers.
 
-    It keeps nothing that cannot be handed to it again. So when it is lost (found by `ask` here, or by a trainer that
-    publishes to it), only it is started again, and it is asked again, with the same seed: the same batch comes of it.
-    The trainers and their state stay in memory.
+    The worker has no state that could be lost. If it dies, which `ask` or a publishing trainer notices, it is restarted
+    alone and gets the same request with the same seed, so the batch is the same. The trainers keep their state in
+    memory.
     """
 
     def __init__(self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup) -> None:
@@ -60,7 +64,7 @@ class Sampler:
         self.connect()
 
     def connect(self) -> None:
-        """Tell the trainers which process to publish to, and people (and the demo) which processes there are."""
+        """Name the rollout worker to the trainers, and write the process ids down for the demo."""
         servers, weights = [self.rollout.server()], self.config.recover.trial_root / "weights"
         self.trainer.call_all("connect", servers, str(weights))
         pids = {group.name: group.pids() for group in (self.rollout, self.trainer)}
@@ -68,50 +72,54 @@ class Sampler:
         replace_atomically(self.config.stats_folder / "processes.json", processes.encode())
 
     def ask(self, method: str, *args: Any, publish: bool = True, phase: str = "sampling") -> Any:
-        """Publish the weights, unless they are not used, and call a method of the `TaskWorker`, come what may.
+        """Publish the weights and call a method of the `TaskWorker`, again after a restart if the worker is lost.
 
-        ``phase`` is what its seconds are logged as.
+        Args:
+            method: name of the method.
+            args: its arguments.
+            publish: False if the method does not use the weights.
+            phase: name under which its seconds are logged.
         """
         lost = None
         while True:
             try:
                 if lost is not None:
-                    self.rollout = self.attempt.restart(lost)  # until there were too many losses
+                    self.rollout = self.attempt.restart(lost)  # raises after too many losses
                     self.connect()
                 if publish:
                     with self._times.phase("publishing"):
-                        self.trainer.call_all("publish")  # always before sampling: also after a recovery
+                        self.trainer.call_all("publish")  # before every sampling, also after a recovery
                 with self._times.phase(phase):
                     return self.rollout.call(0, method, *args)
             except WorkerLost as loss:
                 if loss.group != self.rollout.name:
-                    raise  # a trainer: the supervisor starts everything again
+                    raise  # a trainer was lost: the supervisor restarts everything
                 lost = loss
 
     def take_times(self, seconds: float) -> dict[str, float]:
-        """What the ``seconds`` since the last call went to, for `holdfast top`: what is not in `ask` is training."""
+        """Split the ``seconds`` since the last call into phases for `holdfast top`. The rest is training."""
         spent = self._times.take()
         return {**spent, "training_s": seconds - sum(spent.values())}
 
 
 Numbered = Iterator[list[int]]
-"""Batches of numbers of items, from the data cursor."""
+"""Batches of item numbers, from the data cursor."""
 
 
 class StepFn(Protocol):
-    """One step of a job; its statistics."""
+    """One step of a job."""
 
     def __call__(
         self, config: Any, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
     ) -> dict[str, float]:
-        """Everything it draws is seeded by the step, or comes from ``batches``."""
+        """Run the step and return its statistics. Random draws are seeded by the step or come from ``batches``."""
         ...
 
 
 def grpo_step(
     config: GRPOConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
 ) -> dict[str, float]:
-    """Sample, reward, and train; samples of a prompt next to each other."""
+    """Sample, reward and train. Samples of a prompt are next to each other in the batch."""
     seed = config.seed * 1_000_003 + global_step
     batch, seen = sampler.ask("sample", next(batches), config.n_samples, config.actor.temperature, seed)
     stats = trainer.call_all("train_step", per_rank=split_rows(batch, trainer.world_size, config.n_samples))[0]
@@ -120,13 +128,13 @@ def grpo_step(
 
 @dataclass(frozen=True)
 class Parts:
-    """In what jobs differ that are run like this one.
+    """The parts in which similar jobs differ.
 
     Attributes:
         make_task: see `TaskWorker`.
-        fingerprint: tells the task's items from those of another, for the data cursor.
-        worker: a rank of the policy.
-        step: one step.
+        fingerprint: identifies the items of the task for the data cursor.
+        worker: class of a rank of the policy.
+        step: function for one step.
     """
 
     make_task: Callable[[Any], Task]
@@ -136,13 +144,13 @@ class Parts:
 
 
 def copy_digits(config: GRPOConfig, worker: type[TrainWorker] = TrainWorker) -> Parts:
-    """GRPO, or what ``worker`` does, on the copy task."""
+    """Return the parts of a job on the copy task: GRPO, or the training of ``worker``."""
     n, seed = config.n_prompts, config.seed
     return Parts(partial(CopyTask, n, seed), CopyPrompts(n, seed).fingerprint, worker)
 
 
 def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
-    """The job, from wherever it is to the end."""
+    """Run the job to its end, from a fresh start or the newest generation."""
     rollout, trainer = start_workers(config, parts, attempt)
     numbers = Numbers(config.n_prompts, parts.fingerprint)
     loader = ResumableDataLoader(numbers, config.batch_size, seed=config.seed)
@@ -160,7 +168,7 @@ def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         train_steps(config, parts.step, sampler, trainer, loader, handler, stats_logger, step)
-    if not config.final_export.exists():  # recover.hf_freq_steps may have made it
+    if not config.final_export.exists():  # may exist already because of recover.hf_freq_steps
         trainer.call_all("export", str(config.final_export))
 
 
@@ -174,7 +182,7 @@ def train_steps(
     stats_logger: StatsLogger,
     step: StepInfo,
 ) -> None:
-    """The steps that are left, each logged, and a snapshot when it is due."""
+    """Train and log the remaining steps, with snapshots when they are due."""
     batches = loader.batches()
     with show_progress() as progress:
         task = progress.add_task("", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0)
@@ -182,7 +190,7 @@ def train_steps(
             started = time.monotonic()
             stats = one_step(config, sampler, trainer, batches, step.global_step)
             seconds = time.monotonic() - started
-            # Logged before the snapshot: a kill between the two logs the step again, the other order would lose it.
+            # Log before the snapshot: a kill between the two logs the step twice. The other order would lose the entry.
             times = {**sampler.take_times(seconds), "seconds": seconds, "time": time.time()}
             stats_logger.log(step.global_step, {**stats, **times})
             last = step.global_step == config.total_steps - 1
@@ -198,7 +206,7 @@ def train_steps(
 
 
 def start_workers(config: GRPOConfig, parts: Parts, attempt: Attempt) -> tuple[WorkerGroup, WorkerGroup]:
-    """The rollout worker and the trainers, started at the same time: a recovery waits for little else."""
+    """Start the rollout worker and the trainers at the same time, which is most of the time of a recovery."""
     pool = ThreadPoolExecutor()
     patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
     start = partial(pool.submit, attempt.worker_group, **patience)
@@ -211,7 +219,7 @@ def start_workers(config: GRPOConfig, parts: Parts, attempt: Attempt) -> tuple[W
         trainer = start(parts.worker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:
-        pool.shutdown(wait=False)  # should one fail, the supervisor ends the other
+        pool.shutdown(wait=False)  # if one start fails, the supervisor ends the other
 
 
 def run_parts(parts: Parts, config: GRPOConfig, supervisor: Supervisor) -> None:

@@ -1,4 +1,4 @@
-"""What the GRPO examples share: the configuration of a job, its trainers, and how it is started."""
+"""Shared parts of the GRPO examples: job configuration, trainers, start of the job."""
 
 import argparse
 import json
@@ -35,57 +35,62 @@ from holdfast.utils.trackers import require_trackers
 
 @dataclass
 class GRPOConfig:
-    """The job. Everything of a run is below ``<fileroot>/<experiment_name>/<trial_name>``."""
+    """Options of the job. All files of a run are below ``<fileroot>/<experiment_name>/<trial_name>``."""
 
     experiment_name: str = "grpo_copy"
-    """Groups trials."""
+    """Name for a group of trials."""
     trial_name: str = "trial0"
-    """Names this run: the same name again goes on with it."""
+    """Name of this run. Starting the same name again continues the run."""
     fileroot: str = "runs"
-    """First folder of every path."""
+    """Parent folder of all runs."""
     seed: int = 1
-    """Of prompts, their order, and what is sampled."""
+    """Seed of the prompts, their order, and sampling."""
     total_steps: int = 150
     """Length of the run."""
     n_prompts: int = 1600
     """Size of the dataset."""
     batch_size: int = 16
-    """Prompts of a step."""
+    """Prompts per step."""
     n_samples: int = 16
-    """Completions of a prompt."""
+    """Completions per prompt."""
     n_trainers: int = 2
-    """Ranks the policy is sharded over."""
+    """Ranks that share the policy."""
     min_trainers: int | None = None
-    """How few will do while the cluster lacks the resources of all (see ``recover.shrink_after_s``); None: all."""
+    """Smallest number of trainers to go on with if the cluster lacks resources for all (see
+    ``recover.shrink_after_s``).
+    None: all.
+    """
     cpus_per_trainer: float = 1.0
-    """CPUs of each of them, and threads."""
+    """CPUs and threads per trainer."""
     gpus_per_trainer: float = 0.0
-    """GPUs of each of them: 1, or 0 to train on the CPU."""
+    """GPUs per trainer: 1, or 0 to train on the CPU."""
     resources_per_trainer: dict[str, float] = field(default_factory=dict)
-    """Other resources of each of them, by the names that ``ray start --resources`` gave them."""
+    """Other resources per trainer, with the names given to ``ray start --resources``."""
     strategy: str = "PACK"
-    """How Ray distributes the trainers over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
+    """Ray's placement of trainers on nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     cpus_per_rollout: float = 1.0
-    """CPUs of the rollout worker, and threads."""
+    """CPUs and threads of the rollout worker."""
     gpus_per_rollout: float = 0.0
-    """GPUs of the rollout worker: 1, less to share one with others, or 0 to sample on the CPU."""
+    """GPUs of the rollout worker: 1, a fraction to share one with others, or 0 to sample on the CPU."""
     resources_per_rollout: dict[str, float] = field(default_factory=dict)
     """Other resources of the rollout worker."""
     ray_address: str = "local"
-    """``local`` starts a Ray on this machine, ``auto`` takes the cluster of this machine, ``host:port`` is that of the
-    head of a cluster."""
+    """``local`` starts Ray on this machine, ``auto`` joins the cluster of this machine, ``host:port`` names the head of
+    a
+    cluster.
+    """
     hang_timeout_s: float = 60.0
-    """A worker that leaves a ping unanswered for so long is lost, as if it had died."""
+    """Seconds after which a worker that does not answer pings counts as lost."""
     stall_timeout_s: float = 1800.0
-    """Workers that answer pings, but make no progress for so long, are lost."""
+    """Seconds after which workers that answer pings, but make no progress, count as lost."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """What statistics are logged to besides ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+    """Trackers in addition to ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
     log_level: str = "WARNING"
-    """Of the driver and all workers."""
+    """Log level of the driver and all workers."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    """The policy; an empty ``path`` takes the copy task's model, from scratch."""
+    """The policy. With an empty ``path``, the tiny model of the copy task is trained from scratch."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """Snapshots; its folder is this job's."""
+    """Snapshots. Their folder is set by this job."""
 
     def __post_init__(self) -> None:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
@@ -98,8 +103,8 @@ class GRPOConfig:
         require_choice("strategy", self.strategy, STRATEGIES)
         if self.ray_address.startswith("ray:"):
             raise ConfigError(
-                f"config key 'ray_address' is {self.ray_address!r}; Ray Client will not do: start the job on a node "
-                "of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
+                f"config key 'ray_address' is {self.ray_address!r}; Ray Client is not supported: start the job on a "
+                "node of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
             )
         require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
         require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
@@ -127,28 +132,28 @@ class GRPOConfig:
 
     @property
     def ft_spec(self) -> FinetuneSpec:
-        """As many epochs as the steps take."""
+        """The number of epochs that ``total_steps`` take."""
         epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
         return FinetuneSpec(epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps)
 
     @property
     def lr_spec(self) -> FinetuneSpec:
-        """The steps over which the learning rate changes: all of them."""
+        """The steps over which the learning rate changes: all steps."""
         return self.ft_spec
 
     @property
     def stats_folder(self) -> Path:
-        """``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
+        """Folder of ``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
         return self.recover.trial_root / "stats"
 
     @property
     def final_export(self) -> Path:
-        """Where the trained model goes."""
+        """Folder of the trained model."""
         return self.recover.trial_root / "hf" / f"global_step_{self.total_steps - 1}"
 
 
 class TrainWorker:
-    """One rank of the policy. `RecoverHandler` finds what to snapshot under ``engine``."""
+    """One rank of the policy. `RecoverHandler` takes snapshots of its attribute ``engine``."""
 
     def __init__(self, config: GRPOConfig) -> None:
         configure_logging(config.log_level)
@@ -160,13 +165,13 @@ class TrainWorker:
         self.actor = PPOActor(config.actor, self.engine)
 
     def connect(self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2) -> None:
-        """Name the workers that sample, and the folder that versions of the weights reach them through."""
+        """Set the workers that sample, and the folder through which weights reach them."""
         self.engine.connect_engine(servers, WeightUpdateMeta(kind, path, keep=keep))
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One GRPO step on this rank's share of the batch; the new weights are a new version.
+        """Run one GRPO step on this rank's share of the batch. The weights get a new version.
 
-        With adapters (``actor.use_lora``) the reference policy is the base under them, for ``kl_loss_coef``.
+        With adapters (``actor.use_lora``), the reference policy for ``kl_loss_coef`` is the base model without them.
         """
         if self.config.use_lora and self.config.kl_loss_coef:
             batch["ref_logp"] = self.actor.compute_ref_logp(batch)
@@ -176,11 +181,11 @@ class TrainWorker:
         return stats
 
     def publish(self) -> PublishedWeights:
-        """Write the weights for the servers, and wait until those that `connect` named serve them."""
+        """Write the weights for the servers of `connect`, and wait until they serve them."""
         return self.engine.update_weights()
 
     def export(self, path: str) -> None:
-        """Write the policy as a Hugging Face folder."""
+        """Export the policy as a Hugging Face folder."""
         meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder))
         self.engine.save(meta)
 
@@ -190,13 +195,13 @@ class TrainWorker:
 
 
 def open_stats(config: GRPOConfig) -> StatsLogger:
-    """Where the statistics of the run go."""
+    """Open the statistics of the run."""
     trackers, name = config.trackers, config.trial_name
     return StatsLogger(config.stats_folder, trackers, project=config.experiment_name, name=name)
 
 
 def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
-    """Tell people (and the demo) where this attempt starts, with how many trainers, and what ended the one before."""
+    """Record the start of this attempt, its number of trainers, and the reason why the previous one ended."""
     loss = None if attempt.event is None else asdict(attempt.event)
     note = {"number": attempt.number, "time": time.time(), "step": step.global_step, "world_size": world_size}
     with open(config.stats_folder / "attempts.jsonl", "a") as file:
@@ -206,14 +211,14 @@ def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_siz
 
 
 def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
-    """Shares for the ranks, one-tuples of arguments, that differ by at most a prompt; its completions stay together."""
+    """Split a batch evenly by prompts, into one argument tuple per rank."""
     n_prompts = len(batch["input_ids"]) // n_samples
     ends = [rank * n_prompts // n_ranks * n_samples for rank in range(n_ranks + 1)]
     return [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
 
 
 def show_progress() -> Progress:
-    """A live line on a terminal."""
+    """Return a live progress line for a terminal."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
     timing = (TextColumn("{task.fields[seconds]:.2f} s/step"), TimeRemainingColumn())
     return Progress(TextColumn("GRPO"), *columns, *timing)
@@ -223,10 +228,10 @@ C = TypeVar("C", bound=GRPOConfig)
 
 
 def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str]) -> C:
-    """Command line to configuration; ``yaml_file`` is next to this file."""
+    """Read the configuration from the command line. ``yaml_file`` is relative to this file."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(Path(__file__).with_name(yaml_file)), help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="wins over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides the file")
     args = parser.parse_args(argv)
     config = load_config(kind, args.config, args.overrides)
     config.fileroot = config.recover.fileroot = os.path.abspath(config.recover.fileroot)
@@ -234,7 +239,7 @@ def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str
 
 
 def connect_ray(config: GRPOConfig) -> None:
-    """Start a Ray with room for all workers, or join the cluster; their processes can import what this file imports."""
+    """Start Ray with room for all workers, or join the cluster. Workers can import the modules next to this file."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
     options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
@@ -254,9 +259,9 @@ def run_job(
     """Run a job under a supervisor, unless its run is finished.
 
     Args:
-        config: of the job.
-        make_model: makes the model folder at a path, for a job that names none.
-        supervise: called with the configuration and the supervisor, once Ray is there.
+        config: configuration of the job.
+        make_model: creates a model folder at a path, for a job that names no model.
+        supervise: called with the configuration and the supervisor, after Ray has started.
         check_model: raises ConfigError if the task cannot use the model in a folder.
     """
     configure_logging(config.log_level)
@@ -277,7 +282,7 @@ def run_job(
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run ``main`` with the command line, and say in a line what ended it."""
+    """Call ``main`` with the command line. Print an error or a stop as one line."""
     try:
         sys.exit(main(sys.argv[1:]))
     except HoldfastError as error:

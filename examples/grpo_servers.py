@@ -1,13 +1,16 @@
-"""GRPO on Ray with real inference servers, sampling ahead of training; any party of it may die.
+"""GRPO on Ray with inference servers, sampling ahead of training. Any of its processes may die.
 
     python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]   # vLLM servers that run already
     python examples/grpo_servers.py python=.venv-vllm/bin/python                  # starts its own
 
-The driver tells the servers of every version of the weights (`ServerFleet`), hands out prompts in numbered tickets
-(`RolloutExecutor`) and keeps account of them in the same snapshot as engine, data cursor and generators. A server that
-dies is missed until it serves the current weights again; its requests go to the others. After the loss of a trainer the
-`Supervisor` runs `train` again, after that of the driver run the same command again: either way every ticket is trained
-exactly once, in its step.
+The driver publishes every version of the weights to the servers (`ServerFleet`) and hands out prompts as numbered
+tickets (`RolloutExecutor`). The ledger of tickets is saved in the same snapshot as engine, data cursor and generators.
+
+- A dead server gets no requests until it serves the current weights again. The other servers take its requests.
+- After the loss of a trainer, the `Supervisor` runs `train` again.
+- After the loss of the driver, run the same command again.
+
+In every case, each ticket is trained exactly once, in its step.
 """
 
 import json
@@ -53,30 +56,31 @@ from holdfast.utils.timing import PhaseTimes
 
 @dataclass
 class GRPOServersConfig(GRPOConfig):
-    """The job; see `GRPOConfig` for what is not here."""
+    """Options of the job, in addition to `GRPOConfig`."""
 
     experiment_name: str = "grpo_servers"
     servers: list[str] = field(default_factory=list)
-    """URLs of vLLM servers that serve a model of this architecture; none: the job starts its own."""
+    """URLs of vLLM servers with a model of this architecture. If empty, the job starts its own servers."""
     n_servers: int = 2
-    """How many it starts."""
+    """Number of servers to start."""
     python: str = ".venv-vllm/bin/python"
-    """Interpreter of an environment with vLLM, to start them with."""
+    """Python of an environment with vLLM, for starting servers."""
     server_command: str = VLLM_COMMAND
-    """What starts one of them."""
+    """Command that starts a server."""
     server_start_s: float = 900.0
-    """How long they may take to answer."""
+    """Longest time until the servers answer."""
     min_servers: int = 1
-    """How many have to serve a version before the step goes on."""
+    """Number of servers that must serve a version before the step goes on."""
     publish: str = "disk"
-    """``disk``: the weights, with adapters merged into them. ``adapter``, with ``actor.use_lora``: the adapters alone,
-    which the servers put beside the base model that they were started with."""
+    """``disk``: publish whole weights, with adapters merged. ``adapter`` (with ``actor.use_lora``): publish only the
+    adapters, which the servers add to the base model that they were started with.
+    """
     publish_timeout_s: float = 300.0
-    """How long they may take to load it."""
+    """Longest time for loading a version."""
     weights_folder: str | None = None
-    """Where versions of the weights are written for them, in memory (/dev/shm/...) say; null: in the run's folder."""
+    """Folder for published weights, for example in memory (/dev/shm/...). None: in the run's folder."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How far sampling runs ahead of training."""
+    """Options of sampling, for example how far it runs ahead of training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,12 +102,12 @@ class GRPOServersConfig(GRPOConfig):
 
     @property
     def versions_in_flight(self) -> int:
-        """How many versions of the weights may answer requests at the same time."""
+        """Number of weight versions that may answer requests at the same time."""
         return self.rollout.max_head_offpolicyness + 1
 
     @property
     def start_command(self) -> str:
-        """``server_command``, with the flags for adapters if they are published alone."""
+        """Return ``server_command``, with flags for adapters if only adapters are published."""
         if self.publish != "adapter":
             return self.server_command
         flags = adapter_flags(self.actor.lora_rank, self.actor.target_modules, self.versions_in_flight)
@@ -111,13 +115,13 @@ class GRPOServersConfig(GRPOConfig):
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
-        """How completions are sampled."""
+        """Return the sampling parameters."""
         temperature, stop = self.actor.temperature, [EOS_ID]
         return GenerationHyperparameters(self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop)
 
 
 class CopySamples:
-    """The copy task as `RLVRWorkflow` takes it: ``input_ids`` and what the reward needs."""
+    """Dataset of the copy task for `RLVRWorkflow`: ``input_ids`` and the data for the reward."""
 
     def __init__(self, prompts: CopyPrompts) -> None:
         self._prompts, self.fingerprint = prompts, prompts.fingerprint
@@ -136,16 +140,16 @@ def copy_reward(prompt: Any, completion: Any, prompt_ids: list[int], completion_
 
 
 class Servers:
-    """The inference servers of a job, those of its configuration or its own, and the fleet of them.
+    """The inference servers of a job and their fleet. The job either starts the servers or gets them by configuration.
 
-    They outlive the attempts of the supervisor. The driver tells them of weights, the trainers do not know them.
+    The servers outlive the attempts of the supervisor. Only the driver talks to them.
     """
 
     def __init__(self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int) -> None:
         self.fleet, self._processes = ServerFleet(clients, min_servers), processes
 
     def note_processes(self, config: GRPOServersConfig, trainer: WorkerGroup) -> None:
-        """Tell people (and the demo) which processes there are."""
+        """Write the process ids down for the demo."""
         servers = [] if self._processes is None else self._processes.pids()
         pids = {"driver": os.getpid(), "trainer": trainer.pids(), "server": servers}
         replace_atomically(config.stats_folder / "processes.json", json.dumps(pids).encode())
@@ -169,7 +173,7 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
 
 
 def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
-    """The job, from wherever it is to the end."""
+    """Run the job to its end, from a fresh start or the newest generation."""
     trainer = attempt.worker_group(
         TrainWorker,
         args=(config,),
@@ -181,7 +185,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         stall_timeout_s=config.stall_timeout_s,
     )
     weights = config.weights_folder or str(config.recover.trial_root / "weights")
-    # A server may read adapters again while they are in use.
+    # A server may read adapters again while it uses them.
     trainer.call_all("connect", [], weights, config.publish, max(2, config.versions_in_flight))
     samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
@@ -220,10 +224,10 @@ def train_step(
     """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
     times = PhaseTimes("publishing", "sampling", "training")
     with times.phase("publishing"):
-        fleet.withdraw(step)  # a run that came back from a crash writes this version anew
+        fleet.withdraw(step)  # after a crash, the run writes this version a second time
         published = trainer.call_all("publish")[0]
         fleet.update(published.path, published.version, config.publish_timeout_s)
-    with times.phase("sampling"):  # what of it training has waited for
+    with times.phase("sampling"):  # the part of sampling that training waits for
         rollouts.set_version(step)
         accepted = rollouts.next_trajectories(step)
     with times.phase("training"):
@@ -236,7 +240,7 @@ def train_step(
 
 
 def account(config: GRPOServersConfig) -> str:
-    """What became of the tickets, over all lives of the run.
+    """Describe what happened to the tickets, over all starts of the run.
 
     Raises:
         RolloutError: a ticket was trained twice, or not at all.
@@ -261,7 +265,7 @@ def main(argv: list[str]) -> int:
             supervisor.run(partial(train, config, servers))
         print(account(config))
 
-    # On a CPU vLLM takes attention heads of 32 and more.
+    # On a CPU, vLLM needs attention heads of at least 32.
     return run_job(config, partial(write_model_folder, hidden=128, for_vllm=True), supervise)
 
 

@@ -1,7 +1,7 @@
 """``make learn``: `examples/reasoning.py` from scratch, while a trainer and then the driver are killed.
 
-Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/``, and
-exits with 1 if it has not risen.
+Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/``, and exits with 1
+if the accuracy has not risen.
 """
 
 import shutil
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("reasoning.py")
 
 
 def main() -> int:
-    """Run it."""
+    """Run the job and its kills."""
     console, started = Console(), time.monotonic()
     config = load_config(ReasoningConfig, SCRIPT.with_suffix(".yaml"))
     grpo_steps, last = config.total_steps - config.sft_steps, config.total_steps - 1

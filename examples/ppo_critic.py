@@ -1,10 +1,10 @@
-"""PPO with a critic: `examples/grpo.py` with a second engine, in one generation with the first.
+"""PPO with a critic: `examples/grpo.py` with a second engine, saved in the same generation.
 
     python examples/ppo_critic.py [--config examples/ppo_critic.yaml] [key=value ...]
 
-One answer to a prompt; what GRPO takes from its neighbours, the critic estimates: the value before each token is
-chosen, of which GAE makes advantages for the actor and returns for the critic. `RecoverHandler` finds both under
-``engines`` and commits them together, so that no kill leaves a critic of another step than its actor.
+Each prompt gets one answer. The critic estimates the value before each token, where GRPO compares several answers. GAE
+turns the values into advantages for the actor and returns for the critic. `RecoverHandler` finds both engines under
+``engines`` and commits them together, so that actor and critic always come back at the same step.
 """
 
 import sys
@@ -25,11 +25,11 @@ from holdfast.utils.errors import ConfigError
 
 @dataclass
 class PPOConfig(GRPOConfig):
-    """The job; see `GRPOConfig` for what is not here."""
+    """Options of the job, in addition to `GRPOConfig`."""
 
     experiment_name: str = "ppo_critic"
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
-    """The value function; an empty ``path`` takes the actor's model."""
+    """The value function. With an empty ``path``, it starts from the actor's model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +38,7 @@ class PPOConfig(GRPOConfig):
 
 
 class PPOWorker(TrainWorker):
-    """One rank of policy and critic. `RecoverHandler` finds what to snapshot under ``engines``."""
+    """One rank of policy and critic. `RecoverHandler` takes snapshots of its attribute ``engines``."""
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
@@ -51,7 +51,7 @@ class PPOWorker(TrainWorker):
         self.engines = {"actor": self.engine, "critic": critic}
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One PPO step on this rank's share of the batch; statistics of the critic begin with ``critic/``."""
+        """Run one PPO step on this rank's share of the batch. Statistics of the critic begin with ``critic/``."""
         batch = self.actor.compute_advantages({**batch, "values": self.critic.compute_values(batch)})
         stats = self.actor.ppo_update(batch)
         seen = self.critic.ppo_update(batch)

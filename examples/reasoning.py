@@ -1,12 +1,14 @@
-"""GRPO on tasks of reasoning-gym, judged by items that are never trained on.
+"""GRPO on tasks of reasoning-gym, evaluated on held-out items.
 
     python examples/reasoning.py [key=value ...]                               # from scratch, five minutes on two cores
     python examples/reasoning.py --config examples/reasoning_gpu.yaml actor.path=Qwen/Qwen3-0.6B task=gsm_symbolic
 
-It is `examples/grpo.py` with another task and two more kinds of step. The first ``sft_steps`` are supervised, with the
-answers given, for a model from scratch knows nothing that could be rewarded. Every ``eval_steps`` the held-out items
-are answered, as the policy samples: ``held_out`` in the statistics, which ``held_out.png`` shows. All steps are of one
-run: a kill at any of them changes nothing of what it ends with.
+It is `examples/grpo.py` with another task and two more kinds of step:
+
+- The first ``sft_steps`` are supervised, because a model from scratch gives no answers that could be rewarded.
+- Every ``eval_steps`` the policy answers the held-out items: ``held_out`` in the statistics and in ``held_out.png``.
+
+All steps belong to one run. A kill at any step does not change the final weights.
 """
 
 import string
@@ -60,39 +62,40 @@ INSTRUCTIONS = (
     "Spell this word backward (example: sun -> nus): ",
     "State the final answer to the following arithmetic problem: ",
 )
-"""Of palindrome_generation, word_sorting, spell_backward and chain_sum; each is one token to the tiny model."""
+"""Prompts of palindrome_generation, word_sorting, spell_backward and chain_sum. Each is one token of the tiny model."""
 VOCABULARY = (*SPECIAL_TOKENS, *INSTRUCTIONS, *string.printable[:95], "\n")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + bos_token }}{% endfor %}"
 
 
 @dataclass
 class ReasoningConfig(GRPOConfig):
-    """The job; see `GRPOConfig` for what is not here."""
+    """Options of the job, in addition to `GRPOConfig`."""
 
     experiment_name: str = "reasoning"
     task: str = "palindrome_generation+spell_backward"
     """Datasets of reasoning-gym, mixed evenly."""
     task_options: dict[str, Any] = field(default_factory=dict)
-    """Dataset -> its options."""
+    """Options by dataset."""
     max_new_tokens: int = 8
-    """After which an answer is cut off."""
+    """Number of tokens after which an answer is cut off."""
     answer_tags: bool = False
     """Ask the model to think first, and to put its answer between ``<answer>`` and ``</answer>``."""
     sft_steps: int = 0
-    """Supervised steps before the first of GRPO. The learning rate's schedule ends with them, if there are any."""
+    """Supervised steps before GRPO. If there are any, the schedule of the learning rate ends with them."""
     sft_batch_size: int = 128
-    """Items of a supervised step; a multiple of ``batch_size``."""
+    """Items of a supervised step, a multiple of ``batch_size``."""
     sft_wrong: float = 0.0
-    """Share of the supervised answers that are wrong (another item's), as those of people are: fine-tuning learns to
-    give them, which GRPO unlearns."""
+    """Share of wrong supervised answers (taken from another item), as in data written by people. Fine-tuning learns to
+    give wrong answers, and GRPO unlearns it.
+    """
     eval_steps: int = 10
-    """How often the held-out items are answered."""
+    """Steps between evaluations on the held-out items."""
     n_held_out: int = 200
-    """How many there are."""
+    """Number of held-out items."""
     model_layers: int = 2
-    """Of the tiny model."""
+    """Layers of the tiny model."""
     model_width: int = 96
-    """Of the tiny model."""
+    """Width of the tiny model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,12 +112,12 @@ class ReasoningConfig(GRPOConfig):
 
     @property
     def names(self) -> list[str]:
-        """Of the datasets."""
+        """Names of the datasets."""
         return self.task.split("+")
 
     @property
     def lr_spec(self) -> FinetuneSpec:
-        """The supervised steps, at whose end the learning rate has its last value; without any, the whole run."""
+        """The supervised steps, after which the learning rate stays at its last value. Without any, the whole run."""
         spec = super().lr_spec
         return spec if not self.sft_steps else FinetuneSpec(1, self.sft_steps, 1)
 
@@ -123,7 +126,7 @@ class ReasoningWorker(TrainWorker):
     """One rank of the policy."""
 
     def sft_step(self, batch: Batch) -> dict[str, float]:
-        """One supervised step on this rank's share of the batch."""
+        """Run one supervised step on this rank's share of the batch."""
         self.engine.train()
         stats = self.engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
         self.engine.step_lr_scheduler()
@@ -134,7 +137,7 @@ class ReasoningWorker(TrainWorker):
 def reasoning_step(
     config: ReasoningConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
 ) -> dict[str, float]:
-    """A supervised step or one of GRPO, then the held-out items, if it is time."""
+    """Run a supervised or a GRPO step, then an evaluation if it is due."""
     if global_step < config.sft_steps:
         numbers = [number for _ in range(config.sft_batch_size // config.batch_size) for number in next(batches)]
         batch = sampler.ask("demonstrate", numbers, publish=False)
@@ -148,7 +151,7 @@ def reasoning_step(
 
 
 def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
-    """Called in the rollout worker, which alone imports reasoning-gym."""
+    """Make the task. Called in the rollout worker, which alone imports reasoning-gym."""
     from reasoning_task import ReasoningTask
 
     options = {name: config.task_options.get(name, {}) for name in config.names}
@@ -158,7 +161,7 @@ def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
 
 
 def make_model(config: ReasoningConfig, folder: Path) -> Path:
-    """The tiny model, which reads characters."""
+    """Make the folder of the tiny model, which has one token per character."""
     tokenizer = make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
     return write_tiny_qwen3(folder, tokenizer, config.model_layers, config.model_width, max_length=256)
 
@@ -170,7 +173,7 @@ def require_chat_template(folder: Path) -> None:
 
 
 def draw(config: ReasoningConfig) -> Path:
-    """Accuracy on held-out items over what the steps took, with the starts after a kill marked; the picture's path."""
+    """Draw accuracy on held-out items over the time of the steps, with restarts marked. Returns its path."""
     stats = list(read_stats(config.stats_folder / "stats.jsonl"))
     passed = accumulate(entry["seconds"] / 60 for entry in stats)
     minutes = dict(zip((entry["step"] for entry in stats), passed, strict=True))
@@ -196,7 +199,7 @@ def draw(config: ReasoningConfig) -> Path:
 
 
 def run(config: ReasoningConfig, supervisor: Supervisor) -> None:
-    """The job, and its picture."""
+    """Run the job and draw its picture."""
     fingerprint = f"reasoning-gym {config.task} {config.task_options}, seed {config.seed}"
     run_parts(Parts(partial(make_task, config), fingerprint, ReasoningWorker, reasoning_step), config, supervisor)
     print(f"accuracy on held-out items over steps: {draw(config)}")

@@ -1,7 +1,7 @@
-"""A rollout worker: a process that samples completions with the weights that were last published to it.
+"""Rollout worker: a process that samples completions with the last published weights.
 
-It stands where an inference server (vLLM, SGLang) would: it never sees the trainer's memory, loads a version when it is
-told to, and says which one it serves. Sampling is seeded by the caller, so a step that is done again draws the same.
+It takes the place of an inference server (vLLM, SGLang): it never sees the trainer's memory, loads a version when told
+to, and reports which one it serves. The caller gives the seed, so a repeated step samples the same completions.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ from holdfast.utils.logging import configure_logging
 
 
 class RolloutWorker:
-    """Serves one policy; `holdfast.engine.InferenceServer` on the one side, `generate` on the other.
+    """Serves one policy: an `holdfast.engine.InferenceServer` that also has the method `generate`.
 
     Args:
         tokenizer_path: folder of the model's tokenizer.
-        log_level: of this process.
+        log_level: log level of this process.
     """
 
     def __init__(self, tokenizer_path: str, log_level: str = "WARNING") -> None:
         configure_logging(log_level)
-        disable_progress_bar()  # one for every version would drown the log
+        disable_progress_bar()  # otherwise there is a bar for every version
         self.device = torch.device(
             "cuda" if torch.cuda.is_available() else "cpu"
-        )  # without GPUs of its own it sees none
+        )  # a worker without GPUs of its own sees none
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
         self.model: Any = None
         self.stop_ids: list[int] = []
@@ -38,7 +38,9 @@ class RolloutWorker:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.model = model.to(self.device).eval()
         self.stop_ids = _stop_ids(self.tokenizer, self.model.generation_config)
-        # The folder's own may cut the distribution (top_p ...): the log-probabilities would not be the trainer's.
+        # The folder's own generation config may cut the distribution (top_p ...), so that log-probabilities would
+        # differ from
+        # the trainer's.
         self.model.generation_config = GenerationConfig(
             pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.stop_ids
         )
@@ -49,13 +51,16 @@ class RolloutWorker:
     def generate(
         self, prompts: list[list[int]], n_samples: int, max_new_tokens: int, temperature: float, seed: int
     ) -> Batch:
-        """Sample ``n_samples`` completions of each prompt; greedily, at temperature 0.
+        """Sample ``n_samples`` completions of each prompt, or greedy ones at temperature 0.
 
         Returns:
-            right-padded ``[B, S]`` tensors on the CPU, of B = prompts x samples rows, samples of a prompt next to each
-            other: ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on what was sampled), ``logprobs`` of what was
-            sampled at ``temperature``, ``versions`` of the weights that sampled it (-1 on the prompt). And
-            ``truncated``, ``[B]`` bool: whether the completion was cut off.
+            Right-padded ``[B, S]`` tensors on the CPU with B = prompts x samples rows, samples of a prompt next to each
+            other:
+            ``input_ids``, ``attention_mask``, ``loss_mask`` (1 on sampled tokens), ``logprobs`` of the sampled tokens
+            at
+            ``temperature``, and ``versions``, the weight version of each sampled token (-1 on the prompt). Also
+            ``truncated``,
+            ``[B]`` bool: whether the completion was cut off.
         """
         if self.model is None:
             raise RuntimeError("no weights were published to this rollout worker yet")
@@ -76,7 +81,7 @@ class RolloutWorker:
 
     def _pack(self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         stops = torch.isin(completions, torch.tensor(self.stop_ids)).long()
-        lengths = (stops.cumsum(1) - stops == 0).sum(1)  # the stop token included
+        lengths = (stops.cumsum(1) - stops == 0).sum(1)  # includes the stop token
         shape = (len(rows), max(len(row) for row in rows) + completions.shape[1])
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
         batch |= {"logprobs": torch.zeros(shape), "versions": torch.full(shape, -1)}
@@ -91,7 +96,7 @@ class RolloutWorker:
 
 
 def _stop_ids(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
-    """The tokenizer's end token, and those that the model folder names besides (Qwen3's ends a turn, or a text)."""
+    """Return the tokenizer's end token and others of the model folder (Qwen3's end a turn or a text)."""
     also: Any = generation_config.eos_token_id
     also = [] if also is None else [also] if isinstance(also, int) else also
     return sorted({tokenizer.eos_token_id, *also})

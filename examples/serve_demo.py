@@ -1,8 +1,8 @@
-"""``make serve-demo``: GRPO with two vLLM servers, of which everything is killed once: a server, a trainer, the driver.
+"""``make serve-demo``: GRPO with two vLLM servers. A server, a trainer and the driver are each killed once.
 
-Prints what happened and the account of the tickets: which prompts were trained, how often, and how stale their tokens
-were. Draws the rewards to ``serve_demo_out/serve_demo.png``, whose path it prints last. The servers are vLLM's CPU
-build; their first start takes minutes.
+Prints the events and a summary of the tickets: which prompts were trained, how often, and how stale their tokens were.
+Draws the rewards to ``serve_demo_out/serve_demo.png``, whose path it prints last. The servers are vLLM's CPU build.
+Their first start takes minutes.
 """
 
 import os
@@ -36,14 +36,14 @@ TIMEOUT_S = 1800.0
 
 @dataclass
 class Kill:
-    """One SIGKILL: of what, after which step."""
+    """One SIGKILL: the process, and the step after which it was killed."""
 
     what: str
     step: int
 
 
 def follow(console: Console, run: GrpoRun, step: int) -> None:
-    """Show progress until ``step`` has been trained; end this process when the run does not get there."""
+    """Show progress until ``step`` has been trained. Exit if the run ends earlier."""
     with console.status("training") as status:
 
         def reached() -> bool:
@@ -57,7 +57,7 @@ def follow(console: Console, run: GrpoRun, step: int) -> None:
 
 
 def kill_server(console: Console, run: GrpoRun, servers: ServerProcesses) -> Kill:
-    """Kill a server; the run goes on with the other one, and the new one is brought to the present weights."""
+    """Kill a server. The run goes on with the other one until the new server has the current weights."""
     step = run.last_step()
     os.kill(servers.pids()[0], signal.SIGKILL)
     console.print(f"  [red]SIGKILL server 0 after step {step}[/red]: the other one takes its requests")
@@ -79,7 +79,7 @@ def kill_process(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
 
 
 def draw(run: GrpoRun, kills: list[Kill], path: Path) -> None:
-    """Reward, servers that serve, and staleness over steps."""
+    """Draw reward, number of serving servers, and staleness over steps."""
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
     steps = [s["step"] for s in stats]
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 6), layout="constrained", sharex=True)
@@ -100,7 +100,8 @@ def main() -> int:
     """Run the demo."""
     console, started = Console(), time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
-    model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)  # vLLM takes heads of 32 on a CPU
+    # on a CPU, vLLM needs attention heads of at least 32
+    model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)
     console.print("[bold]1. Two vLLM servers start[/bold]: a minute or two, ten on a busy machine")
     with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs") as servers:
         wait_for_servers(servers.servers, START_S, servers)

@@ -1,7 +1,7 @@
-"""Inference servers as processes of this one, each started again whenever it ends.
+"""Inference servers as child processes, restarted whenever they end.
 
-They get the weights of a run as any other server does: by the next publication, or by the prober of a `ServerFleet`.
-They end with this process, however it ends.
+They get the weights of a run like any other server: with the next publication, or from the prober of a `ServerFleet`.
+They always end with this process.
 """
 
 import contextlib
@@ -22,35 +22,35 @@ from holdfast.utils.processes import die_with_parent
 VLLM_COMMAND = (
     "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
     "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager --dtype float32 "
-    "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"  # the CPU build dies of prompts in chunks
+    "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"  # the CPU build crashes on chunked prompts
 )
-"""Starts a vLLM for the examples; any command with ``{model}`` and ``{port}`` in it may stand in its place."""
+"""Command that starts vLLM for the examples. Any command with ``{model}`` and ``{port}`` may replace it."""
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it the CPU build takes most of the memory
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, because otherwise the CPU build takes most of the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of each, unless this process has other values."""
+"""Environment of each server. Values of this process take precedence."""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``--max-lora-rank`` may be."""
+"""Allowed values of ``--max-lora-rank``."""
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of the models of the examples."""
+"""Linear layers of the example models."""
 _AGAIN_AFTER_S = 1.0
 _LOG_LINES = 20
 
 
 def adapter_flags(rank: int, modules: Sequence[str], versions: int) -> str:
-    """Flags with which vLLM takes adapters.
+    """Return flags that let vLLM load adapters.
 
     Args:
-        rank: of the adapters.
-        modules: their ``target_modules``; empty, or with ``all-linear``: all linear layers.
-        versions: how many versions may answer requests at the same time.
+        rank: rank of the adapters.
+        modules: their ``target_modules``. If empty, or with ``all-linear``: all linear layers.
+        versions: number of versions that may answer requests at the same time.
     """
     named = _LINEAR_LAYERS if not modules or "all-linear" in modules else modules
     room = min((size for size in _LORA_RANKS if size >= rank), default=rank)
@@ -58,17 +58,17 @@ def adapter_flags(rank: int, modules: Sequence[str], versions: int) -> str:
 
 
 class ServerProcesses:
-    """Processes of vLLM, each with a port and a log of its own; a context manager that ends them.
+    """Context manager that runs vLLM processes, each with its own port and log.
 
     Args:
-        command: see `VLLM_COMMAND`; ``{python}`` stands for ``python``.
-        python: interpreter of an environment with vLLM.
+        command: see `VLLM_COMMAND`. ``{python}`` stands for ``python``.
+        python: Python of an environment with vLLM.
         model: a model folder.
-        count: how many servers.
+        count: number of servers.
         logs: folder for ``server_<n>.log``.
 
     Attributes:
-        servers: a client of each.
+        servers: one client per server.
 
     Raises:
         ConfigError: the command cannot be started.
@@ -87,7 +87,7 @@ class ServerProcesses:
         self._restarts = [0] * count
         self._closed, self._started = threading.Event(), threading.Event()
         self._problem: OSError | None = None
-        # The kernel ends a child with the *thread* that made it; so one thread makes them all, and lives as long.
+        # The kernel ends a child together with the *thread* that started it. So one long-lived thread starts them all.
         self._keeper = threading.Thread(target=self._keep, name="inference server processes", daemon=True)
 
     def __enter__(self) -> "ServerProcesses":
@@ -105,14 +105,14 @@ class ServerProcesses:
         self._keeper.join()
 
     def pids(self) -> list[int]:
-        """Process ids by number of the server, at this moment."""
+        """Return the current process ids, by number of the server."""
         return [process.pid for process in self._processes]
 
     def require_started(self) -> None:
-        """See that none has ended since it was first started.
+        """Check that no server has ended since its first start.
 
         Raises:
-            ConfigError: one has; with the end of its log.
+            ConfigError: a server has ended. The message has the end of its log.
         """
         for number, restarts in enumerate(self._restarts):
             if restarts:
@@ -132,7 +132,7 @@ class ServerProcesses:
             for number, process in enumerate(self._processes):
                 if process.poll() is not None:
                     print(f"inference server {self.servers[number].name} has ended; it is started again", flush=True)
-                    _end(process)  # what it left
+                    _end(process)  # end its remaining child processes
                     self._restarts[number] += 1
                     self._processes[number] = self._start(number)
         for process in self._processes:
@@ -151,11 +151,11 @@ class ServerProcesses:
 
 
 def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None) -> None:
-    """Return when all of them answer.
+    """Wait until all servers answer.
 
     Raises:
-        ServerError: one does not, after ``timeout_s``.
-        ConfigError: one of ``processes`` has ended meanwhile.
+        ServerError: a server does not answer within ``timeout_s``.
+        ConfigError: one of ``processes`` has ended.
     """
     end = time.monotonic() + timeout_s
     for server in servers:
@@ -172,7 +172,7 @@ def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: Ser
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all that it has started."""
+    """End a server and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,17 +1,17 @@
-"""Supervised fine-tuning under torchrun: the engine and the recovery handler in a script of one's own.
+"""Supervised fine-tuning under torchrun: a script with its own loop around the engine and the recovery handler.
 
     torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml trainer.save_freq=10
 
-Kill it whenever you like; the same command again goes on where the last snapshot left off and ends with the same
-bytes. (``python examples/sft.py`` is the same job on one rank.) It takes a GPU a rank where there are any;
-``engine.device=cpu`` leaves them alone. Under torchrun *every* rank runs this script and calls every method; rank 0
-decides for all. The ``trainer`` options mean what they mean in verl, and a run is one folder:
+Kill it at any time. The same command continues from the last snapshot and ends with the same bytes. ``python
+examples/sft.py`` runs the job on one rank. It uses one GPU per rank if there are GPUs, unless ``engine.device=cpu``.
+Under torchrun *every* rank runs this script and calls every method, and rank 0 decides for all. The ``trainer`` options
+mean the same as in verl. All files of a run are in one folder:
 
     <trainer.default_local_dir>/
-      recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
-      hf/global_step_99/          the result, for from_pretrained
-      stats.jsonl  tensorboard/   one entry a step, each step once, however often the run was killed
-      model/                      config and tokenizer of the tiny model, when ``engine.path`` names no other
+        recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
+        hf/global_step_99/          the result, for from_pretrained
+        stats.jsonl  tensorboard/   one entry per step, even if the run was killed
+        model/                      config and tokenizer of the tiny model, if ``engine.path`` is empty
 """
 
 import argparse
@@ -48,30 +48,31 @@ class DataConfig:
     train_samples: int = 640
     """Size of the dataset."""
     train_batch_size: int = 64
-    """Samples of a step, over all ranks."""
+    """Samples per step, over all ranks."""
     seed: int = 1
     """Seed of the samples and of their order."""
 
 
 @dataclass
 class TrainerConfig:
-    """What verl calls the trainer's options."""
+    """Options that verl calls ``trainer``."""
 
     default_local_dir: str = "runs/examples/sft_copy"
-    """The folder of the run."""
+    """Folder of the run."""
     total_epochs: int = 10
-    """How often each sample is seen."""
+    """Number of epochs."""
     save_freq: int = 20
-    """Steps between snapshots; -1 takes one at the end only."""
+    """Steps between snapshots. -1 takes one only at the end."""
     max_ckpt_to_keep: int | None = 2
-    """How many of the newest snapshots stay; null keeps all."""
+    """Number of newest snapshots to keep. None keeps all."""
     resume_mode: str = "auto"
     """``auto``: from the newest snapshot, if there is one. ``disable``: from step 0, in a folder without snapshots.
-    ``resume_path``: from ``resume_from_path``."""
+    ``resume_path``: from ``resume_from_path``.
+    """
     resume_from_path: str | None = None
     """A ``.../recover/global_step_N`` folder."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """What statistics are logged to besides ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+    """Trackers in addition to ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
 
     def __post_init__(self) -> None:
         require_trackers(self.trackers)
@@ -85,7 +86,7 @@ class TrainerConfig:
             )
 
     def recover_config(self) -> RecoverConfig:
-        """The same in Holdfast's words; the last two parts of the folder are its experiment and its trial."""
+        """Translate to Holdfast's options. The last two parts of the folder become experiment and trial."""
         folder = Path(self.default_local_dir).absolute()
         config = RecoverConfig(
             fileroot=str(folder.parent.parent),
@@ -105,18 +106,18 @@ class TrainerConfig:
 
 @dataclass
 class SFTConfig:
-    """Everything this job can be told."""
+    """All options of this job."""
 
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Model, optimizer and sharding; an empty ``path`` takes the copy task's model."""
+    """Model, optimizer and sharding. With an empty ``path``, the tiny model of the copy task is used."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What is learnt."""
+    """Dataset."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """How long, and what is kept."""
+    """Length of the run, and its snapshots."""
 
 
 def main(config: SFTConfig) -> None:
-    """Train to the end of the last epoch, from wherever the run is, and export."""
+    """Train to the end of the last epoch, from a fresh start or a snapshot, and export."""
     run = Path(config.trainer.default_local_dir)
     dataset = CopyPrompts(config.data.train_samples, config.data.seed)
     spec = FinetuneSpec(config.trainer.total_epochs, len(dataset), config.data.train_batch_size)
@@ -147,7 +148,7 @@ def main(config: SFTConfig) -> None:
 def train(
     engine: FSDPEngine, dataset: CopyPrompts, spec: FinetuneSpec, config: SFTConfig, handler: RecoverHandler
 ) -> None:
-    """The steps that are left; `load` once before the first, `dump` after each."""
+    """Train the remaining steps: `load` once before the first, `dump` after each."""
     rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
     loader = ResumableDataLoader(
         dataset,
@@ -192,12 +193,13 @@ def train(
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # else ranks of a torchrun that was killed go on, beside those of the one started after it
+        die_with_parent()  # otherwise the ranks of a killed torchrun would go on next to those of its successor
     parser = argparse.ArgumentParser(description="Supervised fine-tuning on the copy task.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_copy.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.save_freq=10")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # a tiny model gains nothing from more, and the arithmetic repeats exactly
+    # a tiny model gains nothing from more threads, and with one the arithmetic repeats exactly
+    torch.set_num_threads(1)
     configure_logging("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
     try:
         main(load_config(SFTConfig, args.config, args.overrides))

@@ -1,7 +1,7 @@
-"""What a task is to the GRPO jobs, and the rollout worker that samples and rewards its answers.
+"""The interface of tasks for the GRPO jobs, and the rollout worker that samples and rewards their answers.
 
-A task numbers its items: the same number is the same item in every process and at every start, so that the data cursor
-of a job is a number, and the driver needs to know nothing else. The task itself lives in the rollout worker only.
+A task numbers its items. The same number is the same item in every process and at every start, so the data cursor of a
+job is a number, and the driver needs nothing else. The task itself exists only in the rollout worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from holdfast.engine.api import Batch
 
 
 class Item(TypedDict):
-    """One item of a task, of which the model is shown the prompt.
+    """One item of a task. The model sees only the prompt.
 
-    ``answer_ids`` is what supervised fine-tuning teaches, end token included; ``data`` is for the reward.
+    ``answer_ids`` is the target of supervised fine-tuning, including the end token. ``data`` is for the reward.
     """
 
     prompt_ids: list[int]
@@ -25,20 +25,20 @@ class Item(TypedDict):
 
 
 class Task(Protocol):
-    """Items and what answers to them are worth.
+    """Items, and rewards for answers.
 
     Attributes:
-        max_new_tokens: after which an answer is cut off.
+        max_new_tokens: number of tokens after which an answer is cut off.
     """
 
     max_new_tokens: int
 
     def item(self, number: int, held_out: bool = False) -> Item:
-        """Item ``number`` of those to train on, or of those to judge by; none is among both."""
+        """Return item ``number`` of the training items or of the held-out items. The two sets are disjoint."""
         ...
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
-        """What each of ``answers``, token ids up to and including the end token, is worth: 1 if it is right."""
+        """Return the reward of each answer (1 if right). Answers are token ids including the end token."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -47,7 +47,7 @@ class Task(Protocol):
 
 
 class Numbers:
-    """The dataset of a driver: ``n`` numbers of items of the task that ``fingerprint`` describes."""
+    """The dataset of a driver: ``n`` item numbers of the task with this ``fingerprint``."""
 
     def __init__(self, n: int, fingerprint: str) -> None:
         self._n, self.fingerprint = n, fingerprint
@@ -63,7 +63,7 @@ class TaskWorker(RolloutWorker):
     """A rollout worker with a task.
 
     Args:
-        make_task: makes it of the model's tokenizer, here, so that what it imports is imported in this process alone.
+        make_task: makes the task from the model's tokenizer. Called here, so that only this process has its imports.
         tokenizer_path: see `RolloutWorker`.
         log_level: see `RolloutWorker`.
     """
@@ -75,7 +75,7 @@ class TaskWorker(RolloutWorker):
     def sample(
         self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
     ) -> tuple[Batch, dict[str, float]]:
-        """``n_samples`` answers to each item: `generate`'s batch with ``rewards`` ``[B]``, and numbers for the log."""
+        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and stats."""
         items = [self.task.item(number) for number in numbers]
         prompts = [item["prompt_ids"] for item in items]
         batch = self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed)
@@ -83,8 +83,10 @@ class TaskWorker(RolloutWorker):
         return {**batch, "rewards": torch.tensor(rewards)}, self.task.stats()
 
     def evaluate(self, n_items: int, temperature: float, seed: int) -> dict[str, float]:
-        """Share of the first ``n_items`` held-out items that are answered right, with one answer to each as the policy
-        gives them (at temperature 0: greedily), of all and by name."""
+        """Return the share of right answers to the first ``n_items`` held-out items, overall and by name.
+
+        The policy gives one answer per item, greedily at temperature 0.
+        """
         items = [self.task.item(number, held_out=True) for number in range(n_items)]
         prompts = [item["prompt_ids"] for item in items]
         batch = self.generate(prompts, 1, self.task.max_new_tokens, temperature, seed)
@@ -97,8 +99,9 @@ class TaskWorker(RolloutWorker):
         return stats
 
     def demonstrate(self, numbers: Sequence[int]) -> Batch:
-        """Items with their right answers, for supervised fine-tuning: right-padded ``[B, S]`` int64 tensors
-        ``input_ids``, ``attention_mask`` and ``loss_mask``, 1 on the answer."""
+        """Return items with their right answers, for supervised fine-tuning: right-padded ``[B, S]`` int64 tensors
+        ``input_ids``, ``attention_mask`` and ``loss_mask``, which is 1 on the answer.
+        """
         items = [self.task.item(number) for number in numbers]
         shape = (len(items), max(len(item["prompt_ids"]) + len(item["answer_ids"]) for item in items))
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}

@@ -1,4 +1,4 @@
-"""Model folders of the examples' own: a tiny Qwen3, config and tokenizer, to be trained from scratch."""
+"""Model folders for the examples: config and tokenizer of a tiny Qwen3, to be trained from scratch."""
 
 import re
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from holdfast.utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""The first of every vocabulary."""
+"""The first tokens of every vocabulary."""
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 
 
 def make_tokenizer(vocabulary: Sequence[str], chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a character, but for the longer entries of ``vocabulary``, which are one token each.
+    """Make a tokenizer with one token per character, plus one for each longer entry of ``vocabulary``.
 
     Args:
-        vocabulary: `SPECIAL_TOKENS`, then the others; the index is the token id.
-        chat_template: of the tokenizer.
+        vocabulary: `SPECIAL_TOKENS`, then the others. The index is the token id.
+        chat_template: chat template of the tokenizer.
     """
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     words = [re.escape(token) for token in vocabulary[len(SPECIAL_TOKENS) :] if len(token) > 1]
@@ -51,16 +51,16 @@ def write_tiny_qwen3(
 ) -> Path:
     """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with ``init_from_scratch``.
 
-    The folder appears complete; one that exists is left as it is, so any process may call this, at any start.
+    The folder appears complete. An existing folder stays as it is, so any process may call this at any start.
 
     Args:
-        folder: where; its parents are made.
-        tokenizer: one of `make_tokenizer`.
-        layers: blocks of the model.
-        hidden: its width, a multiple of 8.
-        for_vllm: give it weights, drawn at random, and a head that is not tied to the embeddings: vLLM 0.32 reloads
-            no model that it has started without weights, and on a CPU gives a tied head the wrong ones.
-        max_length: positions of the model, in tokens.
+        folder: path of the folder. Its parents are created.
+        tokenizer: a tokenizer from `make_tokenizer`.
+        layers: number of layers.
+        hidden: width of the model, a multiple of 8.
+        for_vllm: write random weights, and a head that is not tied to the embeddings. vLLM 0.32 does not reload a model
+            that it has started without weights, and on a CPU gives a tied head the wrong ones.
+        max_length: longest sequence in tokens.
 
     Returns:
         ``folder``.
@@ -96,6 +96,6 @@ def write_tiny_qwen3(
         commit_folder(staging, folder)
     except OSError:
         remove_folder(staging)
-        if not folder.is_dir():  # else another process was faster, with the same contents
+        if not folder.is_dir():  # otherwise another process was faster, with the same contents
             raise
     return folder

@@ -1,4 +1,4 @@
-"""Where the time of the tests goes: a table by file, from the junit XML of both tiers; ``make durations`` writes it."""
+"""Time of the tests by file, from the junit XML of both tiers. ``make durations`` writes the table."""
 
 import argparse
 import platform
@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_suffix(".md")
 
 
 def by_file(report: Path) -> dict[str, tuple[int, float]]:
-    """File -> number of tests, and their seconds with set-up and teardown; ``report`` is what ``--junitxml`` wrote."""
+    """Parse the output of ``--junitxml``: file -> number of tests, and their seconds with set-up and teardown."""
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].replace(".", "/") + ".py"
@@ -27,7 +27,7 @@ def _sums(tier: dict[str, tuple[int, float]]) -> tuple[int, float]:
 
 
 def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]], how: str) -> str:
-    """The page: files by their seconds in the fast tier, the longest first."""
+    """Format the page: files by their seconds in the fast tier, longest first."""
     none = (0, 0.0)
     rows = [(file, *fast.get(file, none), *slow.get(file, none)) for file in fast.keys() | slow.keys()]
     rows.sort(key=lambda row: (-row[2], -row[4], row[0]))
@@ -37,7 +37,7 @@ def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]
         (
             "# Seconds of the tests",
             "",
-            f"{how} Seconds are those of tests, which run side by side.",
+            f"{how} Tests run side by side, so the sums are larger than the time that passes.",
             "",
             "| file | tests in `make test` | seconds | tests in `make test-slow` | seconds |",
             "|---|---:|---:|---:|---:|",
@@ -48,11 +48,11 @@ def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]
 
 
 def main() -> None:
-    """Write the page beside this file."""
+    """Write the page next to this file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fast", type=Path, help="junit XML of make test")
     parser.add_argument("slow", type=Path, help="junit XML of make test-slow")
-    parser.add_argument("--note", default="", help="what else was going on")
+    parser.add_argument("--note", default="", help="a remark for the page, for example other load on the machine")
     options = parser.parse_args()
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     how = f"Measured on {date.today()} by `make durations`: {versions}."

@@ -1,4 +1,4 @@
-"""Real ranks for tests: spawn processes with a gloo group, run a function on each, bring results and errors back."""
+"""Real ranks for tests: processes with a gloo group that run a function and return results and errors."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ PRELOAD = (
     "holdfast.recover.handler",
     "tests.preloaded",
 )
-"""What almost every rank needs: imported once, in the process that ranks are forked from, which does nothing else."""
+"""Modules that almost every rank needs, imported once in the process from which ranks are forked."""
 
 
 def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
@@ -48,7 +48,7 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
             world_size=world_size,
             timeout=timedelta(seconds=stretched(60)),
         )
-        dist.barrier()  # one that ends at once must not cut the connections of another that still makes them
+        dist.barrier()  # a rank that ends at once must not cut connections that another rank is still making
         result = fn(rank, world_size, *args)
         pipe.send_bytes(pickle.dumps(("ok", result)))
     except BaseException:
@@ -61,13 +61,13 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Call the top-level ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks; results in rank order.
+    """Call the top-level function ``fn(rank, world_size, *args)`` on gloo ranks. Returns the results in rank order.
 
     Raises:
-        AssertionError: with the traceback of every rank that failed (first reporter first), or naming the ranks
-            that did not answer within ``timeout_s``.
+        AssertionError: a rank failed (with all tracebacks, the first failure first), or ranks did not answer within
+            ``timeout_s``.
     """
-    context = mp.get_context("forkserver")  # a fresh process each, without paying for imports each time
+    context = mp.get_context("forkserver")  # fresh processes that do not import everything again
     context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
@@ -108,12 +108,12 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory, without Ray's stores: folders there belong to tests that run at the same time."""
+    """Files in shared memory, without Ray's stores. Folders there belong to tests that run at the same time."""
     return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and not entry.name.startswith("plasma")}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """What `shared_memory` has that was not there ``before``, once what other tests have there has come and gone."""
+    """New entries of `shared_memory` since ``before``, after a wait for temporary files of other tests."""
     deadline = time.monotonic() + stretched(20)
     while (left := shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -121,7 +121,7 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, for programs that insist on being given one."""
+    """A port that was free a moment ago, for programs that need a port number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

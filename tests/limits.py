@@ -1,17 +1,17 @@
 """Time limits of tests: generous, and ``HOLDFAST_TEST_TIMEOUT_FACTOR`` times as generous on a slow or busy machine.
 
-Only limits after which a test gives up are stretched, never the timeouts that a test is about.
+Only limits after which a test gives up are stretched, never timeouts that are under test.
 """
 
 import os
 
 TIMEOUT_FACTOR = float(os.environ.get("HOLDFAST_TEST_TIMEOUT_FACTOR", "1"))
-"""What every limit is multiplied by."""
+"""Factor for all limits."""
 
 if not 0 < TIMEOUT_FACTOR < float("inf"):
     raise ValueError(f"HOLDFAST_TEST_TIMEOUT_FACTOR is {TIMEOUT_FACTOR}; expected a positive number, 3 say")
 
 
 def stretched(limit_s: float) -> float:
-    """``limit_s`` seconds of a machine that is not busy, in seconds of this one."""
+    """Convert a limit for an idle machine to a limit for this one."""
     return limit_s * TIMEOUT_FACTOR

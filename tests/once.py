@@ -1,4 +1,4 @@
-"""What takes long to make is made once, by whichever process of pytest-xdist comes first."""
+"""Expensive objects that only the first process of pytest-xdist makes."""
 
 import fcntl
 import os
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """What ``make`` returns, called with a new folder in the first process that wants it; the others wait for it.
+    """Call ``make`` with a new folder in the first process that needs it. The other processes wait for the result.
 
     Args:
-        factory: of this process.
-        name: of the thing, which all processes call it by.
-        make: called with the folder; its result can be pickled.
+        factory: factory of this process.
+        name: name of the object, the same in all processes.
+        make: function of the folder whose result can be pickled.
     """
     base = factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all processes
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # shared by all processes
     folder, result = base / name, base / f"{name}.pickle"
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that failed
             folder.mkdir()
             result.write_bytes(pickle.dumps(make(folder)))
         return pickle.loads(result.read_bytes())

@@ -1,7 +1,7 @@
-"""Imported last in the process that ranks are forked from: what it has by now is left out of all collections.
+"""Imported last in the process from which ranks are forked, to exclude earlier objects from garbage collections.
 
-An engine begins and ends with a full one. In a fork that walks, and thereby copies, all that the imports have made:
-half a second each time.
+Every engine begins and ends with a full collection. In a fork, a collection walks and thereby copies all objects of the
+imports, which takes half a second each time.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this machine: each a raylet of its own, which can be killed, stopped or joined."""
+"""Ray clusters of several nodes on this machine, each with its own raylet that can be killed, stopped or joined."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": SMALLEST_STORE_BYT
 
 @contextlib.contextmanager
 def cluster_of(n_nodes: int, **head: Any) -> Iterator[Cluster]:
-    """A head and further nodes, ``n_nodes`` together, each with one CPU; a driver that connects is on the head."""
-    ray.shutdown()  # the one that the modules share
+    """A head and further nodes, ``n_nodes`` together, each with one CPU. A driver connects to the head."""
+    ray.shutdown()  # the Ray that the modules share
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, **head})
     try:
@@ -43,10 +43,10 @@ def node_of(cluster: Cluster, pid: int) -> Any:
 
 
 def kill_node(cluster: Cluster, node: Any) -> None:
-    """SIGKILL every process of a node, as a power cut of its machine would, but that the kernel lives on."""
+    """SIGKILL every process of a node, like a power cut of its machine (but the kernel lives on)."""
     cluster.remove_node(node, allow_graceful=False)
 
 
 def stop_raylet(node: Any) -> None:
-    """SIGSTOP the raylet of a node: Ray hears nothing of it any more, and its workers go on."""
+    """SIGSTOP the raylet of a node: Ray loses contact with the node, while its workers go on."""
     os.kill(raylet_pid(node), signal.SIGSTOP)

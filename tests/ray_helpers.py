@@ -1,4 +1,4 @@
-"""A small local Ray for tests, and workers to try groups on."""
+"""A small local Ray for tests, and workers for tests of groups."""
 
 import logging
 import os
@@ -23,14 +23,14 @@ SMALLEST_STORE_BYTES = 78643200
 
 
 def worker_environment() -> dict[str, Any]:
-    """Ray's ``runtime_env`` whose workers can import ``tests``, and start as `tests.conftest` wants."""
+    """Ray's ``runtime_env`` for workers that can import ``tests`` and use `tests/startup`."""
     return {"env_vars": {"PYTHONPATH": os.pathsep.join((ROOT, os.environ["PYTHONPATH"]))}}
 
 
 def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
-    """Start a local Ray, its GPUs just numbers, whose workers can import ``tests``.
+    """Start a local Ray with imaginary GPUs whose workers can import ``tests``.
 
-    Its files stay under Ray's own short temporary folder.
+    Its files are in Ray's own short temporary folder.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
@@ -47,13 +47,13 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def local_ray() -> None:
-    """The Ray of four logical CPUs that all modules share; it ends with pytest, or when a test wants another one."""
+    """Ray with four logical CPUs, shared by all modules. It ends with pytest, or when a test needs another one."""
     if not ray.is_initialized():
         start_ray()
 
 
 def running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -61,7 +61,7 @@ def running(pid: int) -> bool:
 
 
 def kill_after(delay_s: float, pid: int, signum: int = signal.SIGKILL) -> list[float]:
-    """Signal ``pid`` after a while; the list holds the moment (monotonic seconds) once it is done."""
+    """Send a signal to ``pid`` after a delay. The returned list then gets the time (monotonic seconds)."""
     moment: list[float] = []
 
     def strike() -> None:
@@ -77,7 +77,7 @@ class UserBugError(Exception):
 
 
 class Worker:
-    """What the tests do to a worker."""
+    """Methods that the tests call on a worker."""
 
     def __init__(self, base: int = 0) -> None:
         self.base = base
@@ -85,7 +85,7 @@ class Worker:
         self.stubborn = False
 
     def describe(self) -> dict[str, object]:
-        """How the process was set up."""
+        """Environment of the process."""
         return {
             "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
             "dist": (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None,
@@ -96,46 +96,45 @@ class Worker:
         }
 
     def add(self, *values: int, times: int = 1) -> int:
-        """Arguments arrive."""
         return (self.base + sum(values)) * times
 
     def reduce(self) -> float:
-        """One collective of all ranks."""
+        """Run one collective on all ranks."""
         value = torch.ones(1)
         dist.all_reduce(value)
         return value.item()
 
     def reduce_forever(self) -> None:
-        """Collectives without end."""
+        """Run collectives without end."""
         while True:
             self.reduce()
 
     def reduce_except(self, absent: int) -> float | None:
-        """A collective that one rank never joins."""
+        """Run a collective that one rank never joins."""
         return self.idle() if dist.get_rank() == absent else self.reduce()
 
     def refuse_to_end(self) -> None:
-        """From now on ``destroy`` takes longer than anybody waits."""
+        """Make ``destroy`` take longer than any timeout."""
         self.stubborn = True
 
     def destroy(self) -> None:
-        """What `WorkerGroup.shutdown` calls."""
+        """Called by `WorkerGroup.shutdown`."""
         if self.stubborn:
             self.idle()
 
     def nap(self, seconds: float) -> None:
-        """Slow, but well."""
+        """Sleep, alive but slow."""
         time.sleep(seconds)
 
     def compute(self, seconds: float) -> float:
-        """Busy, and well, without a beat."""
+        """Compute without a heartbeat."""
         end, total = time.monotonic() + seconds, torch.zeros(100, 100)
         while time.monotonic() < end:
             total = (total + 1) @ torch.eye(100)
         return float(total[0, 0])
 
     def nap_and_reduce(self, slow_rank: int, seconds: float, beating: bool) -> float:
-        """A collective that one rank comes to late."""
+        """Run a collective that one rank joins late."""
         end = time.monotonic() + seconds
         while dist.get_rank() == slow_rank and time.monotonic() < end:
             if beating:
@@ -144,29 +143,29 @@ class Worker:
         return self.reduce()
 
     def spin(self, rank: int, others_reduce: bool = False) -> None:
-        """One rank gets lost in a loop that never calls anything."""
+        """Hang one rank in a loop without any call."""
         while dist.get_rank() == rank:
             pass
         if others_reduce:
             self.reduce()
 
     def receive_from_peer(self) -> None:
-        """Each of two ranks waits for the other to send."""
+        """Let each of two ranks wait for a message of the other."""
         dist.recv(torch.ones(1), 1 - dist.get_rank())
 
     def fail_late(self, rank: int, seconds: float) -> None:
-        """One rank raises after the others' collective has timed out."""
+        """Raise on one rank after the others' collective has timed out."""
         if dist.get_rank() == rank:
             time.sleep(seconds)
             raise UserBugError("seven", rank)
         self.reduce()
 
     def idle(self) -> None:
-        """Much longer than any test."""
+        """Sleep much longer than any test."""
         time.sleep(600)
 
     def fail(self, *ranks: int, others_reduce: bool = False, peers: bool = False) -> None:
-        """Some ranks raise; the others return, wait in a collective, or raise PeerError."""
+        """Raise on some ranks. The others return, wait in a collective, or raise PeerError."""
         if dist.get_rank() in ranks:
             raise UserBugError("seven", dist.get_rank())
         if others_reduce:
@@ -175,18 +174,18 @@ class Worker:
             raise PeerError("a step", dict.fromkeys(ranks, "UserBugError"))
 
     def publish(self, server: RemoteServer, path: str, version: int) -> int | None:
-        """What a trainer's rank 0 does after a step, while the others wait."""
+        """Publish like rank 0 of a trainer after a step, while the others wait."""
         served = server.update_weights_from_disk(path, version) if dist.get_rank() == 0 else None
         dist.barrier()
         return served
 
     def publish_together(self, server: RemoteServer, version: int) -> int:
-        """As the engine publishes: rank 0 tells the server, and all ranks get its answer, or its error."""
+        """Publish like the engine: rank 0 updates the server, and all ranks get its answer or error."""
         return rank_zero_decides(lambda: server.update_weights_from_disk("weights", version))
 
 
 class MortalServer:
-    """A server that a number of its starts do not survive; ``lives`` is a file with one line for each start."""
+    """A server that dies during its first starts. ``lives`` is a file with one line for each start."""
 
     def __init__(self, lives: str, deaths: tuple[int, ...]) -> None:
         with open(lives, "a") as file:
@@ -195,12 +194,11 @@ class MortalServer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Serve ``version``."""
         return version
 
 
 class SlowToBuild:
-    """A constructor that says who it is, then takes longer than any test."""
+    """A constructor that records its process, then takes longer than any test."""
 
     def __init__(self, pid_file: str) -> None:
         Path(pid_file).write_text(str(os.getpid()))
@@ -208,10 +206,9 @@ class SlowToBuild:
 
 
 class Server:
-    """A rollout worker that says what it serves, unless told to misbehave."""
+    """A rollout worker that reports its version, with optional faults."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Serve ``version``."""
         if path == "hang":
             time.sleep(600)
         if path == "raise":

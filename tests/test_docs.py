@@ -1,4 +1,4 @@
-"""docs/checkpoint-format.md is true: its tables are compared with a run that is written here, and its code is run."""
+"""docs/checkpoint-format.md is true: its tables are compared with a new run, and its code is run."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def section(title: str) -> str:
 
 
 def rows(title: str) -> list[str]:
-    """What the first column of the section's table names in backticks."""
+    """Names in backticks in the first column of the section's table."""
     cells = re.findall(r"^\| ([^|]*) \|", section(title), re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert named, f"no table under {title!r}"
@@ -57,7 +57,7 @@ def rows(title: str) -> list[str]:
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """A regular expression of a name with placeholders; of a folder also what is in it."""
+    """A regular expression for a name with placeholders. For a folder it matches the contents too."""
     parts = re.split(r"<(\w+)>", name.replace("...", "<any>"))
     parts[::2] = map(re.escape, parts[::2])
     parts[1::2] = (PLACEHOLDERS.get(part, ".+") for part in parts[1::2])
@@ -65,7 +65,7 @@ def pattern(name: str) -> re.Pattern[str]:
 
 
 def assert_same(documented: Iterable[str], found: Iterable[str], *, not_made_here: Iterable[str] = ()) -> None:
-    """Every name found is documented, and every documented one found."""
+    """Check that every name found is documented, and every documented name is found."""
     patterns, found = {name: pattern(name) for name in documented}, list(found)
     assert [name for name in found if not any(p.fullmatch(name) for p in patterns.values())] == []
     missing = {name for name, p in patterns.items() if not any(map(p.fullmatch, found))}
@@ -73,7 +73,7 @@ def assert_same(documented: Iterable[str], found: Iterable[str], *, not_made_her
 
 
 def fields(value: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> set[str]:
-    """Dotted paths of the leaves; below the keys in ``names`` the next key is a name, called as told there."""
+    """Dotted paths of the leaves. A key below one in ``names`` is a placeholder with the given name."""
     found = set()
     for key, item in value.items():
         path = f"{prefix}{names.get(prefix, key)}"
@@ -86,7 +86,7 @@ def files_below(root: Path) -> list[str]:
 
 
 def _write_trial(rank: int, world_size: int, root: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Two steps, with all that can be written; weights and cursor after the last."""
+    """Run two steps that write all kinds of files. Returns weights and cursor after the last."""
     trial, loader, job = Path(root) / "e" / "t", make_loader("own", rank, world_size), Job(f"{root}/model")
     handler = make_handler(root, freq_steps=1, mirror_url=f"file://{root}/mirror")
     handler.register("meter", job.meter)
@@ -119,7 +119,7 @@ class _OneRank:
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trial with every kind of file: what is written, what is quarantined, and what a kill leaves."""
+    """A trial with every kind of file, including quarantined ones and the leftovers of a kill."""
     root = tmp_path_factory.mktemp("run")
     write_model_folder(root / "model", tiny_qwen3())
     weights, cursor = run_ranks(_write_trial, 2, str(root))[0]
@@ -155,7 +155,7 @@ def generation(trial: Path) -> Path:
 
 def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     driver = trial.parents[1] / "ray" / "e" / "t"
-    tracker = f"recover/.{TRACKER_NAME}.<hex>"  # there for the time of a rename only
+    tracker = f"recover/.{TRACKER_NAME}.<hex>"  # exists only during a rename
     here = [name for name in files_below(trial) if name.startswith("recover")]
     assert_same(rows("Files"), [*here, *files_below(driver)], not_made_here=[tracker])
     exported = [path.name for folder in ("hf", "weights") for path in (trial / folder).rglob("*") if path.is_file()]
@@ -166,7 +166,7 @@ def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     named = [n for n in rows("Hugging Face exports and published weights") if n != "save"]
     assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill)
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
-    marks = {".copying-global_step_<step>", ".part-<file>"}  # there while a file is copied only
+    marks = {".copying-global_step_<step>", ".part-<file>"}  # exist only during a copy
     marks.add(".damaged-global_step_<step>")
     assert_same(rows("The mirror"), copied, not_made_here=marks)
 
@@ -226,7 +226,7 @@ def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) 
         "dcp.base",
         "dcp.base_sample.rank_<rank>",
         "dcp.adapters",
-    ]  # tests/engine/lora/test_checkpoints.py has them
+    ]  # tested in tests/engine/lora/test_checkpoints.py
     assert_same(rows(title), keys, not_made_here=others)
     process = torch.load(generation / "state" / "rank_00001.pt", weights_only=True)
     assert_same(rows("state"), fields(process, {}), not_made_here=["rng.cuda"])
@@ -238,7 +238,7 @@ def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) 
 
 
 def code(marker: str) -> str:
-    """The one block of Python in the document that has ``marker`` in it."""
+    """The only Python block in the document that contains ``marker``."""
     (block,) = (block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if marker in block)
     return block
 

@@ -1,4 +1,4 @@
-"""What is installed is what is in the repository: as a wheel and editable, seen from outside the checkout."""
+"""An installation has all files of the repository, as a wheel and editable, seen from outside the checkout."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ PACKAGE_DIRS = ("engine", "integrations", "recover", "utils")
 
 
 def source_files(root: Path) -> set[str]:
-    """Python files of the packages, as a wheel names them."""
+    """Python files of the packages, named as in a wheel."""
     return {
         f"holdfast/{path.relative_to(root).as_posix()}" for name in PACKAGE_DIRS for path in (root / name).rglob("*.py")
     }
@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def fresh_python(folder: Path) -> Path:
-    """A new environment that sees the dependencies of this one, but neither its editable Holdfast nor its scripts.
+    """A new environment with the dependencies of this one, but without its editable Holdfast and its scripts.
 
     A folder named in a .pth file is searched, but .pth files in it (an editable install is one) are not read.
     """
@@ -42,7 +42,7 @@ def fresh_python(folder: Path) -> Path:
 
 
 def import_packages(python: Path, cwd: Path) -> list[str]:
-    """Import every package of Holdfast in a process that starts in ``cwd``; the file of each."""
+    """Import every package of Holdfast in a process that starts in ``cwd``. Returns the file of each."""
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     script = f"import importlib\nfor name in {packages!r}: print(importlib.import_module(name).__file__)"
     return run(python, "-c", script, cwd=cwd).splitlines()
@@ -50,7 +50,7 @@ def import_packages(python: Path, cwd: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads, so that nothing is built in the repository and nothing old is picked up."""
+    """A copy of all inputs of a build, so that nothing is built in the repository and no old files are used."""
     root = tmp_path_factory.mktemp("checkout")
     for name in PACKAGE_DIRS:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What users may import, and what the code may import: few names, one direction, few files for ray."""
+"""Public names, and imports between packages: few names, one direction, few files for ray."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ import pytest
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itself and what stands before it
+LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itself and those before it
 MAY_IMPORT_RAY = {
     "utils/compat/ray_private.py",
     "engine/workers/lease.py",

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ are true: code runs, links, paths, commands, figures and messages are there."""
+"""README and docs are true: code runs, and links, paths, commands, figures and messages exist."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/[\w/.-]+\.py)`"
-"""A path of the repository; ``recover/`` is a folder of every run, too."""
+"""A path of the repository. ``recover/`` is also a folder of every run."""
 
 
 def _script() -> str:
@@ -37,7 +37,7 @@ def _run_block(rank: int, world_size: int, code: str) -> None:
 
 
 def _changed(code: str, old: str, new: object) -> str:
-    """The block with another value, which stands in it once."""
+    """The block with another value in place of one that occurs once."""
     assert code.count(old) == 1, old
     return code.replace(old, str(new))
 
@@ -51,7 +51,7 @@ def test_the_script_runs_on_two_ranks_with_a_model_folder(tmp_path: Path) -> Non
     run_ranks(_run_block, 2, _changed(code, "freq_steps=2", "freq_steps=3"))
     recover = tmp_path / "runs" / "experiment" / "trial" / "recover"
     assert sorted(path.name for path in recover.glob("global_step_*")) == ["global_step_5", "global_step_7"]
-    run_ranks(_run_block, 2, code)  # the same command again: finished, and nothing is trained
+    run_ranks(_run_block, 2, code)  # the same command again: the run is finished and trains nothing
 
 
 def test_the_code_of_the_readme_is_a_part_of_that_script() -> None:
@@ -66,14 +66,14 @@ def test_the_readme_is_short() -> None:
 
 
 def _text(page: Path) -> str:
-    """The page without its code, in which brackets are no links."""
+    """The page without its code, where brackets are no links."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return re.sub(r"`[^`\n]*`", "code", text)
 
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """What the headings of a page can be linked to by, on the repository's host and on the site."""
+    """Link targets of the headings of a page, on the repository's host and on the site."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
@@ -115,7 +115,7 @@ def test_commands_name_targets_and_scripts_that_exist(page: Path) -> None:
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
 
 
-def test_what_is_installed_is_what_pyproject_says() -> None:
+def test_the_readme_names_the_wheel_python_and_extras_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"dist/{project['name']}-{project['version']}-py3-none-any.whl[ray]" in README
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
@@ -123,7 +123,7 @@ def test_what_is_installed_is_what_pyproject_says() -> None:
     assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in extras] == []
 
 
-def test_what_the_demo_prints_is_in_its_source() -> None:
+def test_quoted_output_of_the_demo_is_in_its_source() -> None:
     demo = (ROOT / "examples" / "demo.py").read_text()
     block = README.partition("make demo     #")[2].partition("    make test")[0]
     for words in (
@@ -196,7 +196,7 @@ def test_the_table_of_the_configuration_has_every_key_and_no_other() -> None:
 
 
 def _messages() -> list[str]:
-    """Every text in the sources, with a NUL for what is filled in."""
+    """All texts in the sources, with a NUL for each placeholder."""
     found = []
     for package in ("engine", "integrations", "recover", "utils"):
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What the tests' own processes start with: warnings that are errors, limits that stretch."""
+"""Start-up of the tests' own processes: warnings are errors, and limits are stretched."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which cases of a test are in the fast tier, where they represent the others."""
+"""Cases of a test that represent all of them in the fast tier."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """Cases for ``parametrize``: those that are not in ``fast``, which represents them, marked as slow.
+    """Cases for ``parametrize``, all marked as slow except those in ``fast``, which represent them.
 
     A case of several arguments is a tuple.
     """

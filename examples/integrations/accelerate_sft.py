@@ -1,4 +1,4 @@
-"""A script over Accelerate: ``python -m examples.integrations.accelerate_sft runs/accelerate``, again after a kill.
+"""A script with Accelerate: ``python -m examples.integrations.accelerate_sft runs/accelerate``, again after a kill.
 
 With more ranks: ``torchrun --nproc-per-node 2 -m examples.integrations.accelerate_sft runs/accelerate``.
 """
@@ -17,7 +17,7 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 
 
 def main(folder: Path, epochs: int = 4) -> None:
-    """Train over 40 texts, two batches a step."""
+    """Train on 40 texts, two batches per step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

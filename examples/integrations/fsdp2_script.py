@@ -1,5 +1,6 @@
-"""A loop of one's own over ``fully_shard``, as torchtitan has it:
-``torchrun --nproc-per-node 2 -m examples.integrations.fsdp2_script runs/fsdp2``, again after a kill."""
+"""A training loop with ``fully_shard``, like torchtitan's:
+``torchrun --nproc-per-node 2 -m examples.integrations.fsdp2_script runs/fsdp2``, again after a kill.
+"""
 
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 
 
 def main(folder: Path, epochs: int = 4) -> None:
-    """Train over 40 texts, four of each rank a step."""
+    """Train on 40 texts, four per rank and step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows, model = token_rows(40), tiny_model()

@@ -1,4 +1,4 @@
-"""What the jobs here share: a tiny Qwen3 from its config, a few texts, and a digest of what a run has ended with."""
+"""Shared parts of these jobs: a tiny Qwen3, a few texts, and a digest of the final state."""
 
 import hashlib
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ VOCABULARY = [*SPECIAL_TOKENS, *"0123456789+="]
 
 
 def tiny_model(kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
-    """A Qwen3 of some thousand parameters, with dropout: one lost random draw shows in its final weights.
+    """Build a Qwen3 of some thousand parameters, with dropout: losing one random draw changes its final weights.
 
     Args:
-        kind: the class of transformers that makes the model.
-        options: of its config.
+        kind: class of transformers that builds the model.
+        options: options of its config.
     """
     torch.manual_seed(0)
     given: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], **options}
@@ -30,23 +30,23 @@ def tiny_model(kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedMo
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a character."""
+    """Make a tokenizer with one token per character."""
     return make_tokenizer(VOCABULARY)
 
 
 def sums(count: int) -> list[str]:
-    """``012+84=096`` ..., all of one length."""
+    """Return ``count`` texts like ``012+84=096``, all of the same length."""
     return [f"{i:03d}+{i * 7 % 100:02d}={i + i * 7 % 100:03d}" for i in range(count)]
 
 
 def token_rows(count: int) -> list[torch.Tensor]:
-    """`sums` as int64 ``[10]`` token ids each."""
+    """Return `sums` as int64 ``[10]`` token ids."""
     return [torch.tensor([VOCABULARY.index(character) for character in text]) for text in sums(count)]
 
 
 def digest(model: torch.nn.Module, optimizer: Any) -> str:
-    """SHA-256 of all weights that are trained, and their moments, whole; all ranks call it."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's, unwrapped
+    """Return the SHA-256 of all trained weights and their moments. All ranks call it."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's optimizer
     sha = hashlib.sha256()
     for param in _params(optimizer):
         for tensor in (param, *(value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))):

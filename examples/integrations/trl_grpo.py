@@ -1,6 +1,6 @@
 """GRPO with TRL, two lines from plain TRL: ``python -m examples.integrations.trl_grpo runs/trl``, again after a kill.
 
-Plain TRL, killed inside a generation buffer, samples the same prompts again and is late to the end of the run.
+Plain TRL, killed inside a generation buffer, samples the same prompts again and reaches the end of the run late.
 """
 
 import sys
@@ -17,12 +17,12 @@ from holdfast.recover import RecoverConfig
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Short ones of even digits."""
+    """Reward short completions with even digits."""
     return [sum(character in "02468" for character in text) / 4 - 0.1 * len(text) for text in completions]
 
 
 def main(folder: Path) -> None:
-    """Train 32 steps over two epochs; a generation of completions feeds four."""
+    """Train 32 steps over two epochs. Each generation of completions is used for four steps."""
     torch.set_num_threads(1)
     args = GRPOConfig(
         output_dir=str(folder / "trl"), num_train_epochs=2, per_device_train_batch_size=2, num_generations=2,

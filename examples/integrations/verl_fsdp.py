@@ -1,4 +1,4 @@
-"""The calls that verl's trainer makes of its FSDP engine's checkpoint manager, with a tiny model:
+"""The calls of verl's trainer to the checkpoint manager of its FSDP engine, with a tiny model:
 ``torchrun --nproc-per-node 2 -m examples.integrations.verl_fsdp runs/verl``, again after a kill.
 
 A real job needs one line, ``actor_rollout_ref.model.external_lib=holdfast.integrations.verl``.
@@ -21,14 +21,14 @@ from examples.integrations.tiny import digest, tiny_model, tiny_tokenizer, token
 def main(
     folder: Path, plain: bool = False, n_keep: int = 2, steps: int = 12, at: Callable[[str], Any] = lambda _: None
 ) -> None:
-    """Train, and save as verl's trainer does after every step.
+    """Train, and save after every step like verl's trainer.
 
     Args:
         folder: verl's ``default_local_dir``.
-        plain: with verl's own checkpoint manager.
+        plain: use verl's own checkpoint manager.
         n_keep: verl's ``max_actor_ckpt_to_keep``.
-        steps: of the run.
-        at: is told where the run is: ``saved`` (the tracker still names the step before), ``named``.
+        steps: length of the run.
+        at: called with ``saved`` (the tracker file still names the previous step) and ``named``.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,1 +1,1 @@
-"""Tests of the benchmarks' harness; no figure is judged here."""
+"""Tests of the benchmarks' harness, without judging any figure."""

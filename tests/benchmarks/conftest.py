@@ -1,4 +1,4 @@
-"""What the tests of the harness share."""
+"""Fixtures for the tests of the benchmarks."""
 
 from pathlib import Path
 

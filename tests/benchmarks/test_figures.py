@@ -1,4 +1,4 @@
-"""Rounds, ratios, tables and comparisons, on numbers made up here."""
+"""Rounds, ratios, tables and comparisons, with made-up numbers."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def test_spread_is_median_and_quartiles() -> None:
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
 
-def test_what_is_needed_is_met_on_the_better_side(document: dict[str, Any]) -> None:
+def test_a_target_is_met_on_the_better_side(document: dict[str, Any]) -> None:
     figure = Figure("f", "t", "lower", {"Holdfast": [1.2]}, {"Holdfast": 1.2})
     assert figure.met("Holdfast")
     assert not read_figures(document)[1].met("Holdfast")
@@ -83,9 +83,9 @@ def test_a_figure_that_is_much_worse_is_a_regression(
     assert changes[index].worse == pytest.approx(2.0 if regressed else 0.5)
 
 
-def test_what_is_within_the_spread_is_no_regression(document: dict[str, Any]) -> None:
+def test_a_change_within_the_spread_is_no_regression(document: dict[str, Any]) -> None:
     baseline, now = make_baseline(document), copy.deepcopy(document)
-    now["figures"][0]["samples"]["Holdfast"] = [0.8, 1.4, 2.0]  # its median is far off, its quartiles reach over
+    now["figures"][0]["samples"]["Holdfast"] = [0.8, 1.4, 2.0]  # its median is far off, but its quartiles overlap
     assert not any(change.regressed for change in compare(baseline, now))
 
 

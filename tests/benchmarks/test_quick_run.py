@@ -1,4 +1,4 @@
-"""A quick run of everything: all benchmarks of the project work, and leave what they promise and nothing else."""
+"""A quick run of all benchmarks of the project: they work, write all promised files and no others."""
 
 import json
 import math
@@ -53,7 +53,7 @@ WAYS = {
     "growth.agreement.2_ranks": [],
     "growth.agreement.512_ranks": [],
 }
-"""What has to be measured, and beside whom."""
+"""Expected figures, and their ways."""
 
 PHASES = ("detect", "tear down", "start", "rendezvous", "build the model", "load", "publish", "first step and the rest")
 
@@ -138,7 +138,7 @@ def _marked(mark: str) -> Iterator[int]:
             if mark.encode() in environ.read_bytes().split(b"\0"):
                 yield int(environ.parent.name)
         except OSError:
-            continue  # it ended meanwhile, or is another user's
+            continue  # it has ended, or belongs to another user
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -149,11 +149,11 @@ def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(tmp_path: Path, 
     run = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + stretched(120)
-        while not list(tmp_path.glob("scratch-*/*/experiment")):  # a handler has been made: ranks are at work
+        while not list(tmp_path.glob("scratch-*/*/experiment")):  # a handler exists, so ranks are at work
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         if stop == signal.SIGINT:
-            os.killpg(run.pid, stop)  # as a terminal does
+            os.killpg(run.pid, stop)  # like a terminal
         else:
             run.send_signal(stop)
         assert run.wait(stretched(60)) == (130 if stop == signal.SIGINT else 143)

@@ -32,7 +32,7 @@ ARCHITECTURES = ("llama", "qwen3_tied", "qwen3_untied", "gemma", "gpt2", "qwen3_
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """The config of a model with a few thousand parameters; 15 rows of vocabulary divide by no world size here."""
+    """The config of a model with a few thousand parameters. No world size here divides its 15 rows of vocabulary."""
     match name:
         case "llama":
             return LlamaConfig(**_SIZES)
@@ -52,7 +52,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """An unsharded fp32 model; every parameter is random, norms and biases too."""
+    """An unsharded fp32 model with random parameters, including norms and biases."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(name))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A server with the few endpoints of the Hugging Face hub that a snapshot is downloaded through."""
+"""A server with the few endpoints of the Hugging Face hub that a snapshot download uses."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A model on the hub: what each revision is, in the order in which it is asked for, and where each commit lies."""
+    """A model on the hub: the commit of each revision at successive requests, and the folder of each commit."""
 
     commits: dict[str, Path]
     revisions: dict[str, list[str]]
     broken: str = ""
-    """A file that cannot be had."""
+    """A file that cannot be downloaded."""
     slow: str = ""
-    """A file that takes `SLOW_S`."""
+    """A file that takes `SLOW_S` to download."""
 
 
 SLOW_S = 4.0

@@ -1,4 +1,4 @@
-"""Tiny models of real architectures, written as Hugging Face folders; no network."""
+"""Tiny models of real architectures, written as Hugging Face folders without network."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 def tiny_qwen3(
     tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, layers: int = 2, max_length: int = 128
 ) -> Qwen3Config:
-    """A Qwen3 of a few thousand parameters; the vocabulary divides by neither 2 nor 4."""
+    """A Qwen3 of a few thousand parameters. Neither 2 nor 4 divides the vocabulary."""
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -1,4 +1,4 @@
-"""How much memory an action takes at its peak."""
+"""Measure the peak memory of an action."""
 
 import os
 from collections.abc import Callable
@@ -9,8 +9,8 @@ CAN_MEASURE = os.access("/proc/self/clear_refs", os.W_OK)
 
 
 def peak_growth_bytes(action: Callable[[], object]) -> int:
-    """By how much this process's memory grew at most while ``action`` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    """Measure the growth of this process's memory during ``action``."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status_bytes("VmRSS")
     action()
     return _status_bytes("VmHWM") - before

@@ -1,4 +1,4 @@
-"""``shelf://``: a store for tests that all ranks reach, on a local disk but written as any other fsspec backend is."""
+"""``shelf://``: a store for tests, shared by all ranks, on a local disk but written like any other fsspec backend."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class Shelf(DirFileSystem):
-    """Files under their names from the first byte on, no discarding, no durability."""
+    """Files have their final names from the first byte on. Nothing is discarded, nothing is durable."""
 
     protocol = "shelf"
 
@@ -25,6 +25,6 @@ class Shelf(DirFileSystem):
 
 
 def shelf_url(folder: Path) -> str:
-    """The URL of a folder, for this process and the backend it now knows."""
+    """The URL of a folder. Also registers the backend in this process."""
     fsspec.register_implementation("shelf", Shelf, clobber=True)
     return f"shelf://{folder}"

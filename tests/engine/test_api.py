@@ -1,4 +1,4 @@
-"""Value types refuse what they cannot mean, and name the key."""
+"""Value types refuse meaningless values and name the key."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from holdfast.engine.api import HFExportOptions
 from holdfast.utils.errors import ConfigError
 
 
-def test_what_an_export_cannot_be_is_refused_with_the_key() -> None:
+def test_impossible_export_options_are_refused_with_the_key() -> None:
     with pytest.raises(ConfigError, match="'dtype' is 'int8'; expected one of None, 'float32', 'bfloat16', 'float16'"):
         SaveLoadMeta("out", "hf", with_optim=False, dtype="int8")
     with pytest.raises(ConfigError, match="'max_shard_size_bytes' is 0"):

@@ -1,4 +1,4 @@
-"""AReaL's names of the engine's methods, on two ranks: the same results as ours, from dicts and from lists."""
+"""AReaL's names of the engine's methods, on two ranks: the same results, for dicts and for lists."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def _lists(rank: int, folder: str) -> None:
 
 
 def _filled_rows(rank: int, folder: str) -> None:
-    """Gradients do not depend on what rows are filled with, and the model does get rows of one length."""
+    """Gradients do not depend on the padding values of rows, and the model gets rows of one length."""
     batch = rows(make_batch(), slice(rank * 4, rank * 4 + 4))
     spec = MicroBatchSpec(max_tokens_per_mb=12)
     plain = make_engine(folder, mb_spec=spec)
@@ -78,7 +78,7 @@ def test_rows_are_filled_up_beyond_the_positions_that_a_model_has_learned(tmp_pa
 
 
 def _own_step(rank: int, folder: str) -> None:
-    """A training step of one's own, with these methods, is that of train_batch."""
+    """A hand-written training step with these methods equals train_batch."""
     batch = rows(make_batch(masked_rows=()), slice(rank * 4, rank * 4 + 4))
     engine, twin = (make_engine(folder, optimizer=LINEAR) for _ in range(2))
     weight = sum(float(part["loss_mask"][:, 1:].sum()) for part in (make_batch(),))
@@ -105,7 +105,7 @@ def _rates_and_statistics(rank: int, folder: str) -> None:
     steps.append(engine.train_batch(batch, nll, loss_tokens))
     assert steps[1]["lr"] == 5e-3
     engine.lr_scheduler_step()
-    engine.lr_scheduler_step()  # moves without an update, as AReaL's does
+    engine.lr_scheduler_step()  # changes without an update, as in AReaL
     skipped = engine.train_batch(batch, lambda logits, mb: nll(logits, mb) * float("nan"), loss_tokens)
     assert skipped["update_successful"] == 0.0 and skipped["lr"] == pytest.approx(1e-2 * (1 - 2 / 20))
     means = engine.export_stats()

@@ -100,7 +100,7 @@ PROBLEMS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
         "ConfigError: config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names 'NoSuchLayer'",
     ),
 }
-"""What is wrong on rank 1 alone: with its folder, with its config; and what that rank says."""
+"""A fault on rank 1 alone, in its folder or its config, and the message of that rank."""
 
 
 def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
         except Exception as error:
             outcomes[problem] = f"{type(error).__name__}: {error}"
         assert time.monotonic() - began < 20, f"{problem}: it waited"
-        shutil.copytree(root / "good", folder, dirs_exist_ok=True)  # mended, the same engine starts
+        shutil.copytree(root / "good", folder, dirs_exist_ok=True)  # repaired, so the same engine starts
         engine.config = TrainEngineConfig(path=str(folder), device="cpu")
         engine.initialize(None, SPEC)
         assert engine.model_folder == folder

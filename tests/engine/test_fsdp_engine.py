@@ -1,4 +1,4 @@
-"""The engine against an unsharded, padded reference; its schedule, its skipped steps, its save and load."""
+"""The engine against an unsharded, padded reference, with its schedule, skipped steps, saves and loads."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def reference(model: PreTrainedModel, batch: Batch) -> tuple[float, torch.Tensor
 
 
 def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Filled with whole gradients just before the next optimizer step."""
+    """A dict that is filled with whole gradients just before the next optimizer step."""
     gradients: dict[str, torch.Tensor] = {}
 
     def hook(*_: Any) -> None:
@@ -129,7 +129,7 @@ def _gradients_of_every_cut(rank: int, world_size: int, folder: str) -> dict[str
         )
         engine.config.optimizer.gradient_clipping = 1e9
         gradients = capture_gradients(engine)
-        for masked in ((), (0, 1, 2, 3)):  # the second: everything that rank 0 of 2 has
+        for masked in ((), (0, 1, 2, 3)):  # the second case masks everything on rank 0 of 2
             batch = make_batch(masked_rows=masked)
             share = rows(batch, slice(rank * 8 // world_size, (rank + 1) * 8 // world_size))
             expected, _ = reference(ref, batch)
@@ -168,7 +168,7 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_batch()
     _, expected = reference(ref, batch)
-    share = slice(0, 1) if rank == 0 else slice(1, 8)  # ragged: one sequence against seven
+    share = slice(0, 1) if rank == 0 else slice(1, 8)  # uneven: one sequence and seven
     logprobs = engine.forward_batch(rows(batch, share))
     assert logprobs.shape == expected[share].shape
     assert torch.allclose(logprobs, expected[share], atol=1e-5)
@@ -179,7 +179,7 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
         ({**batch, "loss_mask": batch["loss_mask"][:, :-1]}, "loss_mask"),
         ({**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}, "no token"),
     ):
-        # Only rank 1 has the bad batch; rank 0 must not hang in a collective.
+        # Only rank 1 has the bad batch, and rank 0 must not hang in a collective.
         with pytest.raises(BatchError if rank == 1 else PeerError, match=words):
             engine.train_batch(bad if rank == 1 else batch, nll, loss_tokens)
     with pytest.raises(BatchError, match="no token of the batch counts"):
@@ -222,7 +222,7 @@ def _skipped_steps(rank: int, world_size: int, folder: str) -> None:
     assert (stats["lr"], stats["update_skipped"]) == (1e-2, 0.0)
     engine.step_lr_scheduler()
     before = whole(engine)
-    # Only rank 1 computes a NaN; both skip, and the schedule stays.
+    # Only rank 1 computes a NaN. Both skip the step, and the schedule stays.
     stats = engine.train_batch(batch, _poison if rank == 1 else nll, loss_tokens)
     engine.step_lr_scheduler()
     assert stats["update_skipped"] == 1.0
@@ -248,7 +248,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     engine.set_version(7)
     if rank == 0:
         for name in ("dcp", "hf"):
-            Path(out, name).mkdir()  # as callers do that make the folder first
+            Path(out, name).mkdir()  # like callers that create the folder first
     engine.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
     engine.save(SaveLoadMeta(f"{out}/hf", "hf", with_optim=False, base_model_path=folder))
     with pytest.raises((ConfigError, PeerError), match=r"dcp, which is committed with a manifest\.json"):
@@ -347,7 +347,7 @@ def _unusual_wraps(rank: int, world_size: int, folder: str) -> dict[str, torch.T
         drawn |= {f"{names}.{n}": t.full_tensor().clone() for n, t in engine.model.state_dict().items()}
         assert all(torch.isfinite(t).all() for t in drawn.values())
         stats = engine.train_batch(make_batch(), nll, loss_tokens)
-        assert 2.5 < stats["loss"] < 3.0  # log 15: the weights are drawn, not left over
+        assert 2.5 < stats["loss"] < 3.0  # log 15, because the weights are freshly drawn
         engine.destroy()
         engine.create_process_group()
     return drawn
@@ -363,7 +363,7 @@ def _lifecycle(rank: int, world_size: int, folder: str) -> None:
     engine = make_engine(folder)
     engine.destroy()
     engine.destroy()
-    assert dist.is_initialized()  # the group was not the engine's own
+    assert dist.is_initialized()  # the engine did not create the group
     with pytest.raises(ConfigError, match="no model"):
         engine.train()
     with pytest.raises(ConfigError, match="create_process_group first"):
@@ -375,7 +375,7 @@ def _lifecycle(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
     engine = FSDPEngine(TrainEngineConfig(path=folder))
     os.environ.pop("RANK")
-    engine.create_process_group()  # a world of one, the engine's own
+    engine.create_process_group()  # a world of one, created by the engine
     engine.initialize(None, SPEC)
     assert engine.data_parallel_world_size == 1
     engine.destroy()
@@ -388,7 +388,7 @@ def test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone(qwen3: Pat
 
 def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out: str) -> None:
     def fail(*args: object) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")  # which every call raises from then on
+        raise RuntimeError("CUDA error: device-side assert triggered")  # after which every call raises this
 
     dropped = list[Any]()
     dist.destroy_process_group()

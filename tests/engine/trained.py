@@ -1,4 +1,4 @@
-"""The smallest state there is to save: one layer, AdamW, one step."""
+"""The smallest state to save: one layer, AdamW, one step."""
 
 import torch
 from torch import nn

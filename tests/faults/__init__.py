@@ -1,1 +1,1 @@
-"""Break everything that can break, at every moment it can, and see that nothing was lost."""
+"""Inject every fault at every possible moment and check that nothing is lost."""

@@ -1,7 +1,7 @@
-"""What somebody who may write a generation's files can do to them: plant pickles, names that lead elsewhere, and bombs.
+"""Attacks by someone with write access to a generation: planted pickles, names that lead elsewhere, and bombs.
 
-Each attack is a function of the generation's folder, whose files are hard links: it replaces what it changes. Writing
-the manifest anew, so that all digests are right, is the caller's.
+Each attack is a function of the generation's folder, whose files are hard links, so it replaces the files it changes.
+The caller writes the manifest again with matching digests.
 """
 
 import json
@@ -30,12 +30,12 @@ BOMB_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """One thing done to a generation by somebody who means it.
+    """One malicious change to a generation.
 
     Attributes:
-        name: says what, for the report.
-        plant: does it to the folder.
-        named: words of which an error must have one.
+        name: description for the report.
+        plant: function that changes the folder.
+        named: words, at least one of which an error must contain.
     """
 
     name: str
@@ -43,15 +43,12 @@ class Attack:
     named: tuple[str, ...]
 
 
-# Ways to plant a pickle
-
-
 def plant_file(name: str, data: bytes, folder: Path) -> None:
     replace_bytes(folder / name, data)
 
 
 def _plant_user_state(data: bytes, folder: Path) -> None:
-    """Inside the sound file of a rank, where a user's object's state is packed."""
+    """Plant it inside the valid file of a rank, in the packed state of a user's object."""
     state = torch.load(folder / STATE, weights_only=True)
     state["user"]["meter"] = data
     (folder / STATE).unlink()
@@ -59,7 +56,7 @@ def _plant_user_state(data: bytes, folder: Path) -> None:
 
 
 def _plant_cursor(data: bytes, folder: Path) -> None:
-    """Inside the sound file of the dataloader."""
+    """Plant it inside the valid file of the dataloader."""
     state = torch.load(folder / "data.pt", weights_only=True)
     state["states"] = [data]
     (folder / "data.pt").unlink()
@@ -78,7 +75,7 @@ def _indices(metadata: Metadata, name: str) -> list[MetadataIndex]:
 
 
 def _plant_entry(name: str, data: bytes, as_bytes: bool, folder: Path) -> None:
-    """In a data file, where ``.metadata`` says that an entry is; ``as_bytes``: and that it is no tensor."""
+    """Put data into a data file where ``.metadata`` has an entry. With ``as_bytes``, also turn the entry into bytes."""
     file = folder / "actor" / "__0_0.distcp"
     before = file.read_bytes()
     replace_bytes(file, before + data)
@@ -95,7 +92,7 @@ def _plant_entry(name: str, data: bytes, as_bytes: bool, folder: Path) -> None:
 
 
 def _plant_in_metadata(part: str, value: Any, folder: Path) -> None:
-    """Among the sound values of ``.metadata``."""
+    """Plant it among the valid values of ``.metadata``."""
 
     def add(metadata: Metadata) -> None:
         if part == "planner_data":
@@ -109,7 +106,7 @@ def _plant_in_metadata(part: str, value: Any, folder: Path) -> None:
 
 
 def pickle_attacks(marker: Path) -> Iterator[Attack]:
-    """Every payload in every wrapping in every place that holds a pickle, or where one might be read."""
+    """Yield every payload in every wrapping, in every place where a pickle is read or might be read."""
     for (what, stream), (how, wrap) in ((p, w) for p in payload_streams(marker).items() for w in WRAPPINGS.items()):
         data, name = wrap(stream), f"{what}, {how}"
         for file in ("actor/.metadata", STATE, "data.pt", "state/driver.pt", INFO_NAME, MANIFEST_NAME):
@@ -126,7 +123,7 @@ def pickle_attacks(marker: Path) -> Iterator[Attack]:
             yield Attack(f"{what}, in {part} of .metadata", plant, ("actor/.metadata",))
 
 
-# Names that lead out of the folder, and sizes that take the memory
+# Names that lead out of the folder, and sizes that exhaust the memory.
 
 
 def _add_to_manifest(name: str, folder: Path) -> None:
@@ -161,7 +158,7 @@ def _announce(name: str, shape: tuple[int, ...], folder: Path) -> None:
 
 
 def _endless_text(folder: Path) -> None:
-    """A value of a kilobyte whose ``repr`` has no end."""
+    """A value of a kilobyte with an endless ``repr``."""
     nest: Any = "x"
     for _ in range(60):
         nest = [nest, nest]
@@ -179,7 +176,7 @@ def _deep(name: str, folder: Path) -> None:
 
 
 def odd_attacks() -> Iterator[Attack]:
-    """What runs nothing, and must not get its way either."""
+    """Yield attacks that run no code, but must be refused all the same."""
     for path in ("../../outside", "/etc/hostname", "actor/../../../outside"):
         yield Attack(f"{path} in the manifest", partial(_add_to_manifest, path), (path, MANIFEST_NAME))
     for path in ("../critic/__0_0.distcp", "/etc/hostname", "deep/../../critic/__0_0.distcp", "\0", ".", ""):
@@ -193,7 +190,7 @@ def odd_attacks() -> Iterator[Attack]:
 
 
 def bomb_attacks() -> Iterator[Attack]:
-    """Small files that unpack to something large."""
+    """Yield small files that unpack to large ones."""
     bomb = zip_bomb(BOMB_BYTES)
     for file in (STATE, "data.pt"):
         yield Attack(f"a zip bomb as {file}", partial(plant_file, file, bomb), (Path(file).name,))

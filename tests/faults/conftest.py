@@ -1,4 +1,4 @@
-"""What the fault tests share: the tally of what they inject, and generations to break."""
+"""Fixtures of the fault tests: the tally of injected faults, and generations to damage."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,18 +20,18 @@ SAY_EVERY_S = 5.0
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Tally:
-    """Where the tests report what they injected, and what became of it."""
+    """The table to which tests report injected faults and their outcomes."""
     return pytestconfig.stash[TALLY]
 
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Show a line of progress at once, captured output or not, where all faults are injected; else with -s."""
+    """Print a line of progress at once, despite captured output, if all faults are injected. Otherwise only with -s."""
     reporter: Any = request.config.pluginmanager.getplugin("terminalreporter")
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
 
     def line(text: str) -> None:
-        if SHARE == 1 and reporter is not None:  # (a process of pytest-xdist has none)
+        if SHARE == 1 and reporter is not None:  # a process of pytest-xdist has no reporter
             with capture.global_and_fixture_disabled():
                 reporter.ensure_newline()
                 reporter.write_line(f"  {text}")
@@ -43,7 +43,7 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture
 def progress(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, but at most one line every few seconds: for loops over thousands of cheap faults."""
+    """`say`, limited to one line every few seconds, for loops over thousands of cheap faults."""
     last = time.monotonic()
 
     def line(text: str) -> None:
@@ -57,26 +57,26 @@ def progress(say: Callable[[str], None]) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``recover`` folder of a run of two ranks, with the generations of steps 0 and 1: to copy, not to change."""
+    """The ``recover`` folder of a run of two ranks with the generations of steps 0 and 1. Tests change only copies."""
     return make_generations(tmp_path_factory.mktemp("good"))
 
 
 @pytest.fixture(scope="session")
 def shop() -> Iterator[Workshop]:
-    """Two warm ranks, and a folder for what they break."""
+    """Two warm ranks and a scratch folder."""
     with workshop() as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def recorded(shop: Workshop) -> Callable[[str], Recorded]:
-    """A scenario of power cuts, performed once."""
+    """A function that performs a scenario for power cuts once."""
     return cache(partial(record, shop))
 
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[Victim]:
-    """A warm process's state to load generations into."""
+    """Engines and other state of a warm process, to load generations into."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Victim()

@@ -1,6 +1,6 @@
-"""What can happen to the files of a generation: torn, rotten, moved about, mixed with another's, or no files at all.
+"""Damage to the files of a generation: truncated, corrupted, moved, mixed with another generation, or not files.
 
-Each damage is a function of the generation's folder, whose files are hard links: it replaces what it changes.
+Each damage is a function of the generation's folder, whose files are hard links, so it replaces the files it changes.
 """
 
 import io
@@ -23,17 +23,17 @@ from holdfast.utils.manifest import MANIFEST_NAME
 from tests.faults.generations import NEWER, OLDER, files_of, link_tree, replace_bytes
 
 SMALL_BYTES = 2600
-"""Up to this size, a bit of every byte is flipped."""
+"""Up to this size, one bit of every byte is flipped."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that happens to a generation.
+    """One kind of damage to a generation.
 
     Attributes:
-        name: says what, for the report.
-        strike: does it to the folder.
-        blame: files of which a reason must name one.
+        name: description for the report.
+        strike: function that damages the folder.
+        blame: files, at least one of which the reason must name.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Damage:
 
 
 def _zip_boundaries(blob: bytes, start: int) -> Iterator[int]:
-    """Where the parts of a zip archive begin and end: local headers, members, the directory, its end."""
+    """Offsets of the parts of a zip archive: local headers, members, the directory, its end."""
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
         for member in archive.infolist():
             begin = member.header_offset
@@ -57,7 +57,7 @@ def _zip_boundaries(blob: bytes, start: int) -> Iterator[int]:
 
 
 def boundaries(folder: Path, name: str) -> list[int]:
-    """Byte offsets at which something begins or ends in a file of a generation, both ends of the file included."""
+    """Byte offsets at which some part of a file begins or ends, including both ends of the file."""
     data = (folder / name).read_bytes()
     found = {0, len(data)}
     if name.endswith(".json"):
@@ -69,7 +69,7 @@ def boundaries(folder: Path, name: str) -> list[int]:
         places = FileSystemReader((folder / name).parent).read_metadata().storage_data.values()
         own = sorted((p.offset, p.length) for p in places if p.relative_path == Path(name).name)
         found |= {edge for offset, length in own for edge in (offset, offset + length)}
-        for offset, length in (own[0], own[-1]):  # all entries are built alike
+        for offset, length in (own[0], own[-1]):  # the first and the last entry suffice, because all are alike
             found |= set(_zip_boundaries(data[offset : offset + length], offset))
     elif name.endswith(".pt"):
         found |= set(_zip_boundaries(data, 0))
@@ -81,7 +81,7 @@ def truncate(name: str, size: int, folder: Path) -> None:
 
 
 def truncations(good: Path) -> Iterator[Damage]:
-    """Every file cut at every boundary and one byte either side; one byte past the end is a file that grew."""
+    """Cut every file at every boundary and one byte to either side. One byte after the end makes the file longer."""
     for name in files_of(good / NEWER):
         size = (good / NEWER / name).stat().st_size
         cuts = {at + off for at in boundaries(good / NEWER, name) for off in (-1, 0, 1) if 0 <= at + off != size}
@@ -99,7 +99,7 @@ def flip(name: str, at: int, folder: Path) -> None:
 
 
 def flips(good: Path) -> Iterator[Damage]:
-    """A bit of every byte of small files; of larger ones in the middle of every part, and at its first byte."""
+    """Flip one bit of every byte in small files. In larger files, flip one in two bytes of every part."""
     for name in files_of(good / NEWER):
         size, edges = (good / NEWER / name).stat().st_size, boundaries(good / NEWER, name)
         parts = {at for a, b in pairwise(edges) for at in (a, (a + b) // 2)}
@@ -126,7 +126,7 @@ def _remove_folder(name: str, folder: Path) -> None:
 
 
 def rearrangements(good: Path) -> Iterator[Damage]:
-    """Any two files swapped, every file and folder removed, files and folders added."""
+    """Swap any two files, remove every file and folder, add files and folders."""
     source = good / NEWER
     names = files_of(source)
     for one, other in combinations(names, 2):
@@ -160,12 +160,12 @@ def _take(parts: tuple[str, ...], older: Path, folder: Path) -> None:
 
 
 def mixtures(good: Path) -> Iterator[Damage]:
-    """Each file from the older generation, and all combinations of its parts, with either manifest."""
+    """Take each file, and all combinations of parts, from the older generation, with either manifest."""
     older, newer = good / OLDER, good / NEWER
     every = tuple(files_of(newer))
     changed = [name for name in every if (older / name).read_bytes() != (newer / name).read_bytes()]
     for name in changed:
-        blame = every if name == MANIFEST_NAME else (name,)  # a sound manifest accuses the files around it
+        blame = every if name == MANIFEST_NAME else (name,)  # a valid manifest blames the files around it
         yield Damage(f"{name} of the older generation", partial(_take, (name,), older), blame)
         others = tuple(other for other in every if other != name)
         yield Damage(f"all but {name} of the older generation", partial(_take, others, older), (INFO_NAME, *every))
@@ -178,7 +178,7 @@ def mixtures(good: Path) -> Iterator[Damage]:
             )
 
 
-# Not even files
+# Not files at all
 
 
 def _replace(name: str, make: Callable[[Path, bytes], object], folder: Path) -> None:
@@ -199,7 +199,7 @@ def _by_link_to_the_same_bytes(path: Path, data: bytes) -> None:
 
 
 def _by_socket(path: Path, _: bytes) -> None:
-    with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):  # a path may have 107 bytes
+    with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):  # a socket's path is limited to 107 bytes
         server.bind(path.name)
 
 
@@ -216,7 +216,7 @@ REPLACEMENTS: dict[str, Callable[[Path, bytes], object]] = {
 
 
 def impostors(good: Path) -> Iterator[Damage]:
-    """Every file replaced by something that is none."""
+    """Replace every file by something that is not a file."""
     for name, (what, make) in product(files_of(good / NEWER), REPLACEMENTS.items()):
         yield Damage(f"{name} replaced by {what}", partial(_replace, name, make), (name,))
 

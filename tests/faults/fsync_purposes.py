@@ -1,6 +1,6 @@
-"""What each fsync of a recorded trace is for, so that tests can name the one they leave out.
+"""Purpose of each fsync in a recorded trace, by which tests name the fsync that they leave out.
 
-Whoever adds one to the product says here what it is for: test_harness_can_fail.py takes each of them away.
+Every new fsync in the product needs an entry here. test_harness_can_fail.py removes each of them in turn.
 """
 
 import os
@@ -10,7 +10,7 @@ from tests.faults.power_loss import FSYNCS
 from tests.faults.shim import Call
 
 MIRROR = "mirror/e/t"
-"""Where the copies of mirrored snapshots are, below the root."""
+"""Folder of mirrored snapshots, relative to the root."""
 IN_STAGING = {
     "the data file of a rank": r"\w+/__\d+_\d+\.distcp",
     "the metadata of an engine": r"\w+/\.metadata",
@@ -24,13 +24,13 @@ IN_STAGING = {
     "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
     "the staging folder": r"",
 }
-"""What an fsync in a staging folder is for -> path in it."""
+"""Purpose of an fsync in a staging folder -> path in that folder."""
 AFTER_NAMES = {
     "the folder with the new name": r".*/(global_step_|v)\d+",
     "the folder with a retired name": r".*/\.retired-.*",
     "a folder above the first snapshot": r"(e|e/t|e/t/recover)",
 }
-"""What an fsync of any other folder is for -> name that was last made in it."""
+"""Purpose of an fsync of any other folder -> name that was created there last."""
 IN_MIRROR = {
     "the manifest of a copy": r"/global_step_\d+/\.part-manifest\.json",
     "a file of a copy": r"/global_step_\d+/.*\.part-.*",
@@ -38,19 +38,19 @@ IN_MIRROR = {
     "the marker of a copy": r"/\.part-\.copying-.*",
     "the folder of copies": r"",
 }
-"""What an fsync at the mirror is for -> path below it, unless a manifest came there, or went, last."""
+"""Purpose of an fsync at the mirror -> path below it, unless a manifest was created or removed there last."""
 MANIFEST_MOVED = "the folder of a copy whose manifest came or went"
 EARLIER_LIFE = "a name that an earlier life may have made"
-"""Of a folder in which this life has made none: who made one may have been killed before its fsync."""
+"""Purpose of an fsync of a folder in which this run has created no name. An earlier run may have created one."""
 UNKNOWN = "nothing that is known"
 HINT = "a hint"
-"""The tracker file and who holds the lock: written for people, and never trusted, so that they need no fsync."""
+"""The tracker file and the holder of the lock. They are for people and never trusted, so they need no fsync."""
 PROBES = ".shared-"
-"""Files that are gone again at once: nothing is fsynced for them."""
+"""Files that are removed at once, so that no fsync is for them."""
 
 
 def fsync_purposes(calls: list[Call]) -> dict[int, str]:
-    """Index of each fsync -> what it is for; the last name that was made in a folder tells what its fsync is for."""
+    """Map the index of each fsync to its purpose, which follows from the last name created in the folder."""
     found, last_name = dict[int, str](), dict[str, str]()
     for i, call in enumerate(calls):
         name = call.target if call.name == "rename" else call.path

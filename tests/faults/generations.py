@@ -1,8 +1,8 @@
-"""Two good generations to damage, copied by hard links in a millisecond, and a warm process that loads the result.
+"""Two valid generations to damage, copied by hard links in a millisecond, and a warm process that loads the result.
 
-The generations are those of steps 0 and 1 of a run of two real ranks with two sharded engines, a data cursor and a
-user's object. `Victim.load` says what a load did: what it returned, whether all of the state is then that of one of
-the generations to the bit, and how often anything was written to on the way.
+The generations hold steps 0 and 1 of two real ranks with two sharded engines, a data cursor and a user's object.
+`Victim.load` reports the outcome of a load: the returned step, whether the whole state is then equal to one of the
+generations to the bit, and the number of writes to it.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.helpers import run_ranks
 from tests.recover.runs import Meter, Prompts, make_handler, make_loader, step_info, stream
 
 WIDTHS = {"actor": 7, "critic": 4}
-"""Engine -> rows of its only weight: 7 do not divide by the number of ranks."""
+"""Rows of the only weight by engine. 7 rows cannot be divided evenly between the ranks."""
 OLDER, NEWER = "global_step_0", "global_step_1"
 LOAD_TIMEOUT_S = 20.0
 
@@ -59,7 +59,7 @@ def sharded_states(world_size: int) -> dict[str, DCPState]:
 
 
 def _train(rank: int, world_size: int, root: str, steps: int) -> None:
-    """Snapshot ``steps`` steps, the first numbered 0."""
+    """Take snapshots of ``steps`` steps, beginning with step 0."""
     states = sharded_states(world_size)
     seed_rng(7 + rank)
     handler, meter, loader = make_handler(root, freq_steps=1), Meter(), make_loader("own", rank, world_size)
@@ -80,23 +80,22 @@ def _train(rank: int, world_size: int, root: str, steps: int) -> None:
 
 
 def make_generations(root: Path, steps: int = 2) -> Path:
-    """Run two ranks; the ``recover`` folder with a generation a step."""
+    """Run two ranks and return the ``recover`` folder with one generation per step."""
     run_ranks(_train, 2, str(root), steps)
     return recover_folder(root)
 
 
 def recover_folder(root: Path) -> Path:
-    """Where the generations of a run below ``root`` are."""
     return root / "e" / "t" / "recover"
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Copy a folder by hard links: `replace_bytes` changes one of them alone."""
+    """Copy a folder by hard links. Use `replace_bytes` to change a file in one copy only."""
     shutil.copytree(source, target, copy_function=os.link)
 
 
 def copy_generations(good: Path, root: Path, *names: str) -> Path:
-    """Link the named ones of the generations in ``good`` below ``root``; their ``recover`` folder."""
+    """Link the named generations of ``good`` below ``root`` and return the new ``recover`` folder."""
     recover = recover_folder(root)
     recover.mkdir(parents=True)
     for name in names:
@@ -105,14 +104,14 @@ def copy_generations(good: Path, root: Path, *names: str) -> Path:
 
 
 def replace_bytes(path: Path, data: bytes | bytearray) -> Path:
-    """Give a path a new file; one that was hard-linked keeps its bytes."""
+    """Write a new file in place of ``path``, so that other hard links keep the old bytes."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     return path
 
 
 def reseal(folder: Path) -> None:
-    """Write the manifest anew, as somebody who has changed a file and knows the format would."""
+    """Write the manifest again, as an attacker who knows the format would after changing a file."""
     document = json.loads((folder / MANIFEST_NAME).read_text())
     facts = {key: value for key, value in document.items() if key not in ("format_version", "files", "digest")}
     (folder / MANIFEST_NAME).unlink()
@@ -122,18 +121,18 @@ def reseal(folder: Path) -> None:
 
 
 def slug(text: str) -> str:
-    """As the name of a quarantined folder has it."""
+    """Format text as in the name of a quarantined folder."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below ``folder``, as sorted POSIX paths relative to it."""
+    """List every file below ``folder`` as sorted relative POSIX paths."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block when it takes longer; also out of a system call that hangs."""
+    """Raise TimeoutError if the block takes longer, even inside a system call that hangs."""
 
     def expire(*_: Any) -> None:
         raise TimeoutError(f"hangs: not done after {seconds:g} s")
@@ -148,7 +147,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class _CountingMeter(Meter):
-    """Says how often it was given a state."""
+    """Counts the states it is given."""
 
     loads = 0
 
@@ -158,7 +157,7 @@ class _CountingMeter(Meter):
 
 
 class _CountingLoader(ResumableDataLoader):
-    """Says how often it was given a state."""
+    """Counts the states it is given."""
 
     loads = 0
 
@@ -169,12 +168,12 @@ class _CountingLoader(ResumableDataLoader):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did.
+    """Outcome of a load.
 
     Attributes:
-        step: of the generation that was restored; None when the handler said that there is nothing to resume.
-        record: everything that can be restored, as a digest and the data cursor.
-        writes: how often anything of it was written to.
+        step: step of the restored generation. None if there was nothing to resume.
+        record: digest of everything that can be restored, and the data cursor.
+        writes: number of writes to it.
     """
 
     step: int | None
@@ -183,7 +182,7 @@ class Loaded:
 
 
 class Victim:
-    """Engines, a data cursor, a user's object and generators of one process, to load generations into."""
+    """Engines, a data cursor, a user's object and generators of one process."""
 
     def __init__(self) -> None:
         torch.manual_seed(11)
@@ -193,7 +192,7 @@ class Victim:
         self.scramble()
 
     def scramble(self) -> None:
-        """Give everything values that no generation holds."""
+        """Set everything to values that no generation holds."""
         with torch.no_grad():
             for number, tensor in enumerate(self.tensors):
                 tensor.fill_(-1000.0 - number)
@@ -201,9 +200,10 @@ class Victim:
         seed_rng(99)
 
     def load(self, root: Path, **options: Any) -> Loaded:
-        """Scramble, and load the run below ``root``; raises what `RecoverHandler.load` raises.
+        """Scramble the state and load the run below ``root``. Raises the errors of `RecoverHandler.load`.
 
-        Its `state_record` is ``untouched`` afterwards exactly when the load has changed no engine, object or generator.
+        Afterwards `state_record` is equal to ``untouched`` if and only if the load changed no engine, object or
+        generator.
         """
         self.scramble()
         self.untouched = self.state_record()
@@ -222,7 +222,7 @@ class Victim:
         return f"{self.state_record()} {self.loader.state_dict()}"
 
     def state_record(self) -> str:
-        """Digest of the engines, the user's object and the generators: all but the data cursor."""
+        """Digest of the engines, the user's object and the generators, without the data cursor."""
         found = sha256()
         for tensor in self.tensors:
             found.update(tensor.detach().numpy().tobytes())
@@ -241,7 +241,7 @@ class Victim:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines: thousands of generations that are quarantined would say so."""
+    """Silence the log, to which thousands of quarantined generations would write."""
     previous = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,10 +1,11 @@
-"""Groups of ranks in a tenth of a second: forked from warm processes that have imported everything and have no threads.
+"""Fast groups of ranks, forked in a tenth of a second from warm processes without threads that have imported
+everything.
 
-A fault test needs thousands of processes that live for a moment: two ranks that are killed, two fresh ones that see
-what is left. `Nursery.run` has them forked, gives them a gloo group over a file, has each go through a list of stages,
-and waits as a supervisor would: when one of them ends badly, the others are killed at once.
+A fault test needs thousands of short-lived processes: two ranks that are killed, two new ones that inspect the result.
+`Nursery.run` forks them, gives them a gloo group over a file, and has each run a list of stages. Like a supervisor, it
+kills the others at once if one of them fails.
 
-Every rank has a parent of its own, because what torch remembers of sharded tensors is remembered for one rank.
+Each rank has its own parent, because torch's caches for sharded tensors are valid for one rank.
 """
 
 import contextlib
@@ -33,22 +34,22 @@ from tests.helpers import PRELOAD
 from tests.limits import stretched
 
 Stage = Callable[[int], Any]
-"""What every rank does, given its number. A top-level function or a `functools.partial` of one: it is pickled."""
+"""Function that every rank calls with its number. It is pickled, so it is a top-level function or a partial of one."""
 
 GROUP_TIMEOUT_S = stretched(20.0)
-"""Longest that a rank waits for another; what is meant to be noticed is noticed by `Nursery.run` long before."""
+"""Longest time that a rank waits for another. `Nursery.run` usually notices failures long before."""
 
 
 @dataclass
 class Outcome:
-    """What became of a group of ranks.
+    """Outcome of a group of ranks.
 
     Attributes:
-        ends: exit code by rank; the negative number of the signal that killed it.
-        results: by rank, what each stage that it finished has returned.
-        errors: by rank, the traceback of the one that failed; "" where none did.
-        timed_out: whether they had to be stopped.
-        seconds: how long it took.
+        ends: exit code by rank, or the negative number of the signal that killed it.
+        results: by rank, the return values of the finished stages.
+        errors: by rank, the traceback, or "".
+        timed_out: whether the ranks had to be stopped.
+        seconds: duration.
     """
 
     ends: list[int]
@@ -58,10 +59,10 @@ class Outcome:
     seconds: float
 
     def require_success(self) -> list[list[Any]]:
-        """`results`, when every rank has come to its end.
+        """Return `results` if every rank finished.
 
         Raises:
-            AssertionError: with the traceback of those that failed.
+            AssertionError: a rank failed. The message has the tracebacks.
         """
         errors = "\n".join(f"--- rank {rank}\n{error}" for rank, error in enumerate(self.errors) if error)
         assert not any(self.ends), f"ranks ended with {self.ends}{', too late' * self.timed_out}\n{errors}"
@@ -69,17 +70,17 @@ class Outcome:
 
 
 class Nursery:
-    """One warm parent for every rank. Use `nursery`."""
+    """One warm parent process for every rank. Use `nursery`."""
 
     def __init__(self, parents: Sequence[Connection]) -> None:
         self._parents = parents
 
     def run(self, *stages: Stage, timeout_s: float = 60.0) -> Outcome:
-        """Have fresh ranks go through ``stages`` one after the other, and wait for their end.
+        """Fork ranks that run ``stages`` one after the other, and wait for their end.
 
         Args:
-            stages: what every rank does, with the default process group at hand.
-            timeout_s: after this they are killed.
+            stages: functions for every rank. The default process group is set up.
+            timeout_s: time after which the ranks are killed.
         """
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
@@ -101,11 +102,11 @@ class Nursery:
 def nursery(
     warm_up: Callable[[int], None], *, setup: Callable[[], None] | None = None, world_size: int = 2
 ) -> Iterator[Nursery]:
-    """Start the warm processes; they end after the block.
+    """Start the warm processes, which end after the block.
 
     Args:
-        warm_up: called once in the parent of each rank, with its number. It may leave no thread and no process group.
-        setup: called once, before there are parents, in the process that they are forked from.
+        warm_up: called once in the parent of each rank, with its number. It must leave no threads and no process group.
+        setup: called once in the process from which the parents are forked.
         world_size: number of ranks.
     """
     context = get_context("forkserver")
@@ -119,7 +120,7 @@ def nursery(
         yield Nursery([ours for ours, _ in pipes])
     finally:
         for ours, _ in pipes:
-            ours.close()  # ends them
+            ours.close()  # closing the pipe ends them
         process.join(timeout=stretched(60))
         if process.is_alive():
             process.kill()
@@ -132,10 +133,10 @@ def _answer(parent: Connection) -> int:
 
 
 def _wait(running: dict[int, Connection], deadline: float) -> tuple[dict[Connection, int], bool]:
-    """Until all have ended; after the first bad end, or at the deadline, the rest are killed.
+    """Wait until all have ended. After the first failure, or at the deadline, kill the rest.
 
     Returns:
-        the exit code of each, and whether all was in time.
+        The exit code of each, and whether all ended in time.
     """
     ends: dict[Connection, int] = {}
     in_time = True
@@ -144,7 +145,7 @@ def _wait(running: dict[int, Connection], deadline: float) -> tuple[dict[Connect
         in_time &= bool(ready)
         for pidfd in ready:
             parent = running.pop(pidfd)
-            parent.send_bytes(b"")  # bury it
+            parent.send_bytes(b"")  # reap it
             ends[parent] = _answer(parent)
             os.close(pidfd)
         if not in_time or any(ends.values()):
@@ -172,7 +173,7 @@ def _be_grandparent(pipes: list[Connection], warm_up: Callable[[int], None], set
 
 
 def _guarded(life: Callable[[], None], complain: Callable[[str], Any]) -> int:
-    """The exit code of a forked process that does nothing but ``life``."""
+    """Run ``life`` in a forked process and return its exit code."""
     try:
         life()
     except BaseException:
@@ -187,7 +188,7 @@ def _guarded(life: Callable[[], None], complain: Callable[[str], Any]) -> int:
 def _be_parent(pipe: Connection, rank: int, world_size: int, warm_up: Callable[[int], None]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     warm_up(rank)
-    with contextlib.suppress(EOFError):  # the other end is closed when all is done
+    with contextlib.suppress(EOFError):  # the other end is closed after the last stage
         while True:
             stages, scratch = pickle.loads(pipe.recv_bytes())
             pid = os.fork()
@@ -196,7 +197,7 @@ def _be_parent(pipe: Connection, rank: int, world_size: int, warm_up: Callable[[
                     life = partial(_be_rank, rank, world_size, stages, scratch, report)
                     os._exit(_guarded(life, lambda error: report.write(pickle.dumps(("error", error)))))
             pipe.send_bytes(pickle.dumps(pid))
-            pipe.recv_bytes()  # it has ended; until it is buried, its number is nobody else's
+            pipe.recv_bytes()  # it has ended, and its process id is reserved until it is reaped
             pipe.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
 
@@ -210,7 +211,7 @@ def _be_rank(rank: int, world_size: int, stages: Sequence[Stage], scratch: str, 
     )
     for stage in stages:
         report.write(pickle.dumps(("result", stage(rank))))
-    dist.barrier()  # nobody goes while another is still in its last collective
+    dist.barrier()  # no rank leaves while another is still in its last collective
 
 
 def _read(report: Path) -> list[tuple[str, Any]]:

@@ -1,7 +1,7 @@
-"""Pickles that run code when a careless reader loads them, in every wrapping that torch and pickle know.
+"""Pickles that run code if they are loaded carelessly, in every wrapping of torch and pickle.
 
-Each payload does one thing: make a marker file. `careless` is the reader that falls for all of them, so that a test can
-see that they are alive before it says that nothing ran.
+Each payload creates a marker file. `careless` loads them all and runs their code, so that a test can first check that
+the payloads work.
 """
 
 import io
@@ -30,7 +30,7 @@ class Call:
 
 
 def payload_objects(marker: Path) -> dict[str, Any]:
-    """Name -> object whose unpickling makes ``marker``."""
+    """Name -> object that creates ``marker`` when unpickled."""
     code, command = f"open({str(marker)!r}, 'w').close()", f"touch {marker}"
     inner = io.BytesIO()
     torch.save(Call(os.system, command), inner, _use_new_zipfile_serialization=False)
@@ -46,7 +46,7 @@ def payload_objects(marker: Path) -> dict[str, Any]:
 
 
 def payload_streams(marker: Path) -> dict[str, bytes]:
-    """Name -> pickle that makes ``marker``; `payload_objects`, and opcodes that Python itself no longer writes."""
+    """Name -> pickle that creates ``marker``: `payload_objects`, and opcodes that Python itself no longer writes."""
     plain = {name: value for name, value in payload_objects(marker).items() if name != "in an OrderedDict"}
     streams = {name: pickle.dumps(value, protocol=2) for name, value in plain.items()}
     command = f"touch {marker}".encode()
@@ -59,7 +59,7 @@ def payload_streams(marker: Path) -> dict[str, bytes]:
 
 
 def _in_zip(stream: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """As ``torch.save`` wraps a pickle today."""
+    """Wrap a pickle like ``torch.save`` today."""
     honest, forged = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.arange(3)}, honest)
     with zipfile.ZipFile(honest) as source, zipfile.ZipFile(forged, "w", compression) as target:
@@ -69,7 +69,7 @@ def _in_zip(stream: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def _in_legacy(stream: bytes) -> bytes:
-    """As ``torch.save`` wrapped a pickle before 1.6."""
+    """Wrap a pickle like ``torch.save`` before version 1.6."""
     head: tuple[Any, ...] = (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True})
     return b"".join(pickle.dumps(value, 2) for value in head) + stream + pickle.dumps([], 2)
 
@@ -80,19 +80,19 @@ WRAPPINGS: dict[str, Callable[[bytes], bytes]] = {
     "deflated zip": lambda stream: _in_zip(stream, zipfile.ZIP_DEFLATED),
     "legacy": _in_legacy,
 }
-"""What torch.load reads, from a pickle."""
+"""Functions that turn a pickle into a file for torch.load."""
 
 
 def careless(data: bytes) -> None:
-    """Load as a reader does that trusts what it reads; what it then complains of does not matter."""
+    """Load data without any safeguard, and ignore errors."""
     try:
         torch.load(io.BytesIO(data), weights_only=False)
-    except Exception as error:  # the payload has run by now, or the test says so
+    except Exception as error:  # the payload has run by now, or the test reports that it has not
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 def zip_bomb(n_bytes: int) -> bytes:
-    """A ``torch.save`` file a thousand times smaller than the uint8 tensor of ``n_bytes`` zeros that it holds."""
+    """A ``torch.save`` file a thousand times smaller than its uint8 tensor of ``n_bytes`` zeros."""
     honest, forged = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.zeros(n_bytes, dtype=torch.uint8)}, honest)
     with zipfile.ZipFile(honest) as source, zipfile.ZipFile(forged, "w", zipfile.ZIP_DEFLATED) as target:

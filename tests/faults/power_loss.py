@@ -1,26 +1,26 @@
-"""What a power cut can leave of a recorded trace: every legal state of the disk, built and shown to an oracle.
+"""Every legal state of the disk after a power cut during a recorded trace, built and shown to an oracle.
 
 The model follows ALICE (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014) and CrashMonkey/B3 (Mohan
-et al., OSDI 2018). It promises what POSIX does and no more; a file system that keeps more order leaves fewer states:
+et al., OSDI 2018). It assumes only the guarantees of POSIX. A file system that keeps more order leaves fewer states.
 
 - A call changes one inode: a file's bytes or size (write, truncate), or a folder's entries (create, mkdir, rename,
-  unlink, rmdir). The change is certain only once an fsync *of that inode* has returned, and an fsync makes certain only
-  what was called before it. Fsync of a file does not persist its name, fsync of a folder nothing that is in its files.
-- Whatever is not certain may or may not have happened, each change on its own and in no order: a later one may be
-  there and an earlier one not. A write may also be torn (its first half only), or have set the size but not the bytes,
-  which then read as zeros where the file had none.
-- A rename is atomic: the old name is gone and the new one there, or neither. One between two folders is certain once
-  both were fsynced.
-- What is possible follows from inodes: an entry in a folder that has no name itself is nowhere, and a file whose name
-  was removed is gone whatever became of its bytes.
+  unlink, rmdir). The change is certain only after an fsync *of that inode* has returned, and only if the call came
+  before the fsync. An fsync of a file does not persist its name, and an fsync of a folder does not persist its files.
+- Uncertain changes may or may not have happened, each independently and in any order: a later one may be there without
+  an earlier one. A write may also be torn (only its first half), or have set the size without the bytes, which are then
+  zeros.
+- A rename is atomic: either the old name is gone and the new one exists, or neither. A rename between two folders is
+  certain after both folders were fsynced.
+- Reachability follows from inodes: an entry in a folder that has no name is unreachable, and so is a file whose name
+  was removed.
 
-Of n uncertain changes there are more than 2**n outcomes. All are built up to a bound of n; above it none, all, every
-prefix (a file system that keeps order), each lost alone, each there alone, each write torn alone, names without bytes,
-bytes without names, and a seeded sample. A state before a call that is no fsync is also a state after it, with that
-call's change lost, so that nothing new is possible but before an fsync, and at the end; a short run looks only at the
-end and before every fsync of a folder, since what an fsync of a file decides nobody can see before its folder shows it.
+n uncertain changes have more than 2**n outcomes. Up to a bound of n, all are built. Above it: none, all, every prefix
+(a file system that keeps order), each change lost alone, each present alone, each write torn alone, names without
+bytes, bytes without names, and a seeded sample. A state before a call other than fsync is also a state after it, with
+that call's change lost. So new states appear only before an fsync and at the end. A short run looks only before every
+fsync of a folder and at the end, because the effect of a file's fsync is invisible until its folder shows the file.
 
-Cost: a state is a folder of the scenario's size in memory (``/dev/shm`` when there), about 5 ms with its oracle.
+Cost: a state is a folder of the scenario's size in memory (``/dev/shm`` if it exists), about 5 ms with its oracle.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
 
 Tree = dict[str, bytes | None]
-"""POSIX path relative to the recorded root -> contents; None is a folder."""
+"""POSIX path relative to the recorded root -> contents, None for a folder."""
 
 WHOLE, HALF, ZEROS = HOW = ("whole", "half", "zeros")
 FSYNCS = ("fsync", "fdatasync")
@@ -43,7 +43,7 @@ _ROOT = 0
 
 
 def read_tree(root: Path) -> Tree:
-    """Everything below ``root``."""
+    """Read everything below ``root``."""
     found: Tree = {}
     for folder, folders, files in os.walk(root):
         here = Path(folder).relative_to(root)
@@ -65,16 +65,16 @@ def write_tree(tree: Tree, root: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What one call does to one inode (a rename between folders: to two).
+    """Effect of one call on one inode (or on two, for a rename between folders).
 
     Attributes:
         call: index of the call.
         kind: ``write``, ``resize``, ``link``, ``unlink`` or ``rename``.
-        node: the file that is written, or that the name is of.
-        folder, name: the entry that is made or removed; for ``rename`` the old one.
+        node: the written file, or the file that the name belongs to.
+        folder, name: the entry that is added or removed. The old entry of a ``rename``.
         to_folder, to_name: the new entry of a ``rename``.
-        offset, data: of a ``write``; ``offset`` is the new size of a ``resize``.
-        certain_at: index of the fsync that makes it certain; None when there is none.
+        offset, data: arguments of a ``write``. For a ``resize``, ``offset`` is the new size.
+        certain_at: index of the fsync that makes the change certain, or None.
     """
 
     call: int
@@ -90,16 +90,16 @@ class Change:
 
     @property
     def is_data(self) -> bool:
-        """Whether it changes a file; else it changes a folder."""
+        """True if it changes a file, False if it changes a folder."""
         return self.kind in ("write", "resize")
 
     def inodes(self) -> set[int]:
-        """Whose fsync it takes to make it certain."""
+        """Inodes that must be fsynced to make the change certain."""
         return {self.node} if self.is_data else {self.folder, self.to_folder} - {-1}
 
 
 Fate = dict[Change, str]
-"""Uncertain change that happened -> how much of it, one of `HOW`; one that is missing was lost."""
+"""Uncertain change that happened -> its extent, one of `HOW`. Missing changes were lost."""
 
 
 class _Disk:
@@ -123,39 +123,39 @@ class _Disk:
         return twin
 
     def find(self, path: str) -> int:
-        """The inode at ``path``; -1 when there is none."""
+        """Return the inode at ``path``, or -1."""
         node = _ROOT
         for part in PurePosixPath(path).parts:
             node = self.folders.get(node, {}).get(part, -1)
         return node
 
     def entry(self, path: str) -> tuple[int, str]:
-        """The folder a name is in, and the name."""
+        """Return the folder of a path's last name, and the name."""
         return self.find(str(PurePosixPath(path).parent)), PurePosixPath(path).name
 
     def existing(self, call: Call) -> int:
-        """The inode at the path of a call that found it there."""
+        """Return the inode that existed at the path of a call."""
         if (node := self.find(call.path)) < 0:
             raise ValueError(f"the trace has {call}, but nothing made that path before")
         return node
 
     def know_inodes_of(self, later: "_Disk") -> None:
-        """Have the inodes of ``later`` here too, empty and without names."""
+        """Add the inodes of ``later``, empty and without names."""
         self.files = dict.fromkeys(later.files, b"") | self.files
         self.folders = {node: {} for node in later.folders} | self.folders
 
     def make_file(self) -> int:
-        """A file without a name."""
+        """Add a file without a name."""
         self.files[node := len(self.files) + len(self.folders)] = b""
         return node
 
     def make_folder(self) -> int:
-        """A folder without a name."""
+        """Add a folder without a name."""
         self.folders[node := len(self.files) + len(self.folders)] = {}
         return node
 
     def apply(self, change: Change, how: str = WHOLE) -> None:
-        """Let it happen, whether or not what came before it did."""
+        """Apply a change, independently of the changes before it."""
         match change.kind:
             case "write":
                 self.files[change.node] = _written(self.files[change.node], change, how)
@@ -170,7 +170,7 @@ class _Disk:
                 self.folders[change.to_folder][change.to_name] = change.node
 
     def tree(self, node: int = _ROOT, at: str = "") -> Tree:
-        """What can be reached from the root."""
+        """Everything that can be reached from the root."""
         found: Tree = {}
         for name, child in self.folders[node].items():
             if child in self.files:
@@ -191,13 +191,13 @@ def _written(before: bytes, change: Change, how: str) -> bytes:
 
 @dataclass(frozen=True)
 class Effort:
-    """How many states to build.
+    """Bounds for the number of states.
 
     Attributes:
-        subsets_of: all subsets of up to so many uncertain changes.
-        samples: random outcomes of more than that.
-        all_points: cut the power before every call; else before every fsync of a folder, and at the end.
-        share: of those moments, besides the end.
+        subsets_of: largest number of uncertain changes of which all subsets are built.
+        samples: number of random outcomes above that.
+        all_points: cut the power before every call. Otherwise before every fsync of a folder, and at the end.
+        share: share of these moments, in addition to the end.
     """
 
     subsets_of: int = 5
@@ -211,12 +211,12 @@ QUICK, FULL = Effort(), Effort(subsets_of=7, samples=64, all_points=True, share=
 
 @dataclass(frozen=True)
 class State:
-    """One thing a power cut can leave.
+    """One possible state after a power cut.
 
     Attributes:
-        tree: what is on the disk.
-        promised: whether somebody had been told that what the calls make is there to stay.
-        story: which call was next, and which changes were lost or torn.
+        tree: contents of the disk.
+        promised: whether the result had already been reported as durable.
+        story: the next call, and the changes that were lost or torn.
     """
 
     tree: Tree
@@ -224,7 +224,7 @@ class State:
     story: str
 
     def key(self) -> bytes:
-        """Equal for states that no oracle can tell apart."""
+        """Equal for states that no oracle can distinguish."""
         digest = hashlib.blake2b(bytes([self.promised]), digest_size=16)
         for path, contents in sorted(self.tree.items()):
             digest.update(f"{path}\0{'' if contents is None else len(contents)}\0".encode() + (contents or b""))
@@ -232,16 +232,16 @@ class State:
 
 
 class PowerLoss:
-    """The states a power cut can leave of a trace.
+    """The possible states of a trace after a power cut.
 
     Args:
-        before: what was on stable storage when the recording began.
-        calls: of all ranks, in the order of time; see `relative_to`.
-        promise: whether a call is made only after the promise; None: the promise comes after the last call.
+        before: contents of stable storage when the recording began.
+        calls: calls of all ranks, ordered by time. See `relative_to`.
+        promise: whether a call is only made after the promise. None: the promise comes after the last call.
 
     Attributes:
         before, calls: as given.
-        changes: what they changed, in order.
+        changes: effects of the calls, in order.
     """
 
     def __init__(self, before: Tree, calls: Iterable[Call], promise: Callable[[Call], bool] | None = None) -> None:
@@ -254,12 +254,12 @@ class PowerLoss:
         self._before.know_inodes_of(after)
 
     def without(self, dropped: Collection[int]) -> "PowerLoss":
-        """The same, had the calls of these indices not been made."""
+        """Return the same trace without the calls of these indices."""
         kept = [call for i, call in enumerate(self.calls) if i not in dropped]
         return PowerLoss(self.before, kept, self._promise)
 
     def undisturbed(self, point: int) -> Tree:
-        """What everybody sees after the first ``point`` calls while the power is on."""
+        """Return the visible state after the first ``point`` calls while the power is on."""
         disk = self._before.copy()
         for change in self.changes:
             if change.call < point:
@@ -267,13 +267,13 @@ class PowerLoss:
         return disk.tree()
 
     def points(self, effort: Effort, since: int = 0) -> list[int]:
-        """How many calls had returned when the power failed, ``since`` at least, the end first."""
+        """Numbers of returned calls at which to cut the power, ``since`` or more, starting with the end."""
         looked_at = range(since, len(self.calls))
         moments = [i for i in looked_at if effort.all_points or i in self._folder_fsyncs]
         return [len(self.calls), *reversed(pick(moments, effort.share))]
 
     def states(self, point: int, effort: Effort) -> Iterator[State]:
-        """What can be left when the power fails after the first ``point`` calls; some states come more than once."""
+        """Yield the possible states if the power fails after the first ``point`` calls, some of them more than once."""
         past = [change for change in self.changes if change.call < point]
         doubtful = [change for change in past if change.certain_at is None or change.certain_at >= point]
         certain = dict.fromkeys(past, WHOLE)
@@ -293,7 +293,7 @@ class PowerLoss:
 
 
 def relative_to(root: Path, calls: Iterable[Call]) -> list[Call]:
-    """The calls of a `Shim` over ``root``, with paths relative to it."""
+    """Calls of a `Shim` over ``root``, with relative paths."""
     base = os.path.realpath(root)
 
     def relative(call: Call) -> Call:
@@ -329,10 +329,10 @@ def _fates(doubtful: list[Change], effort: Effort, draw: random.Random) -> Itera
 
 
 def _changes(disk: _Disk, calls: list[Call]) -> tuple[list[Change], set[int]]:
-    """What each call changes when nothing is lost and which fsync makes it certain; which calls fsync folders."""
+    """Effects of all calls if nothing is lost, with the fsync that makes each certain, and the fsyncs of folders."""
     changes: list[Change] = []
     folder_fsyncs: set[int] = set()
-    waiting: dict[int, set[int]] = {}  # index of a change -> inodes still to be fsynced
+    waiting: dict[int, set[int]] = {}  # index of a change -> inodes that still need an fsync
     for i, call in enumerate(calls):
         if call.name in FSYNCS:
             node = disk.existing(call)
@@ -350,7 +350,7 @@ def _changes(disk: _Disk, calls: list[Call]) -> tuple[list[Change], set[int]]:
 
 
 def _change(disk: _Disk, index: int, call: Call) -> Change | None:
-    """What a call that succeeded changes; None for one that changes nothing we look at."""
+    """Effect of a successful call, None if it changes nothing in the model."""
     folder, name = disk.entry(call.path)
     match call.name:
         case "open" if disk.find(call.path) < 0:

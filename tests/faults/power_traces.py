@@ -1,6 +1,6 @@
-"""Scenarios recorded for the power-loss model, the oracle that says what a power cut must leave, and how it is asked.
+"""Scenarios recorded for the power-loss model, and the oracle for the state after a power cut.
 
-The recorded run is its own reference: what it found and what it made, to the byte, is all that may ever be visible.
+The recorded run is its own reference: only its initial and final contents, to the byte, may ever be visible.
 """
 
 import os
@@ -26,13 +26,13 @@ _NUMBERED = re.compile(r"((?:[^./][^/]*/)*)(?:global_step_|v)(\d+)")
 REPLACING = "snapshot that replaces the only one"
 MIRRORED = "snapshot that is mirrored"
 POWER_SCENARIOS = (*SCENARIOS, REPLACING, MIRRORED)
-"""What `record` can record."""
+"""Scenarios that `record` can record."""
 RECOVER = "e/t/recover"
-"""Where snapshots are, below the root."""
+"""Folder of snapshots, relative to the root."""
 
 
 def visible(tree: Tree) -> dict[str, Tree]:
-    """The numbered folders that no dot hides, with their files."""
+    """Numbered folders that are not hidden by a dot, with their files."""
     found: dict[str, Tree] = {path: {} for path in tree if _NUMBERED.fullmatch(path)}
     for path, contents in tree.items():
         for folder in found:
@@ -50,7 +50,7 @@ def number(path: str) -> int:
 
 @dataclass(frozen=True)
 class Mirrored(Snapshot):
-    """Its copy in another folder belongs to the action."""
+    """A snapshot with its copy to another folder."""
 
     def handler(self, root: str, **options: Any) -> Any:
         return super().handler(root, mirror_url=f"file://{root}/mirror", **options)
@@ -68,14 +68,15 @@ class Mirrored(Snapshot):
 
 @dataclass(frozen=True)
 class Kept:
-    """The oracle: all that is visible is whole, and the newest is the old one or the new one; once promised, the new.
+    """Oracle: every visible folder is complete, and the newest one is the old or the new one. After the promise, the
+    new one.
 
-    The same holds for copies, which are visible when they have a manifest.
+    The same holds for copies, which are visible if they have a manifest.
 
     Args:
         wanted: numbered folder -> its files.
-        newest: numbers that the newest folder may have; -1: there may be none.
-        promised: the one it must have once it was promised.
+        newest: allowed numbers of the newest folder. -1: there may be no folder.
+        promised: required number after the promise.
     """
 
     wanted: Mapping[str, Tree]
@@ -83,7 +84,7 @@ class Kept:
     promised: int
 
     def __call__(self, state: State, scratch: Path) -> str | None:
-        """What is wrong with a state; None when nothing is. ``scratch`` is a path that nothing is at."""
+        """Return the fault of a state, or None. ``scratch`` is an unused path."""
         shown = visible(state.tree)
         copies = {path: files for path, files in shown.items() if path.startswith(MIRROR)}
         own = {path: files for path, files in shown.items() if path not in copies}
@@ -120,12 +121,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A scenario that was performed.
+    """A performed scenario.
 
     Attributes:
-        scenario: it.
-        loss: what power cuts can leave of it.
-        oracle: what they must leave.
+        scenario: the scenario.
+        loss: its states after power cuts.
+        oracle: the requirements for these states.
     """
 
     scenario: Scenario
@@ -133,18 +134,18 @@ class Recorded:
     oracle: Kept
 
     def without(self, *dropped: int) -> "Recorded":
-        """The same, had the calls of these indices not been made."""
+        """Return the same recording without the calls of these indices."""
         return replace(self, loss=self.loss.without(dropped))
 
 
 @dataclass
 class Survey:
-    """What an oracle said of the states of a trace.
+    """Results of an oracle for the states of a trace.
 
     Attributes:
-        points: at how many moments the power was cut.
-        states: how many different states were shown to the oracle.
-        losses: what was wrong, with the story of each state.
+        points: number of moments at which the power was cut.
+        states: number of different states that the oracle has seen.
+        losses: faults, with the story of each state.
     """
 
     points: int = 0
@@ -153,7 +154,7 @@ class Survey:
 
 
 def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_loss: bool = False) -> Survey:
-    """Show the oracle every state, those of the last moments first; none before the first ``since`` calls."""
+    """Show every state to the oracle, beginning with the last moments, and none before the first ``since`` calls."""
     done, seen = Survey(), set[bytes]()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-power-loss-") as scratch:
@@ -172,15 +173,15 @@ def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_lo
 
 
 def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) -> Recorded:
-    """Perform one of `POWER_SCENARIOS` as a job that finds everything on stable storage, and record all that it does.
+    """Perform one of `POWER_SCENARIOS` on top of durable files, and record all calls.
 
-    That includes what resuming changes, but no fsync of a hint: nothing may depend on those. A first snapshot starts in
-    an empty folder: what is above it must be durable too when it returns.
+    The recording includes the changes of resuming, but no fsync of a hint, because nothing may depend on those. A first
+    snapshot starts in an empty folder, so the folders above it must be durable too when it returns.
 
     Args:
-        shop: where.
-        name: which one.
-        switch: called by each rank before it begins: what it breaks in the product stays broken in that process.
+        shop: two ranks and a folder.
+        name: name of the scenario.
+        switch: called by each rank before it begins, to break some part of the product in that process.
     """
     own: dict[str, Snapshot] = {
         REPLACING: Snapshot(REPLACING, base=0, keep=1),
@@ -202,9 +203,9 @@ def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) 
 
 
 def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorded:
-    """Kill the job after ``n_calls`` of its calls and have it come back, all on one boot: one trace of both lives.
+    """Kill the job after ``n_calls`` calls and resume it without a reboot. Returns one trace of both lives.
 
-    What the second life finds need not be on stable storage, although it can see it.
+    The second life can see files that are not on stable storage yet.
     """
     found, root = first.loss.undisturbed(n_calls), shop.new_path("second-life")
     write_tree(found, root)
@@ -216,7 +217,7 @@ def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorde
 
 
 def _promise(scenario: Scenario) -> Callable[[Call], bool] | None:
-    """A snapshot or an export is promised when the call returns, a publication when a server reads it."""
+    """When the promise is made: a snapshot or export when its call returns, a publication when a server reads it."""
     if not isinstance(scenario, Publication):
         return None
     return lambda call: call.name == "open" and call.path == f"weights/v00000003/{MANIFEST_NAME}"

@@ -1,9 +1,9 @@
-"""What is done while things break: snapshots of two ranks, an export, a publication, a copy to a mirror.
+"""Scenarios during which faults are injected: snapshots of two ranks, an export, a publication, a copy to a mirror.
 
-A scenario is built once, in a folder of its own, by a run that nothing disturbs. Every fault is injected into a copy
-of that folder: fresh ranks `arm` (build their engines, resume, train a step) and then do the one thing that the
-scenario is about, under a `Shim`. Then fresh ranks `check` what is on disk: it must be what was before, or what was to
-come, whole and to the bit; nothing is quarantined, everything half-done is swept, and the same thing can be done again.
+A scenario is built once, in its own folder, by an undisturbed run. Every fault is injected into a copy of that folder:
+new ranks `arm` (build engines, resume, train a step) and then perform the scenario's action under a `Shim`. Then new
+ranks `check` the files: they must be equal to the old or the new state, complete and to the bit. No generation may be
+quarantined, all partial files must be removed, and the action must succeed when repeated.
 """
 
 import os
@@ -32,30 +32,30 @@ from tests.faults.snapshots import Action, Resume, Snapshot, Tree, tree
 
 
 class Scenario(Protocol):
-    """Something that two ranks do to a folder, and must be able to be stopped in at any moment."""
+    """An operation of two ranks on a folder that may be interrupted at any moment."""
 
     @property
     def name(self) -> str:
-        """For people and test ids."""
+        """Name for people and test ids."""
         ...
 
     def build(self, rank: int, root: str) -> Any:
-        """Make the folder as it is before; what it returns, of all ranks, is given to `learn`."""
+        """Create the initial folder. The return values of all ranks go to `learn`."""
         ...
 
     def learn(self, built: list[Any]) -> Self:
-        """The scenario that knows what a run that nothing disturbs leads to."""
+        """Return the scenario with the results of an undisturbed run."""
         ...
 
     def arm(self, rank: int, root: str) -> Action:
-        """Get ready in fresh processes; the action is what is to be disturbed."""
+        """Prepare in new processes. Faults are injected into the returned action."""
         ...
 
     def check(self, rank: int, root: str) -> bool:
-        """See that the folder is sound, in fresh processes, and that the action works there.
+        """Check, in new processes, that the folder is valid and that the action works there.
 
         Returns:
-            whether the action's effect had been there already.
+            Whether the action's effect was already there.
 
         Raises:
             AssertionError: something was lost, or is wrong.
@@ -65,7 +65,7 @@ class Scenario(Protocol):
 
 @dataclass(frozen=True)
 class Export:
-    """Write a Hugging Face folder beside an older one.
+    """Write a Hugging Face folder next to an older one.
 
     Attributes:
         model: folder with config and tokenizer, from `write_model_folder`.
@@ -77,27 +77,26 @@ class Export:
     wanted: dict[int, Tree] = field(default_factory=dict)
 
     def build(self, rank: int, root: str) -> dict[int, Tree]:
-        """Step 1 in its place, step 2 beside the root, for its bytes."""
+        """Write step 1 in its place, and step 2 next to the root to learn its bytes."""
         self._save(1, self._path(root, 1))
         reference = Path(f"{root}.reference")
         self._save(2, reference)
         return {1: tree(self._path(root, 1)), 2: tree(reference)}
 
     def learn(self, built: list[dict[int, Tree]]) -> "Export":
-        """Remember the bytes."""
         return replace(self, wanted=built[0])
 
     def arm(self, rank: int, root: str) -> Action:
-        """Make the model; the action saves it."""
+        """Build the model. The action saves it."""
         model = sharded_model(self.model, 2)
         return lambda: save_hf(model, self._path(root, 2), base_model_path=self.model)
 
     def check(self, rank: int, root: str) -> bool:
-        """Both folders have the right bytes, or the new one is not there and can be made."""
+        """Check the bytes of both folders. If the new one is missing, it can be written."""
         was_there = self._path(root, 2).exists()
         assert tree(self._path(root, 1)) == self.wanted[1]
         assert not was_there or tree(self._path(root, 2)) == self.wanted[2], "half an export became visible"
-        dist.barrier()  # all have looked
+        dist.barrier()  # all ranks have looked
         try:
             self._save(2, self._path(root, 2))
         except CheckpointExistsError:
@@ -114,17 +113,17 @@ class Export:
 
 
 class Server:
-    """Looks at what it is told to load at the moment it is told."""
+    """Checks the folder at the moment it is told to load it."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """The version, when the folder is complete and nothing half-done lies beside it."""
+        """Return the version if the folder is complete and there are no partial files next to it."""
         assert verify_folder(path)["weight_version"] == version
         return version
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Publish version 3 beside 1 and 2, of which 1 is then deleted.
+    """Publish version 3 next to 1 and 2. Version 1 is then deleted.
 
     Attributes:
         model: folder with config and tokenizer, from `write_model_folder`.
@@ -136,27 +135,26 @@ class Publication:
     wanted: dict[int, Tree] = field(default_factory=dict)
 
     def build(self, rank: int, root: str) -> dict[int, Tree]:
-        """Versions 1 and 2 in their place, 3 beside the root, for its bytes."""
+        """Write versions 1 and 2 in their place, and 3 next to the root to learn its bytes."""
         wanted = {version: tree(self._publish(f"{root}/weights", version)) for version in (1, 2)}
         return wanted | {3: tree(self._publish(f"{root}.reference", 3))}
 
     def learn(self, built: list[dict[int, Tree]]) -> "Publication":
-        """Remember the bytes."""
         return replace(self, wanted=built[0])
 
     def arm(self, rank: int, root: str) -> Action:
-        """Make the model; the action publishes it."""
+        """Build the model. The action publishes it."""
         return partial(self._publish, f"{root}/weights", 3, sharded_model(self.model, 3))
 
     def check(self, rank: int, root: str) -> bool:
-        """What is visible has the right bytes, and 3 can be published, again or for the first time."""
+        """Check the bytes of all visible versions, and publish 3, again or for the first time."""
         folder = Path(root) / "weights"
         before = published_versions(folder)
         assert before in ([1, 2], [1, 2, 3], [2, 3])
         for version in before:
             assert tree(version_path(folder, version)) == self.wanted[version], f"version {version} is torn"
             assert verify_folder(version_path(folder, version))["weight_version"] == version
-        dist.barrier()  # all have looked
+        dist.barrier()  # all ranks have looked
         self._publish(str(folder), 3)
         assert sorted(os.listdir(folder)) == ["v00000002", "v00000003"]
         assert tree(version_path(folder, 3)) == self.wanted[3]
@@ -170,7 +168,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class MirrorCopy:
-    """Copy the newer of two snapshots to a folder where the older one is, which is then deleted. Rank 0 does it.
+    """Rank 0 copies the newer of two snapshots to a folder with a copy of the older one, which is then deleted.
 
     Attributes:
         local: files of the run's folder.
@@ -180,22 +178,21 @@ class MirrorCopy:
     local: Tree = field(default_factory=dict)
 
     def build(self, rank: int, root: str) -> Tree:
-        """Two snapshots, the older one copied."""
+        """Take two snapshots and copy the older one."""
         Snapshot(self.name, base=1).build(rank, root)
         if rank == 0:
             self._copy(root, 0)
         return tree(f"{root}/e")
 
     def learn(self, built: list[Tree]) -> "MirrorCopy":
-        """Remember the local files."""
         return replace(self, local=built[0])
 
     def arm(self, rank: int, root: str) -> Action:
-        """The action copies."""
+        """Return the action, which copies."""
         return partial(self._copy, root, 1) if rank == 0 else lambda: None
 
     def check(self, rank: int, root: str) -> bool:
-        """Every copy that counts is whole, there is one, and the new one can be made."""
+        """Check that there is a copy, that every valid copy is complete, and that the new one can be made."""
         return rank_zero_decides(partial(self._check, root))
 
     def _check(self, root: str) -> bool:
@@ -227,20 +224,20 @@ class MirrorCopy:
 
 
 def sharded_model(folder: str, seed: int) -> Any:
-    """A tiny language model with weights drawn from ``seed``, over all ranks."""
+    """A tiny language model with weights drawn from ``seed``, sharded over all ranks."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 SCENARIOS = ("first snapshot", "snapshot that retires", "export", "publication")
-"""What all ranks write together; names for `make_scenario`."""
+"""Names for `make_scenario` of everything that all ranks write together."""
 EVERY = (*SCENARIOS, "mirror copy", "resume")
-"""All that `make_scenario` knows."""
+"""All names for `make_scenario`."""
 
 
 def make_scenario(name: str, model: str) -> Scenario:
-    """A scenario by its name, not built yet; ``model`` is a folder with config and tokenizer."""
+    """Return a scenario by its name, not built yet. ``model`` is a folder with config and tokenizer."""
     match name:
         case "first snapshot":
             return Snapshot(name, base=-1)

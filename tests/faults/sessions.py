@@ -1,8 +1,8 @@
-"""Runs that go on after a failure: each attempt writes something new, and what was there before is looked after.
+"""Runs that continue after a failure: every attempt writes something new, and earlier files are checked.
 
-Where a kill wants fresh processes, an error wants the same ones: they must report it, alike on all ranks, and train on.
-An attempt says whether it has written what it should have, or has reported that it could not; anything else it raises
-is a failure of the test. After each, `Session.survey` compares the folder with what an observer knows of it.
+A kill needs new processes afterwards. An error needs the same ones: all ranks must report it alike and train on. An
+attempt either returns that it has written its files or reports that it could not. Any other exception fails the test.
+After each attempt `Session.survey` compares the folder with earlier observations.
 """
 
 import os
@@ -26,61 +26,59 @@ from tests.faults.snapshots import Trainee, Tree, tree
 from tests.recover.runs import hidden, make_handler, names, step_info
 
 REMOVING = (".retired-",)
-"""What a removal that failed may leave, to be swept at the next start: it costs space, and no reader sees it."""
+"""Leftovers of a failed removal. They cost space until the next start, and readers do not see them."""
 
 
 class Session(Protocol):
-    """Two ranks that write to a folder again and again."""
+    """Two ranks that write to a folder repeatedly."""
 
     @property
     def newest(self) -> str:
-        """The folder that the last attempt was to make."""
+        """Folder that the last attempt should have made."""
         ...
 
     def attempt(self) -> bool:
-        """Write the next thing.
+        """Write the next snapshot, export or version.
 
         Returns:
-            whether it is there; False: it was reported that it could not be written.
+            True if it was written, False if a failure was reported.
         """
         ...
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """See, on rank 0, that all is as it should be after an attempt.
+        """Check the folder on rank 0 after an attempt.
 
         Args:
-            done: what the attempt has returned.
-            tidy: whether what is half-done could be, and so must have been, removed.
+            done: return value of the attempt.
+            tidy: whether partial files could be removed, and so must be gone.
 
         Raises:
-            AssertionError: something was touched, lost, torn or left.
+            AssertionError: files were changed, lost, torn or left over.
         """
         ...
 
-    def close(self) -> None:
-        """Write no more."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass
 class Known:
-    """What an observer has seen in a folder: everything that is visible there is complete, and stays as it is.
+    """Observed contents of a folder: every visible entry is complete and must not change.
 
     Attributes:
-        seen: name -> files, of what was there at the last look.
+        seen: name -> files, at the last look.
     """
 
     seen: dict[str, Tree] = field(default_factory=dict)
 
     def look(self, folder: Path, visible: list[str], may_go: int, newest: str, done: bool) -> list[str]:
-        """Compare with the last look; the names that are new.
+        """Compare with the last look and return the new names.
 
         Args:
-            folder: where.
-            visible: all there is, oldest first.
-            may_go: how many of the newest must stay; what is older may be gone.
+            folder: the folder.
+            visible: all visible names, oldest first.
+            may_go: number of newest names that must stay. Older ones may be gone.
             newest: the only name that may be new.
-            done: whether it must be there.
+            done: whether ``newest`` must exist.
         """
         now = {name: tree(folder / name) for name in visible}
         fresh = [name for name in visible if name not in self.seen]
@@ -112,11 +110,11 @@ class SnapshotSession:
 
     @property
     def newest(self) -> str:
-        """Of the last step."""
+        """Folder of the last step."""
         return str(self.handler.store.root / f"global_step_{self.step}")
 
     def attempt(self) -> bool:
-        """One step of training, and its dump."""
+        """Run one training step and its dump."""
         self.digest = self.trainee.train()
         self.step += 1
         dumped = self.handler.dump(self.trainee.engines, step_info(self.step), self.trainee.loader)
@@ -126,7 +124,7 @@ class SnapshotSession:
         return dumped
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """Generations verify; a failed one may be visible only when nothing but its rename's fsync has failed."""
+        """Verify generations. After a failure the new one may be visible only if just its rename's fsync failed."""
         if self.rank == 0:
             store = GenerationStore(self.handler.store.root)
             visible = sorted(names(Path(self.root)), key=lambda name: int(name.rpartition("_")[2]))
@@ -136,12 +134,12 @@ class SnapshotSession:
             assert not (tidy and left), f"left behind: {left}"
 
     def close(self) -> None:
-        """Give the folder's lock up."""
+        """Release the folder's lock."""
         self.handler.close()
 
 
 class _ModelSession(ABC):
-    """What an export and a publication have in common."""
+    """Common code of exports and publications."""
 
     folder: str
 
@@ -165,28 +163,26 @@ class _ModelSession(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Write the weights as they are."""
+        """Write the current weights."""
 
     def close(self) -> None:  # noqa: B027  (the others have something to close)
-        """Nothing is held."""
+        """Do nothing, because nothing is open."""
 
 
 class ExportSession(_ModelSession):
-    """Save one Hugging Face folder after the other; all stay."""
+    """Save Hugging Face folders one after the other. All of them stay."""
 
     folder = "hf"
 
     @property
     def newest(self) -> str:
-        """The last one."""
         return str(self.root / f"global_step_{self.number}")
 
     def write(self) -> None:
-        """The next one."""
         save_hf(self.model, self.newest, base_model_path=self.base)
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """What is visible is complete, which no manifest says of an export: as many bytes as the first one."""
+        """Check that visible exports are complete, which no manifest tells: they must be as large as the first one."""
         if self.rank == 0:
             entries = os.listdir(self.root)
             visible = sorted((e for e in entries if e[0] != "."), key=lambda name: int(name.rpartition("_")[2]))
@@ -200,31 +196,28 @@ class ExportSession(_ModelSession):
 
 
 class Reader:
-    """A server in another process, whose reading is none of the shim's business; `PublicationSession.survey` reads."""
+    """A server that reads nothing, as if in another process. `PublicationSession.survey` reads instead."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """The version."""
         return version
 
 
 class PublicationSession(_ModelSession):
-    """Publish one version after the other."""
+    """Publish versions one after the other."""
 
     folder = "weights"
     KEEP = 2
 
     @property
     def newest(self) -> str:
-        """The last one."""
         return str(version_path(self.root, self.number))
 
     def write(self) -> None:
-        """The next one."""
         meta = WeightUpdateMeta("disk", str(self.root), keep=self.KEEP)
         publish_weights(self.model, meta, self.number, [Reader()], base_model_path=self.base)
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """Versions verify."""
+        """Verify all versions."""
         if self.rank == 0:
             visible = [version_path(self.root, version).name for version in published_versions(self.root)]
             name = Path(self.newest).name
@@ -235,11 +228,11 @@ class PublicationSession(_ModelSession):
 
 
 SESSIONS: dict[str, Any] = {"snapshot": SnapshotSession, "export": ExportSession, "publication": PublicationSession}
-"""Name -> what makes one of ``(rank, root, model)``."""
+"""Name -> constructor with ``(rank, root, model)``."""
 
 
 def agree(value: Any) -> Any:
-    """What all ranks say, which must be the same."""
+    """Gather a value that must be the same on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     assert all(other == values[0] for other in values), f"the ranks disagree: {values}"

@@ -1,6 +1,6 @@
-"""Which part of all faults is injected: ``HOLDFAST_FAULTS=1%``, which is the default, ``10%``, ``100%``.
+"""Share of all faults to inject: ``HOLDFAST_FAULTS=1%`` (the default), ``10%``, ``100%``.
 
-Faults of each kind are chosen evenly from all of them, the same ones each time, and never none.
+The choice is even over the faults of each kind, always the same, and never empty.
 """
 
 import math
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def parse_share(text: str) -> float:
-    """``"10%"`` as 0.1.
+    """Parse ``"10%"`` as 0.1.
 
     Raises:
-        ValueError: it is no percentage above 0 and up to 100.
+        ValueError: the text is not a percentage above 0 and up to 100.
     """
     number = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
     if number is None or not 0 < float(number[1]) <= 100:
@@ -25,10 +25,10 @@ def parse_share(text: str) -> float:
 
 
 SHARE = parse_share(os.environ.get("HOLDFAST_FAULTS", "1%"))
-"""Of all faults, those that this session injects; 1.0 for all."""
+"""Share of all faults that this session injects, 1.0 for all."""
 
 
 def pick(faults: Sequence[T], share: float) -> list[T]:
-    """An even choice of ``share`` of the faults, rounded up, in their order."""
+    """Choose ``share`` of the faults evenly, rounded up, in their order."""
     n = math.ceil(round(len(faults) * share, 9))
     return [faults[(2 * i + 1) * len(faults) // (2 * n)] for i in range(n)]

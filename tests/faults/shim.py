@@ -1,19 +1,19 @@
-"""See, count, record and disturb every call by which this process changes files below a folder.
+"""Observe, count, record and disturb every call by which this process changes files below a folder.
 
-`Shim` stands between Python and the operating system: it replaces the functions of `os` that open, write, sync, rename
+`Shim` stands between Python and the operating system. It replaces the functions of `os` that open, write, sync, rename
 and remove, and `open` itself, whose files become Python's usual buffers over a raw file that reports each write(2). A
-hook sees every call *before* it is made and may raise an `OSError` in its place, or end the process. Calls that
-succeeded are recorded with all of their data, so that `replay` can make the same folder again, and a simulator of power
-cuts can leave some of them out.
+hook sees every call *before* it is made. The hook may raise an `OSError` instead, or end the process. Successful calls
+are recorded with all of their data, so that `replay` can build the same folder again, and a simulator of power cuts can
+leave some of them out.
 
-What is seen: open (to read, too: it can fail as well), list (likewise; not recorded), write, pwrite, fsync, fdatasync,
-rename, link, symlink, unlink, mkdir, rmdir, truncate and chmod, each under one name whichever function made it:
+Observed calls: open (also for reading, because it can fail), list (can fail too, but is not recorded), write, pwrite,
+fsync, fdatasync, rename, link, symlink, unlink, mkdir, rmdir, truncate and chmod. Variants have the same name:
 ``sendfile``, ``copy_file_range`` and ``writev`` are writes, ``replace`` is a rename, ``ftruncate`` and
-``posix_fallocate`` are truncates. Descriptors are resolved by ``/proc``, so this is for Linux.
+``posix_fallocate`` are truncates. Descriptors are resolved by ``/proc``, so this works only on Linux.
 
-What is not seen is what native code does by itself: ``tokenizer.save_pretrained`` (tokenizers, Rust), ``save_file``
-(safetensors, Rust), ``torch.save`` and ``numpy.ndarray.tofile`` given a file name, memory maps. test_shim.py compares
-the record of each scenario with what strace sees.
+Calls inside native code are not observed: ``tokenizer.save_pretrained`` (tokenizers, Rust), ``save_file`` (safetensors,
+Rust), ``torch.save`` and ``numpy.ndarray.tofile`` with a file name, memory maps. test_shim.py compares the record of
+each scenario with the output of strace.
 """
 
 import builtins
@@ -40,15 +40,15 @@ class Call:
     Attributes:
         name: "open", "list", "write", "pwrite", "fsync", "fdatasync", "rename", "link", "symlink", "unlink", "mkdir",
             "rmdir", "truncate" or "chmod".
-        path: absolute; what a descriptor stands for at that moment. Of rename, the old name; of link and symlink, the
-            new one.
-        target: of rename, the new name; of link and symlink, what it leads to.
-        offset: of write and pwrite, where in the file the data goes (also where no offset was given).
-        data: of write and pwrite; what was really written, where this is a record.
-        size: of truncate, the new size; of chmod and mkdir, the mode.
-        flags: of open (``os.O_CREAT`` ...).
-        time_ns: CLOCK_MONOTONIC just before the call; comparable between processes.
-        rank: of the process.
+        path: absolute path, resolved from a descriptor if necessary. The old name for rename, the new one for link and
+            symlink.
+        target: the new name for rename, the existing file for link and symlink.
+        offset: position in the file for write and pwrite (also if the caller gave none).
+        data: bytes for write and pwrite. In a record, the bytes that were really written.
+        size: new size for truncate, mode for chmod and mkdir.
+        flags: flags of open (``os.O_CREAT`` ...).
+        time_ns: CLOCK_MONOTONIC just before the call, comparable between processes.
+        rank: rank of the process.
     """
 
     name: str
@@ -70,16 +70,16 @@ Hook = Callable[[Call], None]
 
 
 class Shim:
-    """While the block runs, report every call of this process on a path below ``root``.
+    """Report every call of this process on a path below ``root`` during the block.
 
     Args:
-        root: folder, which must exist.
-        hook: called before each call, by the thread that makes it. An `OSError` it raises is what the caller gets.
-        log: file to which every call that succeeded is appended, for `read_calls`: it survives the process.
-        rank: what `Call.rank` says; None takes the environment's ``RANK``, or 0.
+        root: an existing folder.
+        hook: called before each call, by the same thread. The caller gets an `OSError` that it raises.
+        log: file to which every successful call is appended, for `read_calls`. It survives the process.
+        rank: value of `Call.rank`. None: the environment's ``RANK``, or 0.
 
     Attributes:
-        calls: what succeeded, in order.
+        calls: successful calls, in order.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Shim:
             os.close(self._log_fd)
 
     def path_of(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Absolute path of a name or a descriptor, None when it is not below the root; a last link is not followed."""
+        """Absolute path of a name or descriptor, without following a last link. None if it is not below the root."""
         if isinstance(path, int):
             found = _readlink_or_none(f"/proc/self/fd/{path}")
             if found is None or found.endswith(" (deleted)"):
@@ -124,7 +124,7 @@ class Shim:
         setattr(module, name, replacement)
 
     def _make(self, os_name: str, args: tuple, kwargs: dict[str, Any], call: Call | None) -> Any:
-        """Report ``call`` and make it by the real function; None is a call that is none of this shim's business."""
+        """Report ``call`` and make it with the real function. None stands for a call that the shim ignores."""
         real = self._real[os, os_name]
         if call is None:
             return real(*args, **kwargs)
@@ -143,7 +143,7 @@ class Shim:
                 self._real[os, "write"](self._log_fd, pickle.dumps(call))
         return result
 
-    # Each stands in for the function of `os` in its name; what these do not change is passed on as it came.
+    # Each replaces the function of `os` with the same name, and passes all other arguments on.
 
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         found = self.path_of(path, dir_fd)
@@ -176,7 +176,7 @@ class Shim:
         return os.pread(src, count, os.lseek(src, 0, os.SEEK_CUR) if offset is None else offset)
 
     def _written(self, name: str, fd: int, data: Any, offset: int | None) -> Call | None:
-        """``data`` at ``offset``; None is where the descriptor stands."""
+        """Build the call for ``data`` at ``offset``. None means the position of the descriptor."""
         path = self.path_of(fd)
         if path is None:
             return None
@@ -250,7 +250,7 @@ class Shim:
     def _two_paths(self, os_name: str, name: str, src: Any, dst: Any, kwargs: dict[str, Any]) -> None:
         old, new = self.path_of(src, kwargs.get("src_dir_fd")), self.path_of(dst, kwargs.get("dst_dir_fd"))
         call = None
-        if old is not None or new is not None:  # into the root, out of it, or within
+        if old is not None or new is not None:  # a rename into the root, out of the root, or inside it
             old, new = old or os.path.abspath(os.fsdecode(src)), new or os.path.abspath(os.fsdecode(dst))
             call = Call(name, old, target=new) if name == "rename" else Call(name, new, target=old)
         self._make(os_name, (src, dst), kwargs, call)
@@ -268,7 +268,7 @@ class Shim:
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        """What the builtin `open` does, over a raw file whose calls are seen."""
+        """Do the same as the builtin `open`, over an observed raw file."""
         if self.path_of(file) is None:
             return self._real[io, "open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
         raw_mode, text = mode.replace("b", "").replace("t", ""), "b" not in mode
@@ -285,7 +285,7 @@ class Shim:
 
 
 class _RawFile(io.FileIO):
-    """Goes through `os`, where a shim looks on."""
+    """A raw file that calls `os`, where the shim observes it."""
 
     def write(self, data: Any) -> int:
         return os.write(self.fileno(), data)
@@ -303,14 +303,14 @@ def _open_as_builtin(path: Any, flags: int) -> int:
 def _readlink_or_none(path: str) -> str | None:
     try:
         return os.readlink(path)
-    except OSError:  # no such descriptor: the real call will say so
+    except OSError:  # not a descriptor, which the real call will report
         return None
 
 
 def write_half(call: Call) -> None:
-    """Write the first half of a write's data, as a process that is killed in the middle may have done.
+    """Write the first half of the data, like a process that is killed in the middle.
 
-    For a hook, whose call is then not made. Goes around the shim.
+    For a hook that prevents the call itself. Bypasses the shim.
     """
     assert call.data is not None and call.offset is not None
     with io.FileIO(call.path, "r+") as file:
@@ -320,13 +320,13 @@ def write_half(call: Call) -> None:
 
 @contextmanager
 def record(root: StrPath, log: StrPath | None = None, *, rank: int | None = None) -> Iterator[list[Call]]:
-    """The calls of this process below ``root`` while the block runs, and in ``log`` what a killed process has made."""
+    """Record the calls of this process below ``root`` during the block, and in ``log`` for the case of a kill."""
     with Shim(root, log=log, rank=rank) as shim:
         yield shim.calls
 
 
 def read_calls(*logs: StrPath) -> list[Call]:
-    """What several processes logged, in order of time."""
+    """Calls logged by several processes, ordered by time."""
     calls = []
     for log in logs:
         with open(log, "rb") as file:
@@ -339,13 +339,14 @@ def read_calls(*logs: StrPath) -> list[Call]:
 
 
 def not_durable(calls: Iterable[Call], final: str) -> list[str]:
-    """What a power cut could still take away of the folder ``final``, which was renamed into place by ``calls``.
+    """Parts of the folder ``final`` that a power cut could still remove, after ``calls`` have renamed it into place.
 
     Every file must have been fsynced after its last write, and every folder after its last new entry, before the
-    rename; the parent after it. Ranks may sync for each other.
+    rename.
+    The parent must have been fsynced after the rename. Ranks may sync for each other.
 
     Args:
-        calls: those of all ranks, in order of time.
+        calls: calls of all ranks, ordered by time.
         final: absolute path of the folder.
     """
     calls = list(calls)
@@ -368,7 +369,7 @@ def not_durable(calls: Iterable[Call], final: str) -> list[str]:
 
 
 def replay(calls: Iterable[Call], root: StrPath, into: StrPath) -> None:
-    """Make calls that were recorded below ``root`` once more, below the existing folder ``into``."""
+    """Repeat calls that were recorded below ``root``, below the existing folder ``into``."""
     root = os.path.realpath(root)
     for call in calls:
         path = Path(into, os.path.relpath(call.path, root))

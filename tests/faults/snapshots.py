@@ -1,4 +1,4 @@
-"""The scenarios of a run of two ranks: a snapshot of it, and its resume among what is damaged and half-done."""
+"""Scenarios of a run of two ranks: a snapshot, and a resume with damaged generations and partial files around."""
 
 import shutil
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from tests.recover.runs import Meter, Prompts, draw, hidden, make_handler, names
 
 Action = Callable[[], Any]
 Tree = dict[str, str]
-"""Path below a folder -> digest of the file."""
+"""Relative path -> digest of the file."""
 
 
 class Trainee:
-    """Two sharded engines, a data cursor and a user's object, with every generator drawn from at each step."""
+    """Two sharded engines, a data cursor and a user's object. Each step draws from every random generator."""
 
     def __init__(self, rank: int, world_size: int = 2) -> None:
         torch.manual_seed(5)
@@ -37,7 +37,7 @@ class Trainee:
         seed_rng(7 + rank)
 
     def train(self) -> str:
-        """One step of both; the digest after it."""
+        """Train both engines for one step and return the digest."""
         ids = next(self._batches)
         self.meter.seen += ids
         self.meter.mean = self.meter.mean + torch.rand(2)
@@ -51,7 +51,7 @@ class Trainee:
         return self.digest()
 
     def digest(self) -> str:
-        """Of all there is to this rank's state, generators included, which stay as they are."""
+        """Digest of this rank's whole state, including generators, without changing it."""
         found = sha256()
         for name, state in self.engines.items():
             for key, tensor in sorted(flatten(state.state_dict())):
@@ -68,7 +68,7 @@ def _engine(hidden_width: int, mesh: Any) -> DCPState:
 
 
 def tree(folder: str | Path) -> Tree:
-    """Every file below ``folder`` and what is in it."""
+    """Digests of all files below ``folder``."""
     root = Path(folder)
     files = sorted(path for path in root.rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
@@ -79,9 +79,9 @@ class Snapshot:
     """Resume from step ``base``, train one step, and dump it.
 
     Attributes:
-        base: the last step that is there; -1: nothing is.
-        keep: generations that stay; with ``base`` >= ``keep`` - 1 the dump deletes one.
-        digests: by step, then by rank: what `Trainee.digest` says in a run that nothing disturbs.
+        base: the last existing step, -1 for none.
+        keep: number of generations to keep. If ``base`` >= ``keep`` - 1, the dump deletes one.
+        digests: step -> rank -> `Trainee.digest` in an undisturbed run.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Snapshot:
     digests: tuple[tuple[str, ...], ...] = ()
 
     def build(self, rank: int, root: str) -> list[str]:
-        """Train to ``base`` with a dump of each step, then three more steps without."""
+        """Train to ``base`` with a dump of each step, then three more steps without dumps."""
         handler, trainee, step = self.resume(rank, root)
         assert step == -1
         digests = []
@@ -102,15 +102,14 @@ class Snapshot:
         return digests + [trainee.train() for _ in range(3)]
 
     def learn(self, built: list[list[str]]) -> "Snapshot":
-        """Remember the digests."""
         return replace(self, digests=tuple(zip(*built, strict=True)))
 
     def handler(self, root: str, **options: Any) -> Any:
-        """One over ``root``."""
+        """Make a handler over ``root``."""
         return make_handler(root, freq_steps=1, max_ckpt_to_keep=self.keep, **options)
 
     def resume(self, rank: int, root: str, **options: Any) -> tuple[Any, Trainee, int]:
-        """A handler and what it has loaded, to the bit; the last step of that, -1 for none."""
+        """Return a handler and the state it has loaded, checked to the bit, with the last step (-1 for none)."""
         trainee, handler = Trainee(rank), self.handler(root, **options)
         handler.register("meter", trainee.meter)
         info = handler.load(trainee.engines, trainee.loader)
@@ -119,7 +118,7 @@ class Snapshot:
         return handler, trainee, step
 
     def arm(self, rank: int, root: str) -> Action:
-        """Resume and train a step; the dump of it is the action."""
+        """Resume and train a step. The action dumps it."""
         handler, trainee, step = self.resume(rank, root)
         assert step == self.base
         assert trainee.train() == self.digests[step + 1][rank]
@@ -132,7 +131,7 @@ class Snapshot:
         return dump
 
     def check(self, rank: int, root: str) -> bool:
-        """Resume, compare with the run that nothing disturbed, and dump the next step."""
+        """Resume, compare with the undisturbed run, and dump the next step."""
         handler, trainee, step = self.resume(rank, root)
         assert step in (self.base, self.base + 1), f"step {self.base} was there, and step {step} was resumed"
         store = GenerationStore(handler.store.root)
@@ -153,17 +152,17 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume from step 1 in a folder with a damaged step 2, and with what killed writers and removers have left.
+    """Resume from step 1 in a folder with a damaged step 2 and the leftovers of killed writers and removers.
 
     Attributes:
-        snapshot: what is resumed, and knows how.
+        snapshot: the scenario that resumes and checks.
     """
 
     snapshot: Snapshot
     name: str = "resume"
 
     def build(self, rank: int, root: str) -> list[str]:
-        """Steps 0 and 1, whole, and the rest."""
+        """Make complete steps 0 and 1, the damaged step and the leftovers."""
         digests = self.snapshot.build(rank, root)
         if rank == 0:
             recover = Path(root, "e", "t", "recover")
@@ -174,18 +173,17 @@ class Resume:
         return digests
 
     def learn(self, built: list[list[str]]) -> "Resume":
-        """Remember the digests."""
         return replace(self, snapshot=self.snapshot.learn(built))
 
     def arm(self, rank: int, root: str) -> Action:
-        """The action is all of a resume, from the lock on."""
+        """Return the action: a whole resume, beginning with the lock."""
         return partial(self.snapshot.resume, rank, root)
 
     def check(self, rank: int, root: str) -> bool:
-        """Step 1 is resumed, step 2 is quarantined, everything else is gone, and step 2 can be dumped."""
+        """Check that step 1 is resumed, step 2 is quarantined, all leftovers are gone, and step 2 can be dumped."""
         recover = Path(root, "e", "t", "recover")
         set_aside = not (recover / "global_step_2").exists()
-        dist.barrier()  # all have looked
+        dist.barrier()  # all ranks have looked
         handler, trainee, step = self.snapshot.resume(rank, root)
         assert step == 1
         (rejected,) = hidden(root)

@@ -1,10 +1,9 @@
-"""The table of injected faults: counted by the tests of this folder, printed and judged at the end of the session.
+"""Table of injected faults: counted by the tests of this folder, printed and judged at the end of the session.
 
-A test injects faults and reports them to the fixture ``tally``; the session fails unless every injected fault was
-survived with nothing lost, nothing undetected and nothing executed. What part of all faults is injected says
-``HOLDFAST_FAULTS`` (share.py): ``make faults`` injects all of them. The table is also kept, as text and as JSON, in the
-folder that ``HOLDFAST_FAULTS_OUT`` names. Where tests are spread over processes (pytest-xdist), each sends its counts
-to the first.
+Tests report faults to the fixture ``tally``. The session fails unless every injected fault was survived with nothing
+lost, nothing undetected and nothing executed. ``HOLDFAST_FAULTS`` sets the share of faults (share.py), and ``make
+faults`` injects all of them. The table is also written, as text and as JSON, to the folder in ``HOLDFAST_FAULTS_OUT``.
+With pytest-xdist, each process sends its counts to the first one.
 """
 
 import io
@@ -44,21 +43,21 @@ PROMISED = {
     "SIGSTOP of a random worker": 20,
     "safeguard taken away": 100,
 }
-"""How many faults of the kinds that begin so all tests of this folder inject at least, times `SHARE`.
+"""Kind prefix -> smallest number of faults that all tests of this folder inject, times `SHARE`.
 
-With ``HOLDFAST_FAULTS_WHOLE`` the session fails when it has injected less: nothing can be left out unnoticed.
+With ``HOLDFAST_FAULTS_WHOLE`` the session fails if it has injected fewer, so that no faults are left out unnoticed.
 """
 
 
 @dataclass
 class Faults:
-    """What became of the faults of one kind.
+    """Outcomes of the faults of one kind.
 
     Args:
-        injected: faults that really happened (a kill that came too late is none).
-        survived: those after which the oracle of the test held in full.
-        lost: those after which something committed was gone or wrong.
-        undetected: damaged files that were loaded, or broken harnesses that no test noticed.
+        injected: faults that really happened (not kills that came too late).
+        survived: faults after which the oracle of the test held in full.
+        lost: faults after which committed data was gone or wrong.
+        undetected: damaged files that were loaded, or broken safeguards that no test noticed.
         executed: payloads that ran.
         seconds: wall time of the tests that injected them.
     """
@@ -71,17 +70,17 @@ class Faults:
     seconds: float = 0.0
 
     def counts(self) -> tuple[int, ...]:
-        """All but the time, in the order of the table."""
+        """All fields without the time, in the order of the table."""
         return self.injected, self.survived, self.lost, self.undetected, self.executed
 
     @property
     def fine(self) -> bool:
-        """Whether all that was injected was survived, and nothing bad was seen."""
+        """Whether all injected faults were survived and nothing bad happened."""
         return self.injected == self.survived and not (self.lost or self.undetected or self.executed)
 
 
 class Tally:
-    """Counts faults by kind, and the time they took: that between two calls of `add` belongs to the later one."""
+    """Counts faults by kind, and their time: the time between two calls of `add` counts for the second."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Faults] = {}
@@ -91,7 +90,7 @@ class Tally:
     def add(
         self, kind: str, *, injected: int = 0, survived: int = 0, lost: int = 0, undetected: int = 0, executed: int = 0
     ) -> None:
-        """Count faults of a kind; call it as soon as each one is judged, and after what was injected has failed too."""
+        """Count faults of a kind. Call it after each verdict, also if the test then fails."""
         faults = self.kinds.setdefault(kind, Faults())
         faults.injected += injected
         faults.survived += survived
@@ -102,43 +101,43 @@ class Tally:
         self._charge()
 
     def merge(self, kinds: Mapping[str, Mapping[str, Any]]) -> None:
-        """Count what another process has counted: kind -> fields of `Faults`."""
+        """Add the counts of another process: kind -> fields of `Faults`."""
         for kind, counted in kinds.items():
             faults = self.kinds.setdefault(kind, Faults())
             for name, value in counted.items():
                 setattr(faults, name, getattr(faults, name) + value)
 
     def start_test(self) -> None:
-        """What follows belongs to the kinds of the test that starts now."""
+        """Start the time of a test."""
         self._since, self._last = time.monotonic(), None
 
     def end_test(self) -> None:
-        """The rest of the test belongs to the kind it counted last."""
+        """Count the remaining time of the test for its last kind."""
         self._charge()
         self._last = None
 
     def total(self) -> Faults:
-        """The sum over all kinds."""
+        """Sum over all kinds."""
         values = [asdict(faults) for faults in self.kinds.values()]
         return Faults(**{field.name: sum(value[field.name] for value in values) for field in fields(Faults)})
 
     @property
     def fine(self) -> bool:
-        """Whether every kind is."""
         return all(faults.fine for faults in self.kinds.values())
 
     def missing(self, share: float) -> list[str]:
-        """What was promised of a share of all faults, and not injected."""
+        """Kinds with fewer injected faults than this share requires."""
         counts = {
             name: sum(faults.injected for kind, faults in self.kinds.items() if kind.startswith(name))
             for name in PROMISED
         }
-        evenly = share if share == 1 else 0.8 * share  # a choice of moments may have fewer of those that count twice
+        # an even choice may contain fewer moments of a kind that counts twice
+        evenly = share if share == 1 else 0.8 * share
         floors = {name: max(1, int(least * evenly)) for name, least in PROMISED.items()}
         return [f"{name}: {counts[name]} of {least}" for name, least in floors.items() if counts[name] < least]
 
     def table(self, title: str) -> Table:
-        """The table that people are shown."""
+        """Format the table for people."""
         table = Table(title=title)
         table.add_column("kind")
         for name in ("injected", "survived", "lost", "undetected", "executed", "seconds"):
@@ -162,13 +161,13 @@ TALLY = pytest.StashKey[Tally]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One tally a session."""
+    """Create one tally per session."""
     config.stash[TALLY] = Tally()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fixtures count as part of the test that had to wait for them."""
+    """Count the time of fixtures for the test that waited for them."""
     tally = item.config.stash[TALLY]
     tally.start_test()
     try:
@@ -178,12 +177,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _whole() -> bool:
-    """Whether all tests of this folder are to run, as in ``make faults``."""
+    """Whether all tests of this folder run, as in ``make faults``."""
     return bool(os.environ.get("HOLDFAST_FAULTS_WHOLE"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A table with a flaw is a failure, whatever the tests said; so is one that lacks what was promised."""
+    """Fail the session if the table has losses or too few faults, even if all tests passed."""
     tally = session.config.stash[TALLY]
     output: Any = getattr(session.config, "workeroutput", None)
     if output is not None:  # the first process judges
@@ -197,12 +196,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what a process of pytest-xdist has counted."""
+    """Add the counts of a process of pytest-xdist."""
     node.config.stash[TALLY].merge(getattr(node, "workeroutput", {}).get(_SENT, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table, and keep it where ``HOLDFAST_FAULTS_OUT`` says."""
+    """Print the table, and write it to ``HOLDFAST_FAULTS_OUT``."""
     tally = config.stash[TALLY]
     if not tally.kinds:
         return

@@ -1,9 +1,9 @@
-"""A system call fails, once or from then on, at every place where one can: it is reported, and nothing else happens.
+"""A system call fails, once or permanently, at every possible place: the error is reported and nothing else breaks.
 
-For each n, each rank and each error, the n-th call of the rank below the folder fails; or all from the n-th on, on one
-rank or on all, until the attempt is over. All ranks must report the same; what was visible before must stay to the
-byte; nothing half-done may be left, as far as it could be removed; and the next attempt, with the error gone, must
-succeed. An attempt that succeeds although a call has failed is checked like any other.
+For each n, each rank and each errno, the n-th call of the rank below the folder fails. Or all calls from the n-th on
+fail, on one rank or on all, until the attempt is over. All ranks must report the same error, visible files must not
+change, partial files must be removed if that is possible, and the next attempt without faults must succeed. An attempt
+that succeeds despite a failed call is checked in the same way.
 """
 
 import errno
@@ -39,8 +39,8 @@ class FailAt:
     Attributes:
         moment: n, from 0.
         code: the errno.
-        lasting: whether all later ones fail too.
-        struck: the call that failed, the first of them.
+        lasting: whether all later calls fail too.
+        struck: the first call that failed.
     """
 
     moment: int
@@ -58,12 +58,12 @@ class FailAt:
 
 @dataclass(frozen=True)
 class Report:
-    """What a stage has seen.
+    """Observations of a stage.
 
     Attributes:
-        faults: that were injected.
-        reported: attempts that said that they could not write; the others have written all the same.
-        slowest_s: the longest attempt.
+        faults: number of injected faults.
+        reported: number of attempts that reported a failed write. The others succeeded despite the fault.
+        slowest_s: duration of the longest attempt.
         state: digest of the rank's state at the end, and the step.
     """
 
@@ -83,14 +83,14 @@ def fail_at_every_call(
     share: float,
     rank: int,
 ) -> Report:
-    """Stage: attempt after attempt, each with a fault at another call, each followed by one without."""
+    """Stage: make attempts with a fault at another call each time, and one without a fault after each."""
     session = SESSIONS[session_name](rank, root, model)
     for _ in range(3):
         with Shim(root, rank=rank) as shim:
             assert agree(session.attempt())
         session.survey(True)
     n_calls = max(gather_objects(len(shim.calls))[victim] for victim in victims)
-    tidy = not (lasting and 0 in victims)  # rank 0 clears up
+    tidy = not (lasting and 0 in victims)  # rank 0 cleans up
     faults, reported, slowest_s = 0, 0, 0.0
     for moment in count() if share == 1 else pick(range(n_calls), share):
         hook = FailAt(moment, code, lasting) if rank in victims else None
@@ -120,7 +120,7 @@ def fail_at_every_call(
 
 
 def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
-    """Stage: fresh ranks get the last snapshot back to the bit, and what removals that failed have left goes."""
+    """Stage: new ranks restore the last snapshot to the bit, and leftovers of failed removals are deleted."""
     step = states[0][0]
     digests = (*[()] * step, tuple(digest for _, digest in states))
     handler, _, resumed = Snapshot("again", base=step, digests=digests).resume(rank, root)
@@ -130,9 +130,9 @@ def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
 
 
 CASES = [((0,), False), ((1,), False), ((0,), True), ((1,), True), ((0, 1), True)]
-"""Ranks whose calls fail, and whether all of them from the n-th on do."""
+"""Ranks whose calls fail, and whether all calls from the n-th on fail."""
 FEW = 0.05
-"""Below this share each case has one error or two, at more calls, and all cases together have all errors."""
+"""Below this share, each case has one or two errnos at more calls, and all cases together have all of them."""
 
 
 @pytest.mark.parametrize(("victims", "lasting"), CASES)

@@ -1,9 +1,9 @@
-"""A process is killed at every system call of everything that writes: what there was is there, and so is what can be.
+"""A process is killed at every system call of every writing operation: the old or the new state is complete.
 
-For each rank and each n, the rank is killed with SIGKILL just before its n-th call below the folder, and, where that
-call writes, once more after half of the data was written. The other rank is killed as soon as the first is dead. Fresh
-processes then find exactly the old state or exactly the new one, to the bit, and do the same again, which must succeed.
-When a run comes to its end before its n-th call, all calls were tried. A share of all faults is that of the calls.
+For each rank and each n, the rank gets SIGKILL just before its n-th call below the folder. If that call writes, the
+kill is repeated after half of the data. The other rank is killed as soon as the first is dead. New processes must then
+find exactly the old or exactly the new state, to the bit, and succeed in repeating the operation. All calls have been
+tried when a run ends before its n-th call. A share of all faults is a share of the calls.
 """
 
 import os
@@ -34,8 +34,8 @@ class DieAt:
 
     Attributes:
         moment: n, from 0.
-        half: whether half of what the call would write is written first.
-        note: file that is told which call it was.
+        half: whether to write half of the call's data first.
+        note: file that receives the call.
     """
 
     moment: int
@@ -54,12 +54,12 @@ class DieAt:
 
 @dataclass(frozen=True)
 class Killed:
-    """A rank that was killed, and what it left.
+    """A killed rank and its folder.
 
     Attributes:
-        rank: which one.
-        moment: at which of its calls, from 0.
-        call: that call; None: the run came to its end before it.
+        rank: the killed rank.
+        moment: index of the call, from 0.
+        call: the call, or None if the run ended before.
         half: whether half of the call's data was written.
         root: the folder.
     """
@@ -75,7 +75,7 @@ class Killed:
         return f"rank {self.rank} killed {when} its call {self.moment}: {self.call}"
 
     def judge(self, checked: list[bool]) -> bool:
-        """What fresh ranks found: whether the new state was there."""
+        """Return whether the new state was there, according to the new ranks."""
         assert len(set(checked)) == 1, f"{self}: the ranks saw different things: {checked}"
         assert self.call is not None or checked[0], "an undisturbed run had no effect"
         shutil.rmtree(self.root)
@@ -83,21 +83,21 @@ class Killed:
 
 
 def kill_at(built: Built, rank: int, moments: Iterable[int]) -> Iterator[tuple[Killed, bool]]:
-    """Kill a rank at each of its calls numbered ``moments``, until a run comes to its end before.
+    """Kill a rank at each of its calls numbered ``moments``, until a run ends before the call.
 
-    The fresh ranks that look at what one kill has left are those that the next one kills.
+    The ranks that check the result of one kill are the victims of the next.
 
     Yields:
-        what was killed, and whether the new state was there.
+        The kill, and whether the new state was there.
 
     Raises:
-        AssertionError: something was lost, or is wrong; naming the call.
+        AssertionError: something was lost or is wrong. The message names the call.
     """
     left: Killed | None = None
     for moment in moments:
         for half in (False, True):
             if half and (left is None or len((left.call and left.call.data) or b"") < 2):
-                continue  # nothing to halve
+                continue  # no data to write half
             killed, checked = _kill(built, rank, moment, half, left)
             if left is not None:
                 yield left, left.judge(checked)
@@ -119,7 +119,7 @@ def _kill(built: Built, rank: int, moment: int, half: bool, left: Killed | None)
     blame = "\n".join(outcome.errors)
     assert not outcome.timed_out, f"{what}: nobody noticed\n{blame}"
     assert left is None or all(outcome.results), f"{what}:\n{blame}"
-    # The other rank may have found out by itself, and raised, before it was killed too.
+    # The other rank may have noticed the death and raised before it was killed too.
     assert outcome.ends[rank] == (0 if killed.call is None else -signal.SIGKILL), f"{what}: {outcome.ends}\n{blame}"
     return killed, [results[0] for results in outcome.results if left is not None]
 

@@ -1,8 +1,8 @@
-"""The harness can fail: whatever keeps a generation safe is taken away, one at a time, and the oracles say so.
+"""The harness can fail: safeguards are removed one at a time, and the oracles notice.
 
-Fsyncs are taken out of a recorded trace, one after the other; renames, agreement and checks are switched off in the
-product, in the test's processes alone. A switch that nothing notices is counted as undetected: either the harness is
-too weak, or the product does something for nothing.
+Fsyncs are removed from a recorded trace. Renames, agreement and checks are switched off in the product, in the test's
+processes only. A removal that no oracle notices counts as undetected: either the harness is too weak, or the safeguard
+is unnecessary.
 """
 
 import errno
@@ -65,7 +65,7 @@ Notice = Callable[[object, str], None]
 
 @pytest.fixture
 def notice(tally: Tally) -> Notice:
-    """Count a safeguard that was taken away, and fail unless an oracle has noticed."""
+    """Count a removed safeguard, and fail unless an oracle has noticed."""
 
     def judge(noticed: object, what: str) -> None:
         tally.add(KIND, injected=1, survived=int(bool(noticed)), undetected=int(not noticed))
@@ -77,12 +77,12 @@ def notice(tally: Tally) -> Notice:
 # Fsyncs
 
 TWICE = {
-    "first snapshot": ("a folder above the first snapshot",),  # by whoever makes the next one in it
+    "first snapshot": ("a folder above the first snapshot",),  # by every process that creates a name in it
     "export": ("the weights",),  # by every rank that wrote some, as NFS needs
-    "publication": ("the weights", "a small file of a model"),  # and once more by who lists it
-    MIRRORED: ("a folder of a copy", "the folder of copies"),  # after each name that is made in it
+    "publication": ("the weights", "a small file of a model"),  # again by the process that lists them
+    MIRRORED: ("a folder of a copy", "the folder of copies"),  # after each name that is created in it
 }
-"""Scenario -> what is fsynced more than once."""
+"""Scenario -> files that are fsynced more than once."""
 _SNAPSHOT = (*list(IN_STAGING)[:8], "the staging folder", "the folder with the new name")
 _MODEL = ("the weights", "a small file of a model", "the staging folder", "the folder with the new name")
 PURPOSES = {
@@ -93,15 +93,15 @@ PURPOSES = {
     "export": _MODEL,
     "publication": (*_MODEL, "the manifest", "the folder with a retired name"),
 }
-"""Scenario -> what its fsyncs are for."""
+"""Scenario -> purposes of its fsyncs."""
 COVERED = {
-    # The fsync after the deletion comes before the promise too, and what is deleted is not the only one.
+    # The fsync after the deletion also precedes the promise, and the deleted folder is not the only one.
     ("snapshot that retires", "the folder with the new name"),
     (MIRRORED, "the folder with the new name"),
-    # It is needed when a run that went back copies a step again over a copy that was cut.
+    # Needed if a run that went back copies a step again over an incomplete copy.
     (MIRRORED, "the marker of a copy"),
 }
-"""Fsyncs without which nothing is lost in this scenario, and why they are needed all the same."""
+"""Fsyncs without which nothing is lost in this scenario, and the reason why they are needed all the same."""
 EACH = [(name, purpose) for name, purposes in PURPOSES.items() for purpose in purposes]
 
 
@@ -144,7 +144,7 @@ def test_after_a_kill_power_cuts_lose_something_without_fsync_of_earlier_names(
     made = [call.target or call.path if call.name in ("mkdir", "rename") else "" for call in first.loss.calls]
     n_calls = next(i for i, path in enumerate(made) if re.fullmatch(killed_after, path)) + 1
     second = record_second_life(shop, first, n_calls)
-    # What is left of the first life's fsyncs, and what the second does before it makes names of its own.
+    # The remaining fsyncs of the first life, and those of the second before it creates names.
     purposes = fsync_purposes(second.loss.calls[n_calls:])
     earlier = [n_calls + i for i, purpose in purposes.items() if purpose == EARLIER_LIFE]
     noticed = survey(second.without(*earlier), QUICK, since=n_calls, until_first_loss=True).losses
@@ -155,7 +155,7 @@ def test_after_a_kill_power_cuts_lose_something_without_fsync_of_earlier_names(
 
 
 def _write_in_place() -> None:
-    """Generations are written under the name they will have."""
+    """Write generations under their final name."""
 
     def open_in_place(self: GenerationStore, step: int) -> Path:
         final = self.root / f"global_step_{step}"
@@ -172,7 +172,7 @@ def _write_in_place() -> None:
 
 
 def _write_versions_in_place() -> None:
-    """Weights are written under the name they will have."""
+    """Write weights under their final name."""
 
     def open_in_place(final: Path) -> Path:
         final.mkdir()
@@ -185,7 +185,7 @@ def _write_versions_in_place() -> None:
 
 
 def _rename_before_the_manifest() -> None:
-    """A generation is renamed, and then gets its manifest."""
+    """Rename a generation before it gets its manifest."""
 
     def commit(self: GenerationStore, staged: Path, step: int, entries: list[FileEntry], facts: Any) -> Any:
         generation = self.adopt(staged, step)
@@ -197,12 +197,12 @@ def _rename_before_the_manifest() -> None:
 
 
 def _remove_in_place() -> None:
-    """Old folders are deleted under the name they had."""
+    """Delete old folders without renaming them first."""
     patch(files, "remove_folder", shutil.rmtree)
 
 
 def patch(owner: Any, name: str, value: Any) -> None:
-    """Replace something that is there, for the rest of this process."""
+    """Replace an existing attribute for the rest of this process."""
     assert hasattr(owner, name), f"there is no {name} to switch off"
     setattr(owner, name, value)
 
@@ -231,7 +231,7 @@ def test_a_rename_before_all_ranks_have_fsynced_is_noticed(recorded: Callable[[s
 
 
 def _renamed_early(calls: list[Call]) -> list[Call]:
-    """Rank 0 renames, and fsyncs the folder, while rank 1 still writes the last of its files."""
+    """Rename and fsync on rank 0 while rank 1 still writes the last of its files."""
     at = next(i for i, call in enumerate(calls) if re.search(r"/global_step_\d+$", call.target or ""))
     last = max(i for i, call in enumerate(calls[:at]) if call.rank == 1 and call.name == "fsync")
     old, new = calls[at].path, calls[at].target or ""
@@ -244,7 +244,7 @@ def _renamed_early(calls: list[Call]) -> list[Call]:
 
 @contextmanager
 def _no_agreement(what: str, group: Any = None) -> Iterator[None]:
-    """Every rank minds its own business."""
+    """No agreement: every rank proceeds alone."""
     yield
 
 
@@ -253,7 +253,7 @@ def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
     patch(hf_write, "all_ranks_succeed", _no_agreement)
     try:
         _export_with_a_full_disk(scenario, root, rank)
-    except (CheckpointWriteError, OSError):  # whose process lives on: its end would tell the other by another way
+    except (CheckpointWriteError, OSError):  # the process goes on, because its end would tell the other rank
         end = time.monotonic() + stretched(20)
         while not (Path(root) / "hf" / "global_step_2").exists() and time.monotonic() < end:
             time.sleep(0.01)
@@ -288,16 +288,16 @@ def _check(scenario: Any, root: str, rank: int) -> None:
     scenario.check(rank, root)
 
 
-# Checks of what is written and read
+# Checks of written and read data
 
 
 def _loads(victim: Victim, good: Path, root: Path, strike: Callable[[Path], object]) -> bool:
-    """Whether a generation that was damaged, or forged, is loaded."""
+    """Whether a damaged or forged generation is loaded."""
     strike(copy_generations(good, root, OLDER, NEWER) / NEWER)
     with quiet():
         try:
             return victim.load(root).step == 1
-        except Exception:  # whatever a reader meets whose safeguards are off
+        except Exception:  # any error of a reader without safeguards
             return False
         finally:
             shutil.rmtree(root)
@@ -309,8 +309,7 @@ def _flip(name: str, at: int, folder: Path) -> None:
     replace_bytes(folder / name, data)
 
 
-def _no_check(*_: object) -> None:
-    """All is well."""
+def _no_check(*_: object) -> None: ...
 
 
 def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp_path: Path, notice: Notice) -> None:
@@ -324,7 +323,7 @@ def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp
 
 
 class _EqualToAll(bytes):
-    """A self-checksum that fits everything."""
+    """A self-checksum that is equal to everything."""
 
     def __ne__(self, other: object) -> bool:
         return False
@@ -369,7 +368,7 @@ def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
 
 
 def _plant(name: str, forge: Callable[[Path], object], folder: Path) -> None:
-    """Put something else into a file, and write its manifest anew."""
+    """Replace the contents of a file, and write the manifest again."""
     (folder / name).unlink()
     forge(folder / name)
     reseal(folder)

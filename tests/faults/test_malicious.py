@@ -1,8 +1,8 @@
-"""Malicious generations: pickles that run code, in every file that is read back; none runs, and each is named.
+"""Malicious generations: pickles that run code, in every file that is read. None runs, and errors name each file.
 
-Every attack comes twice. With the digests of what was there before, it is damage as any other: the generation is
-quarantined and the older one takes over. With new digests, as somebody who
-may write the folder can make them, what is refused is what the file says, and nothing may have been changed by then.
+Every attack is tried twice. With the old digests it is ordinary damage: the generation is quarantined and the older one
+is loaded. With new digests, as someone with write access can compute them, the contents are refused, and no state may
+have changed by then.
 """
 
 import os
@@ -52,18 +52,18 @@ from tests.recover.runs import make_handler, make_loader
 pytestmark = pytest.mark.timeout(600)
 
 ALLOWED_BYTES = 64 << 20
-"""How much memory refusing a bomb of `BOMB_BYTES` may take."""
+"""Memory that refusing a bomb of `BOMB_BYTES` may take."""
 
 
 def _judge(
     attack: Attack, redigested: bool, good: Path, root: Path, victim: Victim, older: str, marker: Path
 ) -> tuple[str, str] | None:
-    """``(column of the table, what is wrong)``, or None when the attack was survived."""
+    """Return ``(column of the table, fault)``, or None if the attack was survived."""
     recover = copy_generations(good, root, OLDER, NEWER)
     attack.plant(recover / NEWER)
     if redigested and "manifest" not in attack.name and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{":
         reseal(recover / NEWER)
-    # Pointing at a payload changes other files than the one that is meant.
+    # A pointer to a payload also changes files other than its target.
     words = attack.named if redigested else (*attack.named, "actor/.metadata", "actor/__0_0.distcp")
     try:
         found = victim.load(root)
@@ -73,7 +73,7 @@ def _judge(
             verdict = "lost", f"something was changed before {error}"
         elif not redigested:
             verdict = "lost", f"the older generation did not take over: {error}"
-    except Exception as error:  # a harness reports whatever it meets
+    except Exception as error:  # the harness reports every error
         verdict = "lost", f"{type(error).__name__}: {error}"
     else:
         (reason,) = [path.name for path in recover.glob(".rejected-*")] or ["nothing was quarantined"]
@@ -109,7 +109,7 @@ def _run(
 
 @pytest.fixture(scope="module")
 def older(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the older generation restores."""
+    """State that the older generation restores."""
     root = tmp_path_factory.mktemp("older") / "run"
     copy_generations(good, root, OLDER)
     return victim.load(root).record
@@ -148,8 +148,8 @@ def test_no_name_leads_out_of_the_folder_no_size_takes_memory(
 
 
 def _peak_growth_bytes(action: Callable[[], object]) -> int:
-    """By how much this process's memory grew at most while ``action`` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    """Measure the growth of this process's memory during ``action``."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status_bytes("VmRSS")
     action()
     return _status_bytes("VmHWM") - before
@@ -173,7 +173,7 @@ def test_a_small_file_that_unpacks_large_is_refused_before_it_does(
 
 
 def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
-    """What each of the generations is refused with."""
+    """Load each generation and return the errors."""
     states, said = sharded_states(world_size), []
     for root in roots:
         handler = make_handler(root, freq_steps=1)
@@ -188,8 +188,8 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
     return said
 
 
-def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
-    """With new digests; the file of rank 1 is one that rank 0 never opens."""
+def test_a_file_that_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
+    """With new digests. Rank 0 never opens the file of rank 1."""
     marker, roots = tmp_path / "marker", []
     for number, (what, stream) in enumerate(payload_streams(marker).items()):
         folder = copy_generations(good, tmp_path / str(number), NEWER) / NEWER
@@ -205,7 +205,7 @@ def test_what_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tall
 
 
 def test_torchs_own_loader_runs_a_planted_object_and_load_dcp_does_not(tmp_path: Path, tally: Tally) -> None:
-    """A folder as stock torch writes it, with a byte entry beside the model."""
+    """The folder is written by stock torch, with a byte entry next to the model."""
     marker, saved, loaded = tmp_path / "marker", torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     planted = Call(os.system, f"touch {marker}")
     dcp.save({"dcp": {"model": saved.state_dict(), "evil": planted}}, checkpoint_id=tmp_path / "stock", no_dist=True)
@@ -226,7 +226,7 @@ def _flip_sealed(name: str, at: int, folder: Path) -> None:
 def test_nonsense_with_right_digests_is_refused_or_does_no_harm(
     good: Path, victim: Victim, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
 ) -> None:
-    """Any flipped bit of what is parsed, with new digests: digests say nothing, so parsers must."""
+    """Flip any bit of parsed files and compute new digests, so that only the parsers can notice."""
     dice, problems = Random(1), []
     for name in ("actor/.metadata", STATE, "data.pt", INFO_NAME):
         size = (good / NEWER / name).stat().st_size
@@ -241,7 +241,7 @@ def test_nonsense_with_right_digests_is_refused_or_does_no_harm(
                     victim.load(tmp_path / "run")
                 except HoldfastError:
                     pass
-                except Exception as error:  # a harness reports whatever it meets
+                except Exception as error:  # the harness reports every error
                     problem = f"{name}, byte {at}: {type(error).__name__}: {error}"
             shutil.rmtree(tmp_path / "run")
             problems += [problem] if problem else []

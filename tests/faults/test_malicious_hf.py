@@ -1,4 +1,4 @@
-"""Malicious Hugging Face folders: code beside, inside or instead of the weights; none runs, and each is named."""
+"""Malicious Hugging Face folders: code next to, inside or instead of the weights. None runs, and errors name each."""
 
 import io
 import json
@@ -138,10 +138,10 @@ def test_a_pickle_beside_the_weights_is_not_read(sound: Path, tmp_path: Path, ta
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "evil"])
-def test_code_in_a_model_folder_is_not_imported_though_somebody_agrees(
+def test_code_in_a_model_folder_is_not_imported_even_if_the_user_agrees(
     model_type: str, sound: Path, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers asks on the terminal whether to trust the folder, when nobody has told it not to."""
+    """Without trust_remote_code=False, transformers asks on the terminal whether to trust the folder."""
     folder, marker = tmp_path / "model", tmp_path / "marker"
     shutil.copytree(sound, folder)
     config = json.loads((folder / "config.json").read_text())

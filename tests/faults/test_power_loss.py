@@ -1,6 +1,6 @@
-"""Power cuts at every moment of a snapshot, an export, a publication: what was promised is there, what shows is whole.
+"""Power cuts at every moment of a snapshot, an export, a publication: promised data is there, visible data is complete.
 
-The first tests are about the model itself; see power_loss.py for what it lets a power cut do.
+The first tests check the model itself, which power_loss.py describes.
 """
 
 import os
@@ -26,7 +26,7 @@ EVERYTHING = Effort(subsets_of=20, all_points=True)
 
 
 def _left(before: Tree, *calls: Call) -> list[Tree]:
-    """Every state that a power cut can leave once the calls have returned, each once."""
+    """All states that a power cut can leave after the calls, each once."""
     trace = PowerLoss(before, calls)
     found: list[Tree] = []
     for state in trace.states(len(calls), EVERYTHING):
@@ -43,7 +43,7 @@ def _write(path: str, data: bytes, offset: int = 0) -> Call:
     return Call("write", path, data=data, offset=offset)
 
 
-def test_what_was_fsynced_is_there_and_nothing_else_is_possible() -> None:
+def test_fsynced_files_are_there_and_nothing_else_is_possible() -> None:
     calls = _create("a"), _write("a", b"data"), Call("fsync", "a"), Call("fsync", ".")
     assert _left({}, *calls) == [{"a": b"data"}]
 
@@ -73,7 +73,7 @@ def test_a_rename_can_be_there_without_the_data_written_before_it() -> None:
     assert {"a": b""} in _left({"a": b"old"}, *calls)
 
 
-def test_what_is_in_a_folder_that_has_no_name_is_nowhere() -> None:
+def test_files_in_a_folder_without_a_name_are_unreachable() -> None:
     made = Call("mkdir", "f", size=0o777), _create("f/a")
     assert {} in _left({}, *made, Call("fsync", "f/a"), Call("fsync", "f"))
     assert all("f" in tree for tree in _left({}, *made, Call("fsync", ".")))
@@ -108,7 +108,7 @@ def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     _judge(recorded(name), tally, say, FULL)
 
 
-BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job comes back to an export
+BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job resumes from an export
 
 
 @pytest.mark.parametrize("name", [*BACK, pytest.param(MIRRORED, marks=pytest.mark.slow)])
@@ -125,7 +125,7 @@ def test_a_job_that_comes_back_trusts_nothing_not_yet_on_disk(
 
 
 def _kills(calls: list[Call]) -> list[int]:
-    """Moments after a name was made, and before an fsync made it certain."""
+    """Moments after a name was created and before an fsync made it certain."""
     return [i + 1 for i, call in enumerate(calls) if call.name in ("mkdir", "rename")]
 
 

@@ -1,9 +1,10 @@
-"""The GRPO example in a storm of signals ends with the bytes of a run that nobody touched.
+"""The GRPO example under random signals ends with the bytes of an undisturbed run.
 
-SIGKILL to a random process (driver, trainers, rollout worker, also one that still starts), SIGSTOP to a random worker,
-SIGTERM to the driver, in random order at random moments, recoveries included. All the while a watcher verifies every
-generation it can see. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m slow -s tests/faults/test_random_kills.py`` makes
-another storm of it.
+SIGKILL to a random process (driver, trainers, rollout worker, also while they start), SIGSTOP to a random worker,
+SIGTERM to the driver, in random order at random moments, recoveries included. Meanwhile a watcher verifies every
+visible
+generation. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m slow -s tests/faults/test_random_kills.py`` runs another
+sequence of signals.
 """
 
 import math
@@ -44,7 +45,7 @@ KINDS = {
 SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
 
 STEPS = 40
-# An epoch has 15 steps, so the run reshuffles twice; every other step is a snapshot, so that kills often hit one.
+# An epoch has 15 steps, so the run reshuffles twice. Every other step has a snapshot, so kills often hit one.
 SETTINGS = (
     f"total_steps={STEPS}",
     "n_prompts=60",
@@ -57,20 +58,20 @@ SETTINGS = (
 )
 LONGEST_WAIT_S = 5.0
 PATIENCE_S = stretched(300.0)
-GONE_S = stretched(90.0)  # agents of Ray outlive a raylet that was killed by half a minute
+GONE_S = stretched(90.0)  # Ray's agents outlive a killed raylet by half a minute
 
 
 _NONE = Generation(-1, Path())
 _WORKER = f"ray::{RayActor.__name__}"
-"""How Ray's processes of ranks are called."""
+"""Name of Ray's processes of ranks."""
 
 
 class Watcher:
-    """Verifies every generation that comes in sight, and every resumption, until it is told to stop.
+    """Verifies every visible generation and every resumption until it is stopped.
 
     Attributes:
-        verified: how many generations there were.
-        problems: what was seen and must not be.
+        verified: number of generations.
+        problems: violations.
     """
 
     def __init__(self, run: GrpoRun) -> None:
@@ -82,7 +83,7 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator["Watcher"]:
-        """Watch in a thread of its own while the block runs."""
+        """Watch in a separate thread during the block."""
         thread = threading.Thread(target=self._watch, daemon=True)
         thread.start()
         try:
@@ -95,17 +96,17 @@ class Watcher:
         while not self._ended.wait(0.05):
             try:
                 self._look()
-            except Exception as error:  # its silence would be taken for approval
+            except Exception as error:  # silence would look like success
                 self.problems.append(f"the watcher failed: {type(error).__name__}: {error}")
                 return
 
     def _look(self) -> None:
         newest = max(generation.step for _ in range(3) for generation in self._store.generations() or [_NONE])
-        if newest < self._newest:  # (one listing can miss a rename, three cannot)
+        if newest < self._newest:  # one listing can miss a rename, three cannot
             self.problems.append(f"step {self._newest} was committed, and now the newest is {newest}")
         attempts = self._run.attempts()
         for attempt in attempts[self._n_attempts :]:
-            # What was visible the last time I looked was committed before this attempt looked for what to resume.
+            # A generation visible at the last look was committed before this attempt searched for one.
             if attempt["step"] <= self._newest:
                 self.problems.append(f"step {self._newest} was committed, but step {attempt['step']} is trained again")
         self._newest, self._n_attempts = newest, len(attempts)
@@ -117,7 +118,7 @@ class Watcher:
                     self._seen.add(identity)
                     self.verified += 1
             except (CheckpointError, OSError) as error:
-                if generation.path.exists():  # else it was deleted while it was read
+                if generation.path.exists():  # otherwise it was deleted while it was read
                     self.problems.append(f"visible, but bad: {error}")
         if rejected := [path.name for path in self._store.quarantined()]:
             self.problems.append(f"quarantined: {rejected}")
@@ -135,7 +136,7 @@ def _gone(pid: int) -> bool:
 
 
 def workers(run: GrpoRun) -> dict[int, str]:
-    """Process id -> role of every rank that lives, also of groups that still start."""
+    """Process id -> role of every living rank, including groups that still start."""
     pids = run.pids()
     roles = {pid: f"{who} {rank}" for who, ranks in pids.items() for rank, pid in enumerate(ranks)}
     found = {}
@@ -148,16 +149,16 @@ def workers(run: GrpoRun) -> dict[int, str]:
 
 
 def _trains(run: GrpoRun) -> bool:
-    """Whether all the workers that the driver has named last are there."""
+    """Whether all workers that the driver named last are running."""
     pids = run.pids()
     return "trainer" in pids and all(_alive(pid) for pid in (*pids["trainer"], *pids["rollout"]))
 
 
 class Storm:
-    """Sends signals to one run; ``dice`` says when and to whom.
+    """Sends signals to one run, at times and to processes chosen by ``dice``.
 
     Args:
-        run: started.
+        run: a started run.
         dice: the random numbers.
     """
 
@@ -165,20 +166,19 @@ class Storm:
         self.run, self._dice = run, dice
 
     def strike(self, kind: str) -> str | None:
-        """Send one signal of the kind at some moment, and say to whom; None when the run has ended before."""
+        """Send one signal at a random moment and name its target. None if the run ended before."""
         self._wait_for_a_moment()
         if self.run.exit_code() is None:
             return {"SIGKILL": self._kill, "SIGSTOP": self._stop, "SIGTERM": self._terminate}[kind]()
         return None
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
-        """False when the run ended instead."""
+        """Return False if the run ended instead."""
         self.run.wait_until(lambda: self.run.exit_code() is not None or condition(), PATIENCE_S)
         return self.run.exit_code() is None
 
     def _wait_for_a_moment(self) -> None:
-        """One time in three at once, on top of the last one; one in three any moment, in the middle of a recovery as a
-        rule; else a few steps on."""
+        """Choose the next moment: at once, at a random time (usually during recovery), or some steps later."""
         if (draw := self._dice.random()) < 2 / 3:
             time.sleep(self._dice.uniform(0.0, 0.3 if draw < 1 / 3 else LONGEST_WAIT_S))
             return
@@ -188,7 +188,7 @@ class Storm:
         time.sleep(self._dice.uniform(0.0, 0.5))
 
     def _kill(self) -> str | None:
-        """The driver when nobody else is there, else one time in five: it takes longest to come back."""
+        """Kill a process: the driver, which takes longest to come back, one time in five or if it is alone."""
         while self.run.exit_code() is None:
             others = workers(self.run)
             if not others or self._dice.random() < 0.2:
@@ -196,13 +196,13 @@ class Storm:
                 self.run.start()
                 return "the driver"
             pid = self._dice.choice(sorted(others))
-            with suppress(ProcessLookupError):  # it ended by itself a moment ago, as after another's death
+            with suppress(ProcessLookupError):  # it has just ended by itself, for example after the death of another
                 os.kill(pid, signal.SIGKILL)
                 return others[pid]
         return None
 
     def _stop(self) -> str | None:
-        """Once the group is up (starting has another, longer timeout); wait until somebody has ended the process."""
+        """Stop a worker of a group that is up (starting has a longer timeout), and wait until it is killed."""
         while self._wait(lambda: _trains(self.run)):
             pids = self.run.pids()
             pid = self._dice.choice([*pids["trainer"], *pids["rollout"]])
@@ -215,7 +215,7 @@ class Storm:
         return None
 
     def _terminate(self) -> str | None:
-        """While it trains: it has to snapshot the step it is in, and to say so with its exit code."""
+        """Terminate the driver during training. It must snapshot the current step and exit with the right code."""
         goal = self.run.last_step() + 2
         if not self._wait(lambda: self.run.last_step() >= goal and _trains(self.run)):
             return None
@@ -224,7 +224,7 @@ class Storm:
         if code == 0 and step == STEPS - 1:
             return None
         newest = GenerationStore(self.run.trial_root / "recover").generations()[0].step
-        # After the last snapshot no step answers any more: the signal is passed on, to Ray's handler.
+        # After the last snapshot no step handles the signal. It is passed on to Ray's handler.
         codes = {Preempted.EXIT_CODE} | ({signal.SIGTERM, -signal.SIGTERM} if step == STEPS - 1 else set())
         assert code in codes and newest == step, f"{code}, {newest}, {step}: {self.run.log_tail()}"
         self.run.start()
@@ -232,12 +232,12 @@ class Storm:
 
 
 def numbers(run: GrpoRun) -> list[dict[str, Any]]:
-    """What was logged of each step, in order, without the times."""
+    """Logged numbers of each step, in order, without times."""
     return untimed(read_stats(run.trial_root / "stats" / "stats.jsonl"))
 
 
 def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
-    """In what a run that has ended differs from the one that nobody touched."""
+    """Differences between a finished run and the undisturbed one."""
     found = []
     if code := run.exit_code():
         return [f"it ended with {code}:\n{run.log_tail()}"]
@@ -264,7 +264,7 @@ def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
     reference.start()
     assert reference.wait(PATIENCE_S) == 0, reference.log_tail()
     dice, n_runs, n_verified = random.Random(SEED), 0, 0
-    struck = Counter[bool]()  # whether it was the driver
+    struck = Counter[bool]()  # whether the driver was hit
     signals = [kind for kind, amount in AMOUNTS.items() for _ in range(amount)]
     dice.shuffle(signals)
     n_signals = len(signals)

@@ -1,8 +1,8 @@
-"""Torn and rotten files: whatever happens to the newest generation's files, it is found, and the older one takes over.
+"""Torn and corrupted files: any damage to the newest generation is found, and the older one is loaded.
 
-Every damage is done to a fresh copy of two good generations of two ranks and loaded by one warm process. The oracle is
-the same for all: the damaged generation is quarantined with a reason that names a damaged file, the older one comes
-back to the bit, and nothing was written to more often than in a load without any damage.
+Every damage is applied to a new copy of two valid generations of two ranks, which one warm process loads. The oracle is
+always the same: the damaged generation is quarantined with a reason that names a damaged file, the older one is
+restored to the bit, and there are no more writes to the state than in a load without damage.
 """
 
 import os
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def expected(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """What loading the older generation does when there is no other."""
+    """Result of loading the older generation if there is no other."""
     root = tmp_path_factory.mktemp("expected")
     copy_generations(good, root / "older", OLDER)
     copy_generations(good, root / "both", OLDER, NEWER)
@@ -51,16 +51,16 @@ def expected(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactor
 
 
 _ALSO = {INFO_NAME: ("was renamed",)}
-"""File -> what else a reason may say: an info with another step is that of a generation that was renamed."""
+"""File -> other texts of a reason: an info with another step belongs to a renamed generation."""
 
 
 def _judge(damage: Damage, good: Path, root: Path, victim: Victim, expected: Loaded) -> tuple[str, str] | None:
-    """``(column of the table, what is wrong)``, or None when the damage was survived."""
+    """Return ``(column of the table, fault)``, or None if the damage was survived."""
     recover = copy_generations(good, root, OLDER, NEWER)
     damage.strike(recover / NEWER)
     try:
         found = victim.load(root)
-    except Exception as error:  # a harness reports whatever it meets
+    except Exception as error:  # the harness reports every error
         return "lost", f"{type(error).__name__}: {error}"
     if found.step == 1:
         return "undetected", "was loaded"
@@ -142,7 +142,7 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[tuple[int |
 
 
 def test_two_ranks_agree_on_what_only_one_of_them_has_read(good: Path, tmp_path: Path, tally: Tally) -> None:
-    """The ranks share the verification of the bytes; whichever finds the damage, all refuse."""
+    """The ranks share the verification of the bytes. If one finds damage, all refuse."""
     damaged = files_of(good / NEWER)
     recover = copy_generations(good, tmp_path / "sound", OLDER)
     roots = [str(recover.parents[2])]
@@ -159,7 +159,7 @@ def test_two_ranks_agree_on_what_only_one_of_them_has_read(good: Path, tmp_path:
 def test_a_folder_without_a_manifest_that_is_cut_short_is_refused_too(
     good: Path, victim: Victim, tmp_path: Path, tally: Tally
 ) -> None:
-    """As AReaL or stock torch write it: no digests, so only what is missing can be seen."""
+    """AReaL and stock torch write no digests, so only missing bytes can be noticed."""
     state, problems = victim.states["actor"], []
     source = good / NEWER / "actor"
     cuts = [(name, at) for name in files_of(source) for at in boundaries(source, name)[:-1]]
@@ -176,7 +176,7 @@ def test_a_folder_without_a_manifest_that_is_cut_short_is_refused_too(
             problem = "was loaded"
         except HoldfastError:
             problem = None if victim.record() == before else "something was changed"
-        except Exception as error:  # a harness reports whatever it meets
+        except Exception as error:  # the harness reports every error
             problem = f"{type(error).__name__}: {error}"
         shutil.rmtree(folder)
         tally.add("truncated file, no manifest", injected=1, **{"undetected" if problem else "survived": 1})

@@ -1,4 +1,4 @@
-"""A share of the faults is an even choice of them, and never none."""
+"""A share of the faults is an even choice and never empty."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_a_share_is_a_percentage(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["full", "", "10", "0%", "101%", "-1%"])
-def test_what_is_no_percentage_is_refused(text: str) -> None:
+def test_an_invalid_percentage_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected the share of faults"):
         parse_share(text)
 
@@ -22,6 +22,6 @@ def test_a_choice_is_even_and_in_order_and_everything_at_100_percent() -> None:
     assert pick("abc", 0.5) == ["a", "c"]
 
 
-def test_a_choice_of_few_has_one_and_of_none_none() -> None:
+def test_a_choice_is_never_empty_unless_there_is_nothing_to_choose() -> None:
     assert pick(["only"], 0.01) == ["only"]
     assert pick([], 0.01) == []

@@ -1,4 +1,4 @@
-"""The shim sees everything: what it records makes the same folder again, and the kernel has seen no more."""
+"""The shim sees everything: replaying its record makes the same folder, and the kernel has seen no other calls."""
 
 import builtins
 import ctypes
@@ -30,12 +30,16 @@ KINDS = {
     "fchmodat": "chmod", "creat": "open", "open": "open", "pwritev": "pwrite", "pwritev2": "pwrite",
     "io_submit": "write",
 }  # fmt: skip
-"""System call -> what the shim calls it."""
+"""System call -> name in the shim."""
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """Path -> bytes, or None for a folder. The lock file, which names its holder, and the journal, which nothing reads
-    again, are left out: they are written when a scenario is armed, before anything is recorded."""
+    """Path -> bytes, or None for a folder.
+
+    The lock file, which names its holder, and the journal, which is never read again, are left out. They are written
+    when a
+    scenario is armed, before the recording begins.
+    """
     paths = [path for path in root.rglob("*") if path.name not in ("recover.lock", JOURNAL_NAME)]
     return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
@@ -79,17 +83,17 @@ def _perform_traced(scenario: Scenario, root: str, rank: int) -> None:
     assert b"attached" in said, f"this process cannot be traced: {said!r}"
     with Shim(root, log=f"{root}.calls.{rank}", rank=rank):
         action()
-    tracer.terminate()  # it lets go of this process first
+    tracer.terminate()  # it detaches from this process first
     tracer.wait(30)
 
 
 def traced(log: Path, root: Path) -> Counter[str]:
-    """How many calls of each kind that changed something below ``root``, or synced it, have succeeded."""
+    """Count successful calls by kind that changed or synced a file below ``root``."""
     found: Counter[str] = Counter()
     begun: dict[str, str] = {}
     for line in log.read_text().splitlines():
         thread, _, text = line.partition(" ")
-        if text.endswith("<unfinished ...>"):  # other threads come between
+        if text.endswith("<unfinished ...>"):  # other threads came between
             begun[thread] = text.removesuffix("<unfinished ...>")
             continue
         text = begun.pop(thread, "") + re.sub(r"<\.\.\. \w+ resumed>", "", text)
@@ -103,7 +107,7 @@ def traced(log: Path, root: Path) -> Counter[str]:
 
 
 def changing(calls: list[Call]) -> Counter[str]:
-    """Likewise, of what was recorded: an open that only reads is left out, as reading a folder is one to the kernel."""
+    """Count recorded calls in the same way, without opens for reading (the kernel counts listing a folder as one)."""
     writes = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_RDWR
     return Counter(call.name for call in calls if call.name != "open" or (call.flags or 0) & writes)
 
@@ -174,7 +178,7 @@ def test_a_hook_can_fail_any_call_and_write_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "file", "folder", "sub", "parent"])
-def test_what_was_not_fsynced_is_not_durable(tmp_path: Path, forgotten: str) -> None:
+def test_files_without_an_fsync_are_not_durable(tmp_path: Path, forgotten: str) -> None:
     def sync(path: Path, name: str) -> None:
         if name != forgotten:
             fd = os.open(path, os.O_RDONLY)

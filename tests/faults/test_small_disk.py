@@ -1,9 +1,9 @@
-"""A disk that is really full, and files that may really grow no further: the kernel fails the calls, not a hook.
+"""A disk that is really full, and real limits on file size: the kernel fails the calls instead of a hook.
 
-The disk is a small tmpfs in a mount namespace of the test's own, which any user may make where the kernel allows it.
-Ballast leaves less and more room, page by page or inode by inode; or it comes in the middle of an attempt, after any
-look at the free space. With the ballast gone, the next attempt must succeed. Likewise with a limit on the size of a
-process's files, of one rank or of both, at sizes that cut every write.
+The disk is a small tmpfs in a separate mount namespace, which any user may create if the kernel allows it. Ballast
+leaves more and more room, by page or by inode, or appears in the middle of an attempt, after all checks of the free
+space. Without the ballast, the next attempt must succeed. The same is tested with a limit on file size, for one rank or
+both, at sizes that cut every write.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ DISK_BYTES = 2 << 20
 DISK_INODES = 400
 PAGE_BYTES = 4096
 STRIDE_BYTES = 500
-"""Between limits on the size of files."""
+"""Difference between limits on the size of files."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 def mount_small_disk(path: str) -> None:
-    """Give this process, which has no threads, and its children a tmpfs at ``path`` that nobody else sees.
+    """Mount a private tmpfs at ``path`` for this process, which must have no threads, and its children.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -62,7 +62,7 @@ class SmallDisk:
     """Ranks that see a small file system.
 
     Attributes:
-        path: where it is mounted, for them.
+        path: its mount point for the ranks.
     """
 
     shop: Workshop
@@ -87,12 +87,12 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
 
 @dataclass
 class Ballast:
-    """What fills a disk.
+    """Data that fills a disk.
 
     Attributes:
-        folder: on that disk.
-        inodes: whether it takes up names, not bytes.
-        room: how many pages, or inodes, it leaves.
+        folder: a folder on that disk.
+        inodes: whether to use up inodes instead of bytes.
+        room: number of pages or inodes to leave.
     """
 
     folder: Path
@@ -100,7 +100,6 @@ class Ballast:
     room: int
 
     def load(self) -> None:
-        """Fill up."""
         self.folder.mkdir()
         if self.inodes:
             while os.statvfs(self.folder).f_ffree > self.room:
@@ -112,12 +111,11 @@ class Ballast:
                     os.posix_fallocate(file.fileno(), 0, size)
 
     def drop(self) -> None:
-        """Make room."""
         if self.folder.exists():
             shutil.rmtree(self.folder)
 
     def __call__(self, call: Call) -> None:
-        """As a hook: fill up when the first file is made."""
+        """Fill the disk when the first file is created (as a hook)."""
         if call.name == "open" and (call.flags or 0) & os.O_CREAT and not self.folder.exists():
             self.load()
 
@@ -125,7 +123,7 @@ class Ballast:
 def fill_the_disk(
     session_name: str, disk: str, model: str, inodes: bool, late: bool, share: float, rank: int
 ) -> tuple[int, int]:
-    """Stage: attempts with more and more room, until there is enough; how many there were, and how many failed."""
+    """Stage: make attempts with more and more room until one succeeds. Returns the numbers of attempts and failures."""
     root = Path(disk, f"{session_name}-{inodes}-{late}")
     if rank == 0:
         root.mkdir()
@@ -157,7 +155,7 @@ def fill_the_disk(
 
 
 def _taken(folder: Path, inodes: bool) -> int:
-    """How many pages, or inodes, the files of a folder take: an attempt that has not even these fails."""
+    """Number of pages or inodes used by the files of a folder. An attempt with less room fails."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return len(files) if inodes else sum(-(-file.stat().st_size // PAGE_BYTES) for file in files)
 
@@ -180,7 +178,7 @@ def test_a_disk_full_to_its_last_page_or_inode_costs_one_attempt(
 def _limit_files(
     session_name: str, root: str, model: str, victims: tuple[int, ...], share: float, rank: int
 ) -> tuple[int, int]:
-    """Stage: attempts with files that may grow larger and larger, until that is large enough."""
+    """Stage: make attempts with a growing limit on file size until one succeeds."""
     session: Session = SESSIONS[session_name](rank, root, model)
     for _ in range(3):
         assert agree(session.attempt())

@@ -1,4 +1,4 @@
-"""Where scenarios are built, copied, and done with or without a disturbance: a folder in memory, and warm ranks."""
+"""Builds and copies scenarios in memory, and performs them on warm ranks with or without faults."""
 
 import itertools
 import shutil
@@ -27,12 +27,13 @@ MEMORY = Path("/dev/shm")
 
 @dataclass
 class Workshop:
-    """Ranks, and a folder for everything they break.
+    """Two ranks and a scratch folder.
 
     Attributes:
-        ranks: two of them.
-        folder: in memory, where there is such a folder: the kills of a process, unlike those of a machine, leave the
-            same on every file system, and a thousand snapshots want no disk.
+        ranks: two ranks.
+        folder: a folder in memory, if there is one. A killed process leaves the same files on every file system, unlike
+            a
+            power cut, and a thousand snapshots need no disk.
         model: folder with config and tokenizer of a tiny language model.
     """
 
@@ -42,7 +43,7 @@ class Workshop:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def build(self, scenario: Scenario) -> "Built":
-        """Have the scenario make its folder."""
+        """Let the scenario create its folder."""
         base = self.new_path("base")
         base.mkdir()
         outcome = self.ranks.run(partial(_build, scenario, str(base)))
@@ -50,18 +51,18 @@ class Workshop:
         return Built(self, built, base, _logged(base))
 
     def new_path(self, name: str) -> Path:
-        """A path that nothing is at yet."""
+        """Return an unused path."""
         return self.folder / f"{next(self._numbers)}-{name}"
 
 
 @dataclass
 class Built:
-    """A scenario that was built.
+    """A scenario with its folder.
 
     Attributes:
-        scenario: one that knows what is right.
-        base: its folder; not to be touched.
-        calls: those that made it, of all ranks, in order of time.
+        scenario: the scenario, after `learn`.
+        base: its folder, which must not change.
+        calls: recorded calls of all ranks, ordered by time.
     """
 
     workshop: Workshop
@@ -70,18 +71,18 @@ class Built:
     calls: list[Call]
 
     def copy(self) -> Path:
-        """A new copy of the folder."""
+        """Make a new copy of the folder."""
         return Path(shutil.copytree(self.base, self.workshop.new_path("copy"), symlinks=True))
 
     def record(self, root: Path) -> list[Call]:
-        """Do the action, undisturbed, in a copy: the calls of all ranks, in order of time."""
+        """Perform the action without faults in a copy. Returns the calls of all ranks, ordered by time."""
         self.workshop.ranks.run(partial(perform, self.scenario, str(root), {})).require_success()
         return _logged(root)
 
 
 @contextmanager
 def workshop(setup: Callable[[], None] | None = None) -> Iterator[Workshop]:
-    """One for a test module; ``setup`` is for `nursery`."""
+    """Make the workshop of a test module. ``setup`` is for `nursery`."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         model = str(write_model_folder(Path(folder, "model"), layers=1, hidden=16))
         with nursery(partial(warm_up, model), setup=setup) as ranks:
@@ -89,9 +90,9 @@ def workshop(setup: Callable[[], None] | None = None) -> Iterator[Workshop]:
 
 
 def warm_up(model: str, rank: int) -> None:
-    """Fill the caches of torch and transformers in the parent of a rank: that rank needs a second less each time.
+    """Fill the caches of torch and transformers in the parent of a rank, which saves each rank a second.
 
-    A fake group of two ranks fills those that depend on the mesh.
+    A fake group of two ranks fills the caches that depend on the mesh.
     """
     with tempfile.TemporaryDirectory() as folder:
         plain = Tiny()
@@ -112,16 +113,16 @@ def warm_up(model: str, rank: int) -> None:
 
 
 def perform(scenario: Scenario, root: str, hooks: dict[int, Hook], rank: int) -> int:
-    """Stage: do the action under a shim.
+    """Stage: perform the action under a shim.
 
     Args:
-        scenario: that was built.
+        scenario: a scenario after `learn`.
         root: a copy of its folder.
-        hooks: rank -> what disturbs its calls.
-        rank: this one.
+        hooks: rank -> hook for its calls.
+        rank: this rank.
 
     Returns:
-        the number of calls that succeeded.
+        The number of successful calls.
     """
     action = scenario.arm(rank, root)
     with Shim(root, hooks.get(rank), log=f"{root}.calls.{rank}", rank=rank) as shim:

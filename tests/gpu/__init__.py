@@ -1,5 +1,5 @@
-"""What somebody with a GPU runs (``make gpu``): CUDA and NCCL in whole jobs, and the figures for docs/performance.md.
+"""Tests for a machine with a GPU (``make gpu``): whole jobs on CUDA and NCCL, and the figures for docs/performance.md.
 
-Every test is a job that is told its device. With ``HOLDFAST_GPU_TESTS_DEVICE=cpu`` the whole list runs on the CPU and
-over gloo, in small sizes: to see that the jobs themselves work.
+Every test is a job with a given device. With ``HOLDFAST_GPU_TESTS_DEVICE=cpu`` the whole list runs on the CPU and over
+gloo, in small sizes, to check the jobs themselves.
 """

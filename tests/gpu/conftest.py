@@ -1,7 +1,7 @@
-"""Which machine the list runs on, and where its figures go.
+"""The machine of the tests, and the folder of their figures.
 
-``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``; ``HOLDFAST_GPU_TESTS_PARAMETERS`` the size of the model
-that is saved and loaded; ``HOLDFAST_GPU_TESTS_OUT`` the folder for the figures (default ``gpu_out``).
+``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``. ``HOLDFAST_GPU_TESTS_PARAMETERS`` is the size of the
+model to save and load. ``HOLDFAST_GPU_TESTS_OUT`` is the folder for the figures (default ``gpu_out``).
 """
 
 import io
@@ -23,11 +23,11 @@ _FIGURES = pytest.StashKey[Figures]()
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to train on.
+    """The hardware for the tests.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        devices: GPUs; on the CPU as many as the list would like to have.
+        devices: number of GPUs. On the CPU, as many as the tests can use.
     """
 
     device: str
@@ -35,16 +35,16 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Of the jobs that take more than one where they can."""
+        """Number of ranks for jobs with more than one, if possible."""
         return min(2, self.devices)
 
     @property
     def on(self) -> str:
-        """For the column that says what a figure is of."""
+        """Description of the device for the table of figures."""
         return f"{self.ranks} rank(s)"
 
     def options(self, scratch: Path) -> Options:
-        """For the jobs on a model of some size."""
+        """Benchmark options for the jobs with a model of configurable size."""
         parameters = float(os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if self.device == "cuda" else "1e6"))
         rounds = 5 if self.device == "cuda" else 2
         return Options(int(parameters), self.ranks, rounds, self.device, scratch, quick=self.device == "cpu")
@@ -52,7 +52,7 @@ class Machine:
 
 @pytest.fixture(scope="session")
 def machine() -> Machine:
-    """This one; the test is skipped where it has no GPU."""
+    """This machine. Skips the test if there is no GPU."""
     if DEVICE == "cpu":
         return Machine("cpu", 3)
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def two_gpus(machine: Machine) -> Machine:
-    """This machine; the test is skipped where it has fewer."""
+    """This machine. Skips the test if there are fewer than two GPUs."""
     if machine.devices < 2:
         pytest.skip(f"needs two CUDA GPUs, found {machine.devices}")
     return machine
@@ -70,12 +70,12 @@ def two_gpus(machine: Machine) -> Machine:
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> Figures:
-    """Where the tests put what they measure."""
+    """Collection of the measured figures."""
     return pytestconfig.stash[_FIGURES]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One collection of figures a session."""
+    """Create one collection of figures per session."""
     if DEVICE not in ("cuda", "cpu"):
         raise pytest.UsageError(f"HOLDFAST_GPU_TESTS_DEVICE is {DEVICE!r}; expected 'cuda' or 'cpu'")
     config.stash[_FIGURES] = Figures()

@@ -1,4 +1,4 @@
-"""The figures of a run of the list: on the terminal, as JSON, and as the block for docs/performance.md."""
+"""Figures of a session: on the terminal, as JSON, and as the block for docs/performance.md."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,10 +16,10 @@ class Figure:
     """One number.
 
     Attributes:
-        name: what was measured.
+        name: measured quantity.
         value: the number.
-        unit: of the number, ``s``, ``GB/s`` ...; empty for a ratio.
-        of: on what.
+        unit: its unit, ``s``, ``GB/s`` ..., or empty for a ratio.
+        of: hardware on which it was measured.
     """
 
     name: str
@@ -33,17 +33,17 @@ class Figure:
 
 
 class Figures:
-    """All of a session, in the order in which they were measured."""
+    """All figures of a session, in the order of their measurement."""
 
     def __init__(self) -> None:
         self.all: list[Figure] = []
 
     def add(self, name: str, value: float, unit: str, of: str) -> None:
-        """Keep one; see `Figure`."""
+        """Add a figure (see `Figure`)."""
         self.all.append(Figure(name, value, unit, of))
 
     def table(self, title: str) -> Table:
-        """The table that people are shown."""
+        """Format the table for people."""
         table = Table("figure", "value", "of", title=title)
         for figure in self.all:
             table.add_row(*figure.cells())

@@ -1,4 +1,4 @@
-"""What is measured and provoked on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the CPU."""
+"""Measurements and faults on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -31,18 +31,18 @@ from holdfast.utils.errors import HoldfastError
 N_LATER = 4
 """Snapshots in the background after the first."""
 BUSY_CYCLES = 500_000_000
-"""Of a GPU: a quarter of a second or more."""
+"""Cycles of a GPU that take a quarter of a second or more."""
 
 
 @dataclass(frozen=True)
 class StagingMemory:
-    """Host memory for one staged snapshot, over the bytes of the shard; each of the rank that needs most.
+    """Host memory for one staged snapshot, divided by the bytes of the shard, on the rank that needs most.
 
     Attributes:
-        buffers: the memory that the copy lies in.
-        resident: by how much the process grew.
-        pinned_by_torch: what torch's own pinned memory grew by, which is none of the buffers.
-        all_pinned: whether every buffer is pinned, on every rank.
+        buffers: memory of the copy.
+        resident: growth of the process.
+        pinned_by_torch: growth of torch's own pinned memory, which is separate from the buffers.
+        all_pinned: whether all buffers are pinned, on every rank.
     """
 
     buffers: float
@@ -79,15 +79,15 @@ def _pinned_by_torch(session: Session) -> int:
 
 @dataclass(frozen=True)
 class Stalls:
-    """Seconds that training waits, of the slowest rank.
+    """Seconds that training waits, on the slowest rank.
 
     Attributes:
-        prepare_s: `RecoverHandler.load` of a new run, which may make the buffers.
+        prepare_s: `RecoverHandler.load` of a new run, which may allocate the buffers.
         first_s: the first `RecoverHandler.dump`.
-        later_s: the median of those after it.
-        written_s: the median time until those are committed.
+        later_s: the median of later dumps.
+        written_s: the median time until these are committed.
         copy_s: the median copy of the shard into warm (pinned) memory.
-        committed: how many snapshots there are in the end.
+        committed: number of snapshots at the end.
     """
 
     prepare_s: float
@@ -124,13 +124,13 @@ def stalls(session: Session) -> Stalls:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One format both ways.
+    """One format in both directions.
 
     Attributes:
-        n_bytes: of its files.
+        n_bytes: size of its files.
         save_s: median seconds until they are durable.
         load_s: median seconds to read them from the page cache and put them on the device.
-        came_back: whether every tensor on every rank is what it was, after it had been overwritten.
+        came_back: whether all tensors on all ranks were restored after they had been overwritten.
     """
 
     n_bytes: int
@@ -140,7 +140,7 @@ class Transfer:
 
 
 def transfers(session: Session) -> dict[str, Transfer]:
-    """Save and load a training state, and export and import weights as they are and in bfloat16."""
+    """Save and load a training state, and export and import weights in their own dtype and in bfloat16."""
     engine = build_engine(session)
     dcp, hf, half = (ours.EngineSave(engine, *given) for given in (("dcp",), ("hf",), ("hf", "bfloat16")))
     results = {
@@ -177,11 +177,11 @@ def _both_ways(
 
 @dataclass(frozen=True)
 class Torn:
-    """What became of a snapshot whose parameters changed before the next step.
+    """Outcome of a snapshot whose parameters changed before the next step.
 
     Attributes:
-        errors: name of the error and its message, of each rank.
-        generations: on the disk in the end.
+        errors: name and message of the error, by rank.
+        generations: generations on the disk at the end.
     """
 
     errors: list[tuple[str, str]]
@@ -189,7 +189,7 @@ class Torn:
 
 
 def torn_snapshot(session: Session) -> Torn:
-    """Snapshots of steps 0, 1 and 2; right after the call for 1 every parameter is written to, outside of a step."""
+    """Take snapshots of steps 0, 1 and 2. Right after the call for 1, every parameter is changed outside of a step."""
     engine = build_engine(session)
     batch, step = dense_batch(engine), StepInfo(0, 0, 0, SPEC.steps_per_epoch)
     root = str(session.options.scratch)
@@ -201,7 +201,7 @@ def torn_snapshot(session: Session) -> Torn:
             train(engine, batch)
             session.barrier()
             if session.device.type == "cuda":
-                torch.cuda._sleep(BUSY_CYCLES)  # the copy begins after it; the write is asked for before it ends
+                torch.cuda._sleep(BUSY_CYCLES)  # the copy begins after this, and the write is requested before it ends
             handler.dump(engine, step)
             if number == 1:
                 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Packed attention on a GPU: the kernel for all sequences gives what one after the other gives, in little memory."""
+"""Packed attention on a GPU: one kernel for all sequences gives the values of single sequences, in little memory."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def _values_and_gradients(row: PackedRow, inputs: list[torch.Tensor]) -> list[to
 def test_one_kernel_gives_the_values_and_gradients_of_one_sequence_after_the_other(
     machine: Machine, window: int | None
 ) -> None:
-    """In bfloat16 against float32, which the kernel does not take."""
+    """In bfloat16, compared with float32, which the kernel does not accept."""
     row = _row(LENGTHS, machine.device, window)
     half, full = (_inputs(sum(LENGTHS), machine.device, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert attention._kernel_takes(half[0], half[2]) == (machine.device == "cuda")
@@ -99,7 +99,7 @@ def _trained(session: Session, folder: Path, attn_impl: str | None) -> Any:
 
 
 def test_an_engine_takes_it_by_itself_and_learns_as_with_sdpa(machine: Machine, tmp_path: Path) -> None:
-    """In bfloat16, with a window in every other layer."""
+    """In bfloat16, with a window in every second layer."""
     config = Gemma3TextConfig(
         vocab_size=64,
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""Snapshots, saves and loads of a model on GPUs: what they cost, and that they hold what they should."""
+"""Snapshots, saves and loads of a model on GPUs: their cost, and their contents."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,9 @@ from tests.gpu.jobs import N_LATER, staging_memory, stalls, torn_snapshot, trans
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 SLACK = 0.05
-"""Share of a shard that staging may take on top of one."""
+"""Memory that staging may need in addition to a shard, as a share of the shard."""
 LARGE = 20_000_000
-"""Parameters of a model whose copy takes long enough for something else to happen meanwhile, on the CPU."""
+"""Parameters of a model whose copy on the CPU is slow enough for changes during the copy."""
 
 
 def test_a_staged_snapshot_takes_the_host_memory_of_one_shard(

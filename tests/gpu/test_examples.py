@@ -32,7 +32,7 @@ def test_supervised_fine_tuning_learns_on_the_device(machine: Machine, figures: 
 
 
 def grpo_settings(machine: Machine) -> list[str]:
-    """One GPU is shared by a trainer and the rollout worker; of two each has one; of three two trainers have two."""
+    """Trainer and rollout worker share a single GPU. With two, each has one. With three, there are two trainers."""
     trainers = 2 if machine.devices >= 3 else 1
     gpus = 0.0 if machine.device == "cpu" else 0.5 if machine.devices == 1 else 1.0
     keys = {"n_trainers": trainers, "gpus_per_trainer": gpus, "gpus_per_rollout": gpus, "actor.device": machine.device}

@@ -1,6 +1,6 @@
-"""SIGKILL of ranks that compute on GPUs: what is resumed ends with the bytes of a run that nobody touched.
+"""SIGKILL of ranks that compute on GPUs: a resumed run ends with the bytes of an undisturbed one.
 
-The jobs run with deterministic algorithms (`deterministic.py`), and with attention whose kernels all have one.
+The jobs run with deterministic algorithms (`deterministic.py`), and with attention that has deterministic kernels.
 """
 
 import os
@@ -25,7 +25,7 @@ EPOCHS, STEPS = 12, 120
 TIMEOUT_S = 30.0
 """Longest wait in a collective."""
 BOUND_S = TIMEOUT_S + 60
-"""For the end of a rank whose peer is dead: that wait, leaving its groups (`close_process_groups`), the end itself."""
+"""Limit for the end of a rank whose peer is dead: that wait, `close_process_groups`, and the end itself."""
 PATIENCE_S = 240.0
 REPEATABLE = Path(__file__).with_name("deterministic.py")
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -46,7 +46,7 @@ def final_digest(run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def expected(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SHA-256 of the weights of a run that nobody touches."""
+    """SHA-256 of the weights of an undisturbed run."""
     run = tmp_path_factory.mktemp("untouched")
     finish(launch(run, machine), PATIENCE_S)
     return final_digest(run)
@@ -64,7 +64,7 @@ def test_a_killed_job_resumes_and_ends_with_the_weights_of_one_unharmed(
 
 @contextmanager
 def without_a_launcher(run: Path, machine: Machine) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks that nobody watches over: torchrun would end the one that is left."""
+    """Two ranks without a launcher, because torchrun would end the remaining one."""
     env = os.environ | CUBLAS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, str(REPEATABLE), str(SCRIPT), f"trainer.default_local_dir={run}"]
     command += ["trainer.trackers=[]", *settings(machine)]

@@ -1,4 +1,4 @@
-"""The list itself, where there is no GPU: it is skipped with a reason, or runs on the CPU and keeps its figures."""
+"""The GPU tests on a machine without GPU: they are skipped with a reason, or run on the CPU and keep their figures."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_the_page_has_room_for_the_figures() -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_is_none_is_refused() -> None:
+def test_an_unknown_device_is_refused() -> None:
     done = run_list("tests/gpu", HOLDFAST_GPU_TESTS_DEVICE="tpu")
     assert done.returncode != 0
     assert "HOLDFAST_GPU_TESTS_DEVICE is 'tpu'; expected 'cuda' or 'cpu'" in done.stdout + done.stderr

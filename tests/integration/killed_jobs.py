@@ -1,4 +1,4 @@
-"""Runs of the Ray examples of which a trainer and then the driver are killed, beside one that nobody touches."""
+"""Runs of the Ray examples in which a trainer and then the driver are killed, and undisturbed runs."""
 
 import contextlib
 import json
@@ -26,13 +26,13 @@ def finish(run: GrpoRun) -> None:
 
 
 def finish_killed(run: GrpoRun, trainer_after: int, driver_after: int, delay_s: float = 0.0) -> None:
-    """Run the command to its end, with a SIGKILL for trainer 1 and, once that is made up for, one for the driver.
+    """Run the command to its end, with a SIGKILL of trainer 1 and, after its recovery, one of the driver.
 
     Args:
-        run: not started yet.
-        trainer_after: step whose statistics are there when the trainer is killed.
-        driver_after: likewise.
-        delay_s: how long after that; it decides what is killed: sampling, training, a snapshot, a publication.
+        run: a run that has not started yet.
+        trainer_after: logged step after which the trainer is killed.
+        driver_after: logged step after which the driver is killed.
+        delay_s: additional delay, which decides the moment: sampling, training, a snapshot, a publication.
     """
     try:
         run.start()
@@ -55,13 +55,15 @@ def _wait_for(run: GrpoRun, step: int, delay_s: float) -> None:
 
 
 def stats_of(run: GrpoRun) -> list[dict[str, Any]]:
-    """The statistics, without those of the clock."""
+    """The statistics without timings."""
     return untimed(read_stats(run.trial_root / "stats" / "stats.jsonl"))
 
 
 def last_generation(run: GrpoRun, last_step: int) -> dict[str, str]:
-    """File -> digest, of what the last generation has of the engines, of the ranks and of the data cursor. Not of the
-    driver, whose generators nobody seeds and nothing draws from."""
+    """Map the files of the last generation to digests: engines, ranks and data cursor.
+
+    The driver's files are left out, because its generators have no seed and are not used.
+    """
     manifest = json.loads((run.trial_root / "recover" / f"global_step_{last_step}" / "manifest.json").read_text())
     left_out = ("recover_info.json", "state/driver.pt")
     return {name: entry["digest"] for name, entry in manifest["files"].items() if name not in left_out}
@@ -69,14 +71,14 @@ def last_generation(run: GrpoRun, last_step: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def published_versions(run: GrpoRun) -> Iterator[dict[int, set[str]]]:
-    """Version -> SHA-256 of every weights file that was ever published as it, as far as a look every 2 ms sees them."""
+    """Version -> SHA-256 of all weights files published as this version, seen by a look every 2 ms."""
     seen: defaultdict[int, set[str]] = defaultdict(set)
     known: set[tuple[Path, int]] = set()
     over = threading.Event()
 
     def look() -> None:
         for path in (run.trial_root / "weights").glob("v*/model.safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # retired meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted by retention meanwhile
                 file = (path, path.stat().st_ino)
                 if file not in known:
                     seen[int(path.parent.name[1:])].add(sha256(path))

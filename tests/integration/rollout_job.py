@@ -1,7 +1,7 @@
 """A driver that samples from servers while it trains a tiny policy, for tests that kill it.
 
-The policy is trained on the tokens that the servers sent, so that a token that is lost, repeated or of another sample
-shows in its weights. Every step is also written to a file, with what the ledger said of it.
+The policy is trained on the servers' tokens, so that its weights reveal a token that was lost, repeated or taken from
+another sample. Every step is also written to a file, with its entries in the ledger.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ class Job:
     """A run.
 
     Attributes:
-        root: folder of all that it writes.
-        urls: of its servers.
+        root: folder of all files.
+        urls: URLs of its servers.
         steps: length.
         ahead: ``max_head_offpolicyness``.
-        picky: whether groups are rejected whose rewards agree.
+        picky: whether to reject groups with equal rewards.
     """
 
     root: str
@@ -88,7 +88,7 @@ async def _sample(engine: EpisodeEngine, prompt: list[int]) -> TokenSequence:
 
 
 class Workflow:
-    """Samples each prompt `N_SAMPLES` times; rewarded is an even first token."""
+    """Samples each prompt `N_SAMPLES` times. The reward is 1 if the first token is even."""
 
     async def arun_episode(self, engine: EpisodeEngine, data: list[int]) -> Trajectory:
         sequences = await asyncio.gather(*(_sample(engine, data) for _ in range(N_SAMPLES)))
@@ -100,7 +100,7 @@ def _rewards_differ(trajectory: Trajectory) -> bool:
 
 
 class Policy:
-    """Next-token logits from the token before, and how they are trained."""
+    """A policy that predicts the next token from the previous one, and its training."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ class Policy:
         self.state = DCPState(self.model, self.optimizer)
 
     def train(self, batch: Batch) -> None:
-        """One step of policy gradient with the mean reward as baseline; it draws a number, too."""
+        """Run one step of policy gradient with the mean reward as baseline. Also draws a random number."""
         ids, mask = batch["input_ids"], batch["loss_mask"][:, 1:].float()
         logprobs = self.model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         advantages = batch["rewards"] - batch["rewards"].mean() + 0.1 * torch.rand(len(ids))
@@ -121,11 +121,11 @@ class Policy:
 
 @dataclass
 class Kill:
-    """When a driver is killed.
+    """Moment at which a driver is killed.
 
     Attributes:
-        step: which step of its life it has begun (0, 1 ...); -1: none.
-        share: of how long the step before took, that it has until then; without one, of 0.3 s.
+        step: number of the step in its life (0, 1 ...) that it has begun. -1: before the first.
+        share: delay as a share of the previous step's time, or of 0.3 s.
     """
 
     step: int
@@ -133,7 +133,6 @@ class Kill:
     _began_s: float | None = None
 
     def begin(self, step: int) -> None:
-        """Step ``step`` begins."""
         now_s = time.monotonic()
         if step == self.step:
             before_s = 0.3 if self._began_s is None else now_s - self._began_s
@@ -144,7 +143,7 @@ class Kill:
 
 
 def drive(job: Job, kill: Kill | None) -> None:
-    """Run the job from wherever it is, and be killed."""
+    """Run the job from its current state, and be killed."""
     torch.set_num_threads(1)
     begin = (lambda _: None) if kill is None else kill.begin
     begin(-1)
@@ -174,9 +173,9 @@ def drive(job: Job, kill: Kill | None) -> None:
 
 
 def _publish(job: Job, servers: list[VLLMServer], version: int) -> None:
-    """Have all servers serve ``version``, one after the other: for a while they serve different ones."""
+    """Update the servers to ``version`` one after the other, so that for a while they serve different ones."""
     folder = version_path(f"{job.root}/weights", version)
-    shutil.rmtree(folder, ignore_errors=True)  # of a life that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed life
     path = publish_hashed(folder.parent, version)
     for server in servers:
         server.update_weights_from_disk(path, version)
@@ -199,7 +198,7 @@ def _note(job: Job, executor: RolloutExecutor, step: int) -> None:
 
 
 def live(job: Job, kill: Kill | None = None) -> int | None:
-    """A driver's life, in a process of its own; its exit code."""
+    """Run one life of a driver in a separate process and return its exit code."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     process: Any = context.Process(target=drive, args=(job, kill))
@@ -213,7 +212,7 @@ def live(job: Job, kill: Kill | None = None) -> int | None:
 
 
 def trained(root: str | Path) -> list[dict[str, Any]]:
-    """What the final weights were trained on: steps that a later life did again count from that life."""
+    """The steps behind the final weights. A step that was trained twice counts from the later life."""
     kept: dict[int, Any] = {}
     for line in (Path(root) / TRAINED).read_text().splitlines():
         entry = json.loads(line)

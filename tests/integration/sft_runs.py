@@ -1,4 +1,4 @@
-"""Start `examples/sft.py` under real torchrun, kill it at a moment, and see what it made of that."""
+"""Start `examples/sft.py` under real torchrun, kill it at some moment, and check the result."""
 
 import os
 import subprocess
@@ -18,11 +18,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
 def start(
     run: Path, ranks: int, *overrides: str, script: Sequence[Path] = (SCRIPT,), env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Train in the folder ``run``, on one rank without torchrun.
+    """Train in the folder ``run``, with one rank without torchrun.
 
     Args:
-        script: what is run: the example, or a script and what it is to run.
-        env: on top of the environment.
+        script: command to run: the example, or a script with the example as its argument.
+        env: additional environment variables.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     arguments = [*map(str, script), f"trainer.default_local_dir={run}", "trainer.trackers=[]", *overrides]
@@ -36,7 +36,7 @@ def start(
 
 
 def finish(job: subprocess.Popen[str], timeout_s: float = 80) -> str:
-    """The output of a job that ends well."""
+    """Wait for a job to succeed and return its output."""
     try:
         output, _ = job.communicate(timeout=stretched(timeout_s))
     except subprocess.TimeoutExpired:
@@ -47,7 +47,7 @@ def finish(job: subprocess.Popen[str], timeout_s: float = 80) -> str:
 
 
 def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
-    """SIGKILL torchrun and all that it started, or torchrun alone: its ranks must not outlive it."""
+    """SIGKILL torchrun and all its children, or only torchrun, in which case the ranks must end too."""
     launcher = psutil.Process(job.pid)
     tree = [*launcher.children(recursive=True), launcher]
     for process in [launcher] if launcher_only else tree:
@@ -65,7 +65,7 @@ def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: floa
 
 
 def wait_for_step(job: subprocess.Popen[str], stats: Path, step: int, timeout_s: float = 60) -> None:
-    """Until the job has logged ``step``."""
+    """Wait until the job has logged ``step``."""
     deadline = time.monotonic() + stretched(timeout_s)
     while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):
         assert job.poll() is None, job.communicate()[0]
@@ -74,5 +74,5 @@ def wait_for_step(job: subprocess.Popen[str], stats: Path, step: int, timeout_s:
 
 
 def tree_bytes(folder: Path) -> dict[str, bytes]:
-    """Relative path -> content, of all files below."""
+    """Relative path -> contents of all files below ``folder``."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

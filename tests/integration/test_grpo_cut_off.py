@@ -1,6 +1,7 @@
-"""The GRPO example on two nodes with a network of their own each, when the link between them is cut for real.
+"""The GRPO example on two nodes with separate networks, when the link between them is really cut.
 
-Both are network namespaces of this machine, made by the test and joined by a veth pair: no packet leaves. Needs root.
+Both nodes are network namespaces of this machine, created by the test and joined by a veth pair. No packet leaves the
+machine. Needs root.
 """
 
 import os
@@ -24,9 +25,9 @@ __all__ = ["expected"]
 
 HEAD, NODE = "10.231.7.1", "10.231.7.2"
 LINK = "hf0"
-"""Name of either end of the link: gloo is told it by one variable for both nodes."""
+"""Name of both ends of the link, because one variable gives it to gloo on both nodes."""
 SILENCE_S = 6.0
-"""How long a worker may be silent, which is also how long its lease is."""
+"""Longest silence of a worker, and duration of its lease."""
 
 
 def can_make_namespaces() -> bool:
@@ -49,7 +50,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two of them, with one link."""
+    """Two namespaces with one link."""
     names = tuple(f"hf-{uuid.uuid4().hex[:6]}-{end}" for end in "ab")
     with ExitStack() as undo:
         for name in names:

@@ -1,6 +1,6 @@
 """The GRPO example when its rollout worker is lost, when a worker hangs, and when it is asked to stop.
 
-Each run ends with the bytes of one that nobody touched.
+Each run ends with the bytes of an undisturbed run.
 """
 
 import json
@@ -28,7 +28,7 @@ PATIENCE_S = stretched(240.0)
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SHA-256 of the weights of a run that nobody touches."""
+    """SHA-256 of the weights of an undisturbed run."""
 
     def make(folder: Path) -> str:
         run = GrpoRun(folder, *SETTINGS, "recover.mode=off")
@@ -41,7 +41,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[GrpoRun]:
-    """A run that snapshots rarely and is quick to find a hang."""
+    """A run with few snapshots that finds hangs quickly."""
     run = GrpoRun(tmp_path / "run", *SETTINGS, "recover.freq_steps=10", "hang_timeout_s=5")
     yield run
     run.stop()

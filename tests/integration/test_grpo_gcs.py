@@ -1,7 +1,7 @@
-"""The GRPO example on a cluster whose control process (GCS) keeps its tables elsewhere: it dies, and is started again.
+"""The GRPO example on a cluster whose control process (GCS) dies and is restarted, with tables in external storage.
 
-They are in Redis, or on a disk in RocksDB, which newer versions of Ray bring along; a storage that is not here is
-skipped. What becomes of a job without one is in `test_grpo_nodes`.
+The storage is Redis, or RocksDB on a disk, which newer versions of Ray include. Tests of missing storage are skipped.
+`test_grpo_nodes` covers clusters without such storage.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ __all__ = ["expected", "start"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 AWAY_S = 5.0
-"""How long a loss finds no control process; Ray lets everybody wait for it for a minute by default."""
+"""Longest absence of the control process after a loss. By default Ray waits for a minute."""
 
 
 @contextlib.contextmanager
 def redis(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]:
-    """A Redis server for a cluster that is started within."""
+    """Run a Redis server for a cluster that is started inside the block."""
     if (program := shutil.which("redis-server")) is None:
         pytest.skip("there is no redis-server on this machine; install Redis")
     port = free_port()
@@ -60,7 +60,7 @@ def redis(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rocksdb(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]:
-    """The environment of a cluster with its tables in a folder."""
+    """Set the environment for a cluster with its tables in a folder."""
     if not hasattr(Node, "_is_rocksdb_gcs"):
         pytest.skip("this Ray cannot keep its tables in RocksDB")
     set_env("RAY_gcs_storage", "rocksdb")
@@ -70,7 +70,7 @@ def rocksdb(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]
 
 @pytest.fixture(params=[redis, rocksdb])
 def stored_elsewhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Clusters that are started now keep their tables so."""
+    """Clusters started inside the test store their tables in this way."""
     folder = tmp_path / "tables"
     folder.mkdir()
     with request.param(folder, monkeypatch.setenv):
@@ -84,7 +84,7 @@ def test_a_job_goes_on_over_the_death_of_rays_control_process(start: Callable[..
         train_until(run, 11)
         assert cluster.head_node is not None
         cluster.head_node.kill_gcs_server()
-        train_until(run, 15)  # it needs none as long as nothing happens
+        train_until(run, 15)  # not needed as long as nothing happens
         cluster.head_node.start_gcs_server()
         assert_ends_as(run, expected)
         assert_all_trained_once(run)

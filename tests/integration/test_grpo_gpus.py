@@ -12,7 +12,7 @@ from holdfast.utils.errors import ConfigError
 
 
 class NoAttempt:
-    """Takes down what it is asked to start."""
+    """Records the requests to start workers."""
 
     def __init__(self) -> None:
         self.asked: dict[str, WorkerResources | None] = {}

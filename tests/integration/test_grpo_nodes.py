@@ -1,6 +1,6 @@
-"""The GRPO example on a cluster of several nodes: one dies, and a spare, a late or no other node takes its place.
+"""The GRPO example on a cluster of several nodes: one dies, and is replaced by a spare node, a late one, or none.
 
-Each test reports the seconds from the loss to the next step, and of what they are made (``-rP`` shows them).
+Each test reports the seconds from the loss to the next step, by phase (``-rP`` shows them).
 """
 
 import json
@@ -24,12 +24,12 @@ STEPS = 40
 SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "trackers=[]")
 PATIENCE_S = stretched(240.0)
 WANTED_S = stretched(10.0)
-"""What a node's loss may cost beyond starting the workers, which costs the same wherever they are."""
+"""Longest time for the loss of a node, not counting the start of workers, which takes the same time on every node."""
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SHA-256 of the weights of a run on one machine that nobody touches."""
+    """SHA-256 of the weights of an undisturbed run on one machine."""
 
     def make(folder: Path) -> str:
         run = GrpoRun(folder, *SETTINGS, "recover.mode=off")
@@ -42,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., GrpoRun]]:
-    """Starts the example on a cluster, its trainers on nodes of their own; one loss may happen, no more."""
+    """Starts the example on a cluster, with each trainer on its own node. Only one loss is allowed."""
     runs: list[GrpoRun] = []
 
     def begin(cluster: Cluster, *overrides: str) -> GrpoRun:
@@ -63,7 +63,7 @@ def train_until(run: GrpoRun, step: int) -> None:
 
 
 def kill_a_trainers_node(cluster: Cluster, run: GrpoRun) -> float:
-    """That of a trainer which is not the driver's; when it was, seconds since the epoch."""
+    """Kill the node of a trainer without the driver. Returns the unix time."""
     nodes = [node_of(cluster, pid) for pid in run.pids()["trainer"]]
     victim = next(node for node in nodes if node is not cluster.head_node)
     struck = time.time()
@@ -78,7 +78,7 @@ def wait_for_attempt(run: GrpoRun, number: int) -> dict[str, Any]:
 
 
 def report(run: GrpoRun, struck: float, attempt: dict[str, Any]) -> float:
-    """Print the seconds of each phase of a recovery; those until the workers had a place again."""
+    """Print the seconds of each phase of a recovery. Returns the seconds until the workers were placed."""
     loss, stats = attempt["loss"], read_stats(run.trial_root / "stats" / "stats.jsonl")
     trained = min(entry["time"] for entry in stats if entry["time"] > attempt["time"])
     detected = loss["detected_at"] - struck
@@ -141,7 +141,7 @@ def test_without_another_node_fewer_ranks_go_on_until_one_joins(start: Callable[
         struck = kill_a_trainers_node(cluster, run)
         attempt = wait_for_attempt(run, 1)
         assert attempt["world_size"] == 1
-        train_until(run, attempt["step"] + 6)  # a snapshot came, and nobody to grow with
+        train_until(run, attempt["step"] + 6)  # a snapshot was taken, but there was no node to grow to
         assert len(run.attempts()) == 2
         cluster.add_node(**NODE)
         grown = wait_for_attempt(run, 2)

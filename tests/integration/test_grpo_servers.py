@@ -1,6 +1,6 @@
-"""The GRPO example with inference servers: a server, a trainer and the driver die, and every ticket is accounted for.
+"""The GRPO example with inference servers: a server, a trainer and the driver die, and no ticket is lost.
 
-The servers are fakes of vLLM that sample from the published model; `make serve-demo` does the same with real ones.
+The servers are fakes of vLLM that sample from the published model. `make serve-demo` does the same with real ones.
 """
 
 import re
@@ -30,7 +30,7 @@ PATIENCE_S = stretched(240.0)
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[FakeServer]]:
-    """Two, each with a model of its own."""
+    """Two servers, each with its own copy of the model."""
     with FakeServer("vllm", tmp_path, dtype="float32") as one, FakeServer("vllm", tmp_path, dtype="float32") as other:
         yield [one, other]
 
@@ -71,7 +71,7 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRu
     assert run.wait(PATIENCE_S) == 0, run.log_tail()
     assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
     assert [entry["step"] for entry in stats(run)] == list(range(STEPS))
-    assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1  # sampled ahead, and no further
+    assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1  # sampling is one step ahead, and no more
     spent = answer("top", run.trial_root)["spent_s"]
     assert all(spent[phase] > 0 for phase in ("publishing", "sampling", "training"))
     assert not any(token["mixed"] for server in servers for token in server.tokens())
@@ -79,7 +79,7 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRu
 
 def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> None:
     base = write_model_folder(tmp_path / "base", hidden=128, for_vllm=True)
-    write_manifest(base, file_entries(base, list(walk_files(base))), {"weight_version": 0})  # the fakes look at it
+    write_manifest(base, file_entries(base, list(walk_files(base))), {"weight_version": 0})  # the fakes read it
     options = {"dtype": "float32", "lora": True, "folder": str(base)}
     with FakeServer("vllm", tmp_path, **options) as one, FakeServer("vllm", tmp_path, **options) as other:
         lora = ("actor.use_lora=true", "actor.lora_rank=8", f"actor.path={base}", "publish=adapter")

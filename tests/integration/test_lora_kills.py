@@ -1,4 +1,4 @@
-"""GRPO with adapters on Ray: what is killed at different moments ends as a run that nobody touched."""
+"""GRPO with adapters on Ray: runs killed at different moments end like an undisturbed run."""
 
 import hashlib
 from pathlib import Path
@@ -13,11 +13,11 @@ STEPS = 14
 SETTINGS = (f"total_steps={STEPS}", "n_prompts=40", "batch_size=4", "n_samples=4", "trackers=[]")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.lora_alpha=8", "actor.kl_loss_coef=0.01")
 MOMENTS = ((2, 5, 0.0), (3, 6, 0.15), (4, 8, 0.4))
-"""After which steps the trainer and the driver are killed, and how long after."""
+"""Steps after which the trainer and the driver are killed, and the delay."""
 
 
 def job(folder: Path) -> GrpoRun:
-    """A run whose base is that of the others: a generation names its folder."""
+    """A run with a shared base, because a generation names the base's folder."""
     base = folder.parent / "base"
     settings = (*SETTINGS, *LORA, f"actor.path={base}", "actor.init_from_scratch=true", "recover.freq_steps=2")
     return GrpoRun(folder, *settings)

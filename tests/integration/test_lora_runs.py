@@ -18,7 +18,7 @@ ADAPTERS = ("engine.use_lora=true", "engine.lora_rank=8", "engine.lora_alpha=16"
 
 
 def digests(run: Path) -> dict[str, str]:
-    """File -> digest of the last generation, but for what the clock is in."""
+    """File -> digest of the last generation, without files that contain times."""
     manifest = json.loads((run / "recover" / f"global_step_{STEPS - 1}" / "manifest.json").read_text())
     return {name: entry["digest"] for name, entry in manifest["files"].items() if name != "recover_info.json"}
 
@@ -41,7 +41,7 @@ def test_a_lora_job_killed_twice_ends_with_the_same_adapters_moments_and_merged_
 
 
 def held_out(folder: Path, *overrides: str) -> tuple[float, Path]:
-    """Share of held-out questions that a run of the reasoning-gym example answers right at its end; its export."""
+    """Share of right answers to held-out questions at the end of a run of the reasoning-gym example, and its export."""
     run = GrpoRun(folder, "trackers=[]", "eval_steps=1000", *overrides, script=REASONING, experiment="reasoning")
     try:
         run.start()

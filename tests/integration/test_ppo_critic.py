@@ -1,4 +1,4 @@
-"""`examples/ppo_critic.py`: actor and critic come back together from a SIGKILL, and end as if there had been none."""
+"""`examples/ppo_critic.py`: actor and critic recover together from a SIGKILL, and end as if there had been none."""
 
 from pathlib import Path
 

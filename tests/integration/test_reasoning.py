@@ -29,7 +29,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[Any]:
-    """The example's modules, as a process of it imports them."""
+    """Import the example's modules as in one of its processes."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield import_module("reasoning"), import_module("reasoning_task")
@@ -98,7 +98,7 @@ def test_with_answer_tags_only_what_stands_between_them_counts(modules: Any) -> 
         assert modules[1].score("", completion, [], [], "chain_sum", entry, answer_tags=True) == expected
 
 
-def test_what_reasoning_gym_does_not_have_is_named(
+def test_a_dataset_that_reasoning_gym_lacks_is_named(
     modules: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"names 'chain_sums', which reasoning-gym does not have; it has .*chain_sum"):
@@ -117,7 +117,7 @@ def test_every_stop_token_of_the_model_folder_ends_an_answer(
     folder = write_tiny_qwen3(tmp_path / "model", tokenizer, layers=1, hidden=16, for_vllm=True)
     also = list(range(10, 40))
     GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *also]).save_pretrained(folder)
-    monkeypatch.setattr("examples.rollout.configure_logging", lambda level: None)  # it is for a process of its own
+    monkeypatch.setattr("examples.rollout.configure_logging", lambda level: None)  # it is meant for a separate process
     worker = RolloutWorker(str(folder))
     worker.update_weights_from_disk(str(folder), 0)
     batch = worker.generate([[5, 60, 1]], 64, max_new_tokens=6, temperature=1.0, seed=0)
@@ -175,7 +175,7 @@ def test_the_settings_for_gpus_train_a_model_folder_with_a_chat_template(modules
     finally:
         run.stop()
     stats = stats_of(run)
-    assert [entry["held_out/gsm_symbolic"] for entry in stats] == [0.0, 0.0]  # of a model that babbles
+    assert [entry["held_out/gsm_symbolic"] for entry in stats] == [0.0, 0.0]  # an untrained model
     assert all(entry["reward"] == 0.0 and entry["n_updates"] == 2 for entry in stats)
     exported = json.loads((run.final_weights().parent / "generation_config.json").read_text())
     assert exported["eos_token_id"] == [tokenizer.eos_token_id, 90]

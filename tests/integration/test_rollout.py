@@ -1,4 +1,4 @@
-"""What the rollout worker says of its samples is what the trainer would say."""
+"""The rollout worker's data about its samples agrees with the trainer."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def _sample_and_compare(rank: int, world_size: int, folder: str) -> None:
     assert set(batch["versions"][sampled].tolist()) == {3}
     assert (batch["versions"][~sampled] == -1).all()
     lengths = sampled.sum(1)
-    assert 1 <= int(lengths.min()) < int(lengths.max()) == MAX_NEW_TOKENS  # some ended early, with their end token
+    assert 1 <= int(lengths.min()) < int(lengths.max()) == MAX_NEW_TOKENS  # some ended early with their end token
     last = batch["attention_mask"].sum(1) - 1
     ends = batch["input_ids"].gather(1, last[:, None])[:, 0] == rollout.tokenizer.eos_token_id
     assert (ends | (lengths == MAX_NEW_TOKENS)).all()

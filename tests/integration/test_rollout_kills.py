@@ -1,14 +1,17 @@
 """The driver of asynchronous rollouts killed at any moment, with real processes, sockets and files.
 
-What holds whatever the servers do: the batch of a step is the tickets of that step, each ticket is trained once, no
-token is staler than allowed, and every token is trained under the version that the server itself wrote down for it.
+Always checked: the batch of a step has exactly the tickets of that step, each ticket is trained once, no token is
+staler than allowed, and the recorded version of every token is the version that the server wrote down.
 
-What holds of the weights: they are bitwise those of a run that nobody killed, if the servers answer a request that is
-made again with the same tokens. Then when a sample is drawn again, which happens to those that were not finished in the
-generation resumed from, the same comes of it. Without off-policyness that needs servers that repeat themselves under
-the same weights, because a step is always sampled by its own version (`synchronous`). With it, a sample that is drawn
-again may meet other versions than before, so the fakes' tokens must not depend on the version (`asynchronous`). Where
-they do (`versioned`), two runs are two samples of the same process, and nothing is said of their weights.
+The weights are checked to be bitwise equal to an undisturbed run if the servers answer a repeated request with the same
+tokens. Samples that were unfinished in the restored generation are drawn again, and must come out the same. There are
+three cases:
+
+- `synchronous`: without off-policyness, a step is always sampled with its own version. It is enough that servers repeat
+  themselves with the same weights.
+- `asynchronous`: a repeated sample may meet other versions, so the fakes' tokens must not depend on the version.
+- `versioned`: tokens depend on the version, so two runs are two samples of the same process and their weights are not
+  compared.
 """
 
 import json
@@ -28,7 +31,7 @@ SIGKILLED = -9
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run is like; see the module."""
+    """Kind of a run (see the module)."""
 
     ahead: int
     versioned: bool
@@ -44,7 +47,7 @@ KINDS = {
 
 
 def run(root: Path, kind: Kind, steps: int, kills: int = 0) -> list[dict[str, Any]]:
-    """Drive a run to its end through ``kills`` lives that are killed; what the servers wrote."""
+    """Drive a run to its end through ``kills`` killed lives. Returns the servers' records."""
     root.mkdir()
     draw, options = random.Random(kills), {"token_s": 0.01, "of_version": kind.versioned}
     with FakeServer("vllm", root, **options) as one, FakeServer("vllm", root, **options) as other:
@@ -57,7 +60,7 @@ def run(root: Path, kind: Kind, steps: int, kills: int = 0) -> list[dict[str, An
 
 
 def assert_exact(root: Path, kind: Kind, steps: int, tokens: list[dict[str, Any]]) -> None:
-    """What holds of every run."""
+    """Check the properties of every run."""
     found = trained(root)
     assert [entry["step"] for entry in found] == list(range(steps))
     numbers = [sample["number"] for entry in found for sample in entry["samples"]]
@@ -86,14 +89,14 @@ def assert_exact(root: Path, kind: Kind, steps: int, tokens: list[dict[str, Any]
 
 
 def n_resumed(root: Path) -> int:
-    """Lives that went on behind step 0, and trained."""
+    """Number of lives that resumed after step 0 and trained."""
     lines = [json.loads(line) for line in (root / TRAINED).read_text().splitlines()]
     first = {line["life"]: line["step"] for line in reversed(lines)}
     return sum(step > 0 for step in first.values())
 
 
 def tickets(root: Path) -> list[list[int]]:
-    """Their numbers, by step."""
+    """Ticket numbers by step."""
     return [[sample["number"] for sample in entry["samples"]] for entry in trained(root)]
 
 

@@ -1,4 +1,4 @@
-"""`examples/sft.py` under real torchrun: it learns, and SIGKILL at any moment changes nothing of what it ends with."""
+"""`examples/sft.py` under real torchrun: it learns, and SIGKILL at any moment does not change the final bytes."""
 
 import random
 import runpy
@@ -45,12 +45,12 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: P
         kept = sorted(path.name for path in (run / "recover").iterdir())
         assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt"]
     assert answers(killed / EXPORT, range(0, 1000, 7)) > 0.95
-    on_one_rank = finish(start(killed, 1, *OVERRIDES))  # the same command: nothing is left to do
+    on_one_rank = finish(start(killed, 1, *OVERRIDES))  # the same command has nothing left to do
     assert "this run has finished" in on_one_rank
 
 
 def answers(export: Path, numbers: range) -> float:
-    """Share of numbers that the exported model copies, greedily."""
+    """Share of numbers that the exported model copies correctly with greedy decoding."""
     tokenizer = AutoTokenizer.from_pretrained(export)
     model: Any = AutoModelForCausalLM.from_pretrained(export)
     texts = [f"{number:03d}" for number in numbers]

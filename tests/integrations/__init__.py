@@ -1,1 +1,1 @@
-"""Tests of holdfast.integrations: other people's trainers, killed and started again."""
+"""Tests of holdfast.integrations: trainers of other libraries, killed and started again."""

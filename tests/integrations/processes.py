@@ -1,4 +1,4 @@
-"""Jobs in processes of their own that are killed, forked from one that has imported the hosts already."""
+"""Jobs in separate processes that are killed, forked from a process that has already imported the hosts."""
 
 import multiprocessing
 import os
@@ -16,9 +16,9 @@ PRELOAD = ("tests.integrations.trainer_job",)
 
 
 def run_job(job: Callable[..., None], folder: Path, *args: Any, ranks: int = 1, timeout_s: float = 120) -> list[int]:
-    """Run ``job(folder, *args)`` in a process, or in ``ranks`` of them as torchrun does; their exit codes.
+    """Run ``job(folder, *args)`` in one process, or in ``ranks`` processes like torchrun. Returns their exit codes.
 
-    When one ends with another code than 0 the others are killed. What they print is in ``folder/log``.
+    If one fails, the others are killed. Their output is in ``folder/log``.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))

@@ -1,4 +1,4 @@
-"""A script over Accelerate, killed on two ranks with every way it has to share samples out."""
+"""A script with Accelerate, killed on two ranks, for every way of distributing samples."""
 
 import json
 import os
@@ -22,7 +22,7 @@ EPOCHS = 3
 
 
 class Stream(IterableDataset):
-    """Texts in an order that depends on the epoch; of no length."""
+    """Texts in an order that depends on the epoch, without a length."""
 
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self.rows, self.epoch = rows, 0
@@ -47,7 +47,7 @@ def keep(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def job(folder: Path, kill: int = 0, options: dict[str, Any] | None = None) -> None:
-    """Ends with SIGKILL in rank 0 after batch ``kill``."""
+    """Train, and end with SIGKILL on rank 0 after batch ``kill``."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 

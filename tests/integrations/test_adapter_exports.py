@@ -1,4 +1,4 @@
-"""TRL with ``peft_config``: what `RecoverHandler` exports every so many steps, killed and not, under DDP and FSDP2."""
+"""TRL with ``peft_config``: periodic exports of `RecoverHandler`, with and without kills, under DDP and FSDP2."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loaders of scripts, left in the middle of an epoch and taken up again by a fresh one."""
+"""Loaders of scripts, stopped in the middle of an epoch and resumed by a new loader."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ EPOCHS = 3
 
 
 class Rows(torch.utils.data.Dataset):
-    """Samples that are drawn anew whenever they are read."""
+    """Samples with new random values at every read."""
 
     def __len__(self) -> int:
         return 14
@@ -60,7 +60,7 @@ class Stream(IterableDataset):
 
 
 class Shuffled(Sampler):
-    """A user's sampler, with a generator of another library."""
+    """A user's sampler, with the generator of another library."""
 
     def __init__(self, generator: Any) -> None:
         self.order = generator
@@ -117,7 +117,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def train(loader: Any, until: int | None = None) -> list[tuple[int, Any, float]]:
-    """Epoch, batch and a draw of every step, from where the loader is to its ``until``-th batch."""
+    """Epoch, batch and random draw of every step, from the loader's position to its ``until``-th batch."""
     found = []
     for epoch in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -160,7 +160,7 @@ def test_a_loader_left_twice_in_one_epoch_and_at_once_comes_back() -> None:
 
 
 def train_capped(loader: Any, until: int | None = None) -> list[tuple[int, int, Any, float]]:
-    """Two steps of each epoch; the third batch is fetched and left, as with ``if step == max_steps: break``."""
+    """Two steps of each epoch. The third batch is fetched and dropped, as with ``if step == max_steps: break``."""
     found = []
     for epoch in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -192,8 +192,8 @@ def test_an_epoch_left_by_break_is_over_and_a_resume_after_it_gives_the_others(n
         assert train_capped(again) == expected[cut:], cut
 
 
-def test_an_epoch_left_at_its_last_batch_draws_what_ends_the_order() -> None:
-    """Hosts that count batches do not ask for one more; a resumed run has to draw as they do."""
+def test_an_epoch_left_at_its_last_batch_makes_the_last_draws_of_its_order() -> None:
+    """Hosts that count batches do not ask for one more, so a resumed run has to draw as they do."""
     rows: Any = list(range(8))
     orders = []
     for cut in (None, 2):
@@ -229,13 +229,13 @@ def test_persistent_workers_read_the_rest_of_an_epoch_in_its_order(cut: int) -> 
     assert train(again) == expected[cut:]
 
 
-def test_a_loader_that_nobody_holds_any_more_is_freed_at_once_with_its_workers() -> None:
+def test_an_unreferenced_loader_is_freed_at_once_with_its_workers() -> None:
     rows: Any = list(range(24))
     loader = recoverable(DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True))
     batches = iter(loader)
     next(batches)
     (worker,) = active_children()
-    gc.disable()  # a garbage collection takes 5 s to end a worker
+    gc.disable()  # a garbage collection delays the end of a worker by 5 s
     try:
         del loader, batches
         assert not worker.is_alive()
@@ -287,7 +287,7 @@ def rotated(by: int) -> list[int]:
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 def test_another_fixed_order_is_noticed_also_between_epochs(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
-    """After one epoch only told: the script may set an order for each."""
+    """After one epoch there is only a message, because the script may set an order for each epoch."""
     state = between_epochs(epochs, lambda _: rotated(0))
     again = recoverable(DataLoader(FOURTEEN, 4, sampler=Settable(rotated(3))))
     again.load_state_dict(state)
@@ -375,7 +375,9 @@ NOT_COMPARED = {
 
 
 @pytest.mark.parametrize("name", NOT_COMPARED)
-def test_a_dataset_that_cannot_be_compared_is_told_of_and_resumed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_that_cannot_be_compared_is_resumed_with_a_message(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make, workers, reason = NOT_COMPARED[name]
     state = recoverable(DataLoader(make(), 4, num_workers=workers)).state_dict()
     recoverable(DataLoader(make(), 4, num_workers=workers)).load_state_dict(state)
@@ -447,7 +449,7 @@ def test_samplers_are_told_the_next_epoch_after_a_break() -> None:
 
 
 def test_accelerates_own_state_and_skip_read_another_order(tmp_path: Path) -> None:
-    """The control: its default sampler draws the order of the epoch again, from where the generators were left."""
+    """The control: Accelerate's default sampler draws the order of the epoch again, with other random numbers."""
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(plain(shuffle=True))
@@ -509,7 +511,7 @@ def test_ranks_with_other_numbers_of_batches_are_refused(rows: int, split: bool,
             recoverable(loader)
 
 
-def test_what_cannot_be_noted_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_positions_that_cannot_be_noted_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     recoverable(plain(num_workers=1))
     recoverable(DataLoader(Stream()))
     assert "in the 1 worker processes of the loader cannot be restored" in caplog.text

@@ -1,4 +1,4 @@
-"""What a recoverable Trainer says, refuses and loads when it starts."""
+"""Messages, refusals and loads of a recoverable Trainer at its start."""
 
 import logging
 from pathlib import Path
@@ -26,7 +26,7 @@ RECOVERABLE = recoverable(Trainer)
 
 
 class Own(Trainer):
-    """A trainer with a state of its own."""
+    """A trainer with additional state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_trainers_own_is_loaded_as_long_as_there_is_no_generatio
     assert "resumed from" in caplog.text
 
 
-def test_a_checkpoint_that_is_not_asked_for_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_checkpoint_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, Trainer, max_steps=1, save_strategy="steps", save_steps=1).train()
     make(tmp_path, max_steps=1).train()
     assert "checkpoint-1: training starts at step 0. train(resume_from_checkpoint=True) begins" in caplog.text
@@ -97,7 +97,7 @@ def test_attributes_of_a_subclass_come_back_where_they_are_named(tmp_path: Path)
         make(tmp_path, recoverable(Own, attributes=("_buffer",)))
 
 
-def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_is_not_restored_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, recoverable(Own), callbacks=[Forgetful()], dataloader_num_workers=1)
     assert "Own is a class of your own: what it keeps between steps is not saved" in caplog.text
     assert "callback Forgetful has attributes (best) and says nothing of its state" in caplog.text
@@ -109,7 +109,7 @@ def test_what_does_not_come_back_is_told_at_the_start(tmp_path: Path, caplog: py
     assert "class of your own" not in caplog.text
 
 
-def test_what_vllm_does_not_bring_back_is_told(tmp_path: Path) -> None:
+def test_state_that_vllm_does_not_restore_is_reported(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
     (sampling,) = gaps(trainer, told=True)
@@ -125,7 +125,9 @@ def test_what_vllm_does_not_bring_back_is_told(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_with_the_reason(options: Any, message: str, tmp_path: Path) -> None:
+def test_trainers_that_cannot_be_resumed_exactly_are_refused_with_the_reason(
+    options: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=f"cannot be resumed exactly: .*{message}"):
         make(tmp_path, **options)
 
@@ -139,7 +141,7 @@ def test_other_misuse_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allowed(tmp_path: Path) -> None:
-    make(tmp_path, max_steps=6).train()  # of 4 an epoch
+    make(tmp_path, max_steps=6).train()  # 4 steps per epoch
     with pytest.raises(CheckpointMismatchError, match="4 steps an epoch, this one has 8"):
         make(tmp_path, per_device_train_batch_size=1, max_steps=20).train()
     places: list[float] = []
@@ -155,8 +157,10 @@ def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allow
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp_path: Path) -> None:
-    """Compared with Trainer alone, with evaluations and persistent workers. The restart is in the second epoch, of four
-    steps."""
+    """Compared with plain Trainer, with evaluations and persistent workers.
+
+    The restart is in the second epoch of four steps.
+    """
     seen: list[Any] = []
 
     class Noting(Trainer):
@@ -187,7 +191,7 @@ def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(workers: int, tmp_path: Path) -> None:
-    """Compared with GRPOTrainer alone: the prompts of each evaluation, in their order."""
+    """Compared with plain GRPOTrainer: the prompts of each evaluation, in their order."""
     from trl import GRPOConfig, GRPOTrainer
 
     seen: list[tuple[int, list[str]]] = []
@@ -256,7 +260,7 @@ def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
         make(tmp_path).train()
 
 
-def test_a_trainer_without_what_is_leant_on_is_missed_in_words() -> None:
+def test_a_trainer_without_a_needed_private_attribute_is_refused() -> None:
     from trl import GRPOTrainer, SFTTrainer
 
     assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(SFTTrainer) is recoverable(SFTTrainer)

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL, killed and started again by the same command: they end as if never killed."""
+"""Trainers of transformers and TRL, killed and started again with the same command, end as if never killed."""
 
 import json
 from functools import cache
@@ -172,7 +172,7 @@ def test_a_run_that_a_callback_has_ended_is_not_trained_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_plain_trl_ends_elsewhere_when_killed_inside_a_buffer(tmp_path: Path) -> None:
-    """The control: this job does tell runs apart."""
+    """The control: this job can distinguish runs."""
     run_killed(job, tmp_path, [("grpo", "begin:8", True)], "grpo", "", True)
     found, expected = ended(tmp_path), untouched("grpo", "{}")
     assert found["step"] == expected["step"] and found["digest"] != expected["digest"]

@@ -1,4 +1,4 @@
-"""verl's FSDP engine with Holdfast's checkpoint manager, called as verl's trainer calls it; needs verl installed."""
+"""verl's FSDP engine with Holdfast's checkpoint manager, called like verl's trainer does. Needs verl."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 def job(folder: Path, kill: str = "", plain: bool = False, n_keep: int = 2, steps: int = STEPS) -> None:
-    """Ends with SIGKILL at ``where:count``, in rank 0."""
+    """Train, and end with SIGKILL at ``where:count`` on rank 0."""
     where, _, count = kill.partition(":")
     left = [int(count or 0)]
 
@@ -60,7 +60,7 @@ def test_an_engine_killed_ends_with_the_weights_and_moments_of_one_left_alone(ki
 
 
 def test_the_step_that_the_tracker_names_is_never_removed(tmp_path: Path) -> None:
-    """The control: every start of verl's own manager with one step to keep dies of the step that it has removed."""
+    """The control: with one step to keep, every start of verl's own manager fails, because it has removed that step."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     run_killed(job, ours, [("saved:4", False, 1)], "", False, 1, ranks=2)
     assert digest(ours) == untouched()

@@ -1,4 +1,4 @@
-"""Older steps of a verl run: which are removed, and that a removal that fails costs space and not the run."""
+"""Older steps of a verl run: which are removed. A failed removal costs space, but does not stop the run."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""verl's SFT trainer as it comes, on two ranks of a CPU, killed and started again; in verl's own environment."""
+"""verl's unchanged SFT trainer on two CPU ranks, killed and started again, in verl's own environment."""
 
 from functools import cache
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A job of transformers' or TRL's Trainer, for tests to kill: ``python -m tests.integrations.trainer_job FOLDER KIND``.
 
-It writes ``digest.json`` when it is through: see `ending`.
+It writes ``digest.json`` at its end (see `ending`).
 """
 
 import json
@@ -36,7 +36,7 @@ N_ROWS = 16
 
 
 class Killer:
-    """Ends this process with SIGKILL when ``where`` is reached the ``count``-th time; written ``where:count``."""
+    """Ends this process with SIGKILL when it reaches ``where`` for the ``count``-th time. Written ``where:count``."""
 
     def __init__(self, spec: str) -> None:
         self._where, _, count = spec.partition(":")
@@ -50,7 +50,7 @@ class Killer:
 
 
 class KillSteps(TrainerCallback):
-    """Kills at the end of a step, and when a step begins."""
+    """Kills at the end of a step, and at its beginning."""
 
     def __init__(self, killer: Killer) -> None:
         self._killer = killer
@@ -75,7 +75,7 @@ class KillSteps(TrainerCallback):
 
 
 class Counter(TrainerCallback):
-    """A callback with a state of its own, on which training depends."""
+    """A callback with its own state, on which training depends."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -101,7 +101,7 @@ class MergedSends(TrainerCallback):
 
 
 class DrawingCollator:
-    """Masks at random in the process that trains."""
+    """Masks at random in the training process."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([row["input_ids"] for row in rows])
@@ -113,7 +113,7 @@ PREFERENCES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward"}
 
 
 def preferences(kind: str) -> Dataset:
-    """Right sums preferred to wrong ones."""
+    """Right sums are preferred to wrong ones."""
     prompts = [text.partition("=") for text in sums(N_ROWS)]
     if kind == "kto":
         return Dataset.from_list(
@@ -185,7 +185,7 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
 
 
 def shard_with_fsdp2(trainer: Any) -> None:
-    """Put the plugin back that accelerate drops where there is no GPU."""
+    """Restore the plugin that accelerate drops if there is no GPU."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     plugin.set_auto_wrap_policy(trainer.model)
     AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
@@ -193,22 +193,23 @@ def shard_with_fsdp2(trainer: Any) -> None:
 
 
 def ending(trainer: Any) -> dict[str, Any]:
-    """What two runs are compared by: SHA-256 of weights and moments, and what was counted and logged."""
+    """The values to compare between runs: SHA-256 of weights and moments, counters and logs."""
     logs = [{k: v for k, v in row.items() if k in ("step", "loss", "eval_loss")} for row in trainer.state.log_history]
     found = {"digest": digest(trainer.model, trainer.optimizer), "step": trainer.state.global_step}
     return found | {"best": trainer.state.best_metric, "logs": logs}
 
 
 def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: dict[str, Any] | None = None) -> None:
-    """Train to the end, or to where ``kill`` says (see `Killer`).
+    """Train to the end, or until ``kill`` (see `Killer`).
 
     Args:
-        folder: of the run; ``digest.json`` is written there.
+        folder: folder of the run and of ``digest.json``.
         kind: ``grpo``, ``rloo``, ``sft``, ``dpo``, ``kto``, ``reward`` or ``trainer``.
-        kill: where to die; empty: nowhere.
-        plain: the host's own way: its checkpoints after every step, and the newest of them at a start.
-        options: of the training arguments, ``freq_steps`` of the generations, ``recover`` for other keys of
-            `RecoverConfig`, ``lora`` to train adapters alone, ``merged_sends`` to merge and unmerge them.
+        kill: moment of the kill, or empty.
+        plain: use the host's own checkpoints, one per step, and start from the newest.
+        options: training arguments, and ``freq_steps`` of the generations, ``recover`` for other keys of
+            `RecoverConfig`,
+            ``lora`` to train only adapters, ``merged_sends`` to merge and unmerge them.
     """
     torch.set_num_threads(1)
     options = dict(options or {})

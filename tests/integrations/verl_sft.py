@@ -1,6 +1,6 @@
 """verl's own SFT trainer on a CPU, for tests to kill.
 
-verl knows platforms by a registry, and has none without a GPU: `CPU` is one, with gloo. The rest is verl's.
+verl has a registry of platforms, and none without a GPU. `CPU` adds one with gloo. Everything else is verl's code.
 """
 
 import os
@@ -20,7 +20,7 @@ EPOCHS, ROWS, BATCH = 2, 24, 4
 
 
 def use_cpu() -> None:
-    """Register the platform, before anything asks verl for one."""
+    """Register the platform before verl asks for one."""
     from verl.plugin.platform.platform_cuda import PlatformCUDA  # type: ignore[import-not-found]
     from verl.plugin.platform.platform_manager import PlatformRegistry, set_platform  # type: ignore[import-not-found]
 
@@ -39,7 +39,7 @@ def use_cpu() -> None:
         communication_backend_name = lambda *_: "gloo"  # noqa: E731
         set_device = synchronize = empty_cache = manual_seed = manual_seed_all = set_allocator_settings = _nothing
 
-    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # whose engine is the one of FSDP
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # selects the FSDP engine
     PlatformRegistry.register(platform="cpu")(CPU)
     set_platform(CPU())
 
@@ -49,10 +49,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Write the texts that the trainer reads, and a model without dropout.
+    """Write the trainer's texts, and a model without dropout.
 
-    With dropout a run killed inside an epoch ends elsewhere, with either manager: the loader that verl makes anew draws
-    a number from torch's generator after the checkpoint was loaded.
+    With dropout, a run killed inside an epoch ends with other weights, with either manager: verl's new loader draws
+    from
+    torch's generator after the checkpoint was loaded.
     """
     import pandas as pd
 
@@ -71,13 +72,13 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path, inputs: Path, kill: str = "", plain: bool = False, n_keep: int = 2) -> None:
-    """Train as ``python -m verl.trainer.sft_trainer`` does, and end with SIGKILL in rank 0 at ``where:step``.
+    """Train like ``python -m verl.trainer.sft_trainer``, and end with SIGKILL on rank 0 at ``where:step``.
 
     Args:
-        folder: of the run.
-        inputs: where `prepare` has written.
-        kill: ``saved``, the model is and the tracker names the step before; ``named``, it names this one.
-        plain: with verl's own checkpoint manager.
+        folder: folder of the run.
+        inputs: folder written by `prepare`.
+        kill: ``saved``: the model is saved and the tracker names the previous step. ``named``: it names this step.
+        plain: use verl's own checkpoint manager.
         n_keep: ``max_ckpt_to_keep``.
     """
     torch.set_num_threads(1)

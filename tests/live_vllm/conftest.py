@@ -1,7 +1,7 @@
 """Two vLLM servers for all tests, and the engine that publishes to them.
 
-A start takes half a minute on an idle machine, so nothing here is made twice. A test leaves both servers well: it may
-restart them, and the next publication brings them to whatever it publishes.
+A start takes half a minute on an idle machine, so everything here is started once. A test leaves both servers healthy:
+it may restart them, and the next publication updates them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CONFIG = Qwen3Config(
     num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=32,  # vLLM's attention on CPUs takes no smaller one
+    head_dim=32,  # the smallest that vLLM's attention on CPUs accepts
     max_position_embeddings=2048,
     tie_word_embeddings=False,
     bos_token_id=None,
@@ -43,14 +43,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(scratch: Path) -> Path:
-    """What servers and engine start from."""
+    """Initial model of servers and engine."""
     write_model_folder(scratch / "model", CONFIG)
     return scratch / "model"
 
 
 @pytest.fixture(scope="session")
 def live_servers(model_folder: Path, scratch: Path) -> Iterator[dict[str, LiveServer]]:
-    """``stock``, with processed log-probabilities, and ``plugin``, whose log-probabilities are raw; both ready."""
+    """``stock``, with processed log-probabilities, and ``plugin``, with raw log-probabilities, both ready."""
     assert PYTHON.exists(), f"{PYTHON} is missing: make test-vllm makes it, or name an environment by HOLDFAST_VLLM"
     servers = {
         "stock": LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs"),

@@ -1,4 +1,4 @@
-"""A vLLM plugin for tests: while a file exists, the server answers that it has loaded weights, and has not."""
+"""A vLLM plugin for tests: while a file exists, the server confirms loads of weights without loading them."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of its own, in an environment of its own: ``HOLDFAST_VLLM``, or ``.venv-vllm``."""
+"""A vLLM server as a process with its own environment: ``HOLDFAST_VLLM``, or ``.venv-vllm``."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from tests.limits import stretched
 from tests.live_vllm import liar
 
 PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
-"""Of the environment with vLLM and the plugin."""
+"""Python of the environment with vLLM and the plugin."""
 
 _GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; given, and eager: there is no warm-up
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB. With it, and eager mode, there is no warm-up
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,12 +31,12 @@ _ENVIRONMENT = {
 
 
 class LiveServer:
-    """One server and its port, which it keeps over restarts.
+    """One server and its port, which stays the same over restarts.
 
     Args:
-        model: folder to start from.
-        scratch: for its log.
-        options: of vLLM, beside those of all tests.
+        model: initial model folder.
+        scratch: folder for its log.
+        options: options of vLLM in addition to the common ones.
     """
 
     def __init__(self, model: Path, scratch: Path, *options: str) -> None:
@@ -50,13 +50,14 @@ class LiveServer:
             *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
             *("--max-model-len", "2048", "--max-num-seqs", "16", *options),
-            # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts: let all fit at once.
+            # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts, so all must fit at
+            # once.
             *("--max-num-batched-tokens", str(16 * 2048)),
         )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; `wait_until_ready` sees it up."""
+        """Start the process. `wait_until_ready` waits for the server."""
         search = os.pathsep.join([str(self._plugins), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
         with open(self.log, "ab") as log:
@@ -65,7 +66,7 @@ class LiveServer:
             )
 
     def wait_until_ready(self) -> None:
-        """Return when it answers requests; raises AssertionError with the end of its log when it does not."""
+        """Wait until it answers requests. Raises AssertionError with the end of its log if it does not."""
         deadline = time.monotonic() + stretched(_START_S)
         while True:
             try:
@@ -90,24 +91,24 @@ class LiveServer:
             self._process = None
 
     def restart(self) -> None:
-        """Kill it and start it again, from the folder it started from; it is ready when this returns."""
+        """Kill it, start it again with its initial folder, and wait until it is ready."""
         self.kill()
         self.start()
         self.wait_until_ready()
 
     def lie(self, on: bool) -> None:
-        """From now on answer that weights were loaded without loading them, or load them again."""
+        """Begin or stop to confirm loads of weights without loading them."""
         if on:
             self._lie.touch()
         else:
             self._lie.unlink(missing_ok=True)
 
     def post(self, route: str, body: object = None, timeout_s: float = 60) -> httpx2.Response:
-        """One request, by hand."""
+        """Send one request."""
         return httpx2.post(self.url + route, json=body, timeout=stretched(timeout_s))
 
     def generated_tokens(self) -> float:
-        """How many tokens it has sampled since it started."""
+        """Number of tokens sampled since its start."""
         metrics = httpx2.get(self.url + "/metrics", timeout=stretched(60)).raise_for_status().text
         return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(_GENERATED))
 
@@ -118,7 +119,7 @@ def plugin(backend: str) -> tuple[str, str]:
 
 
 def _liar_distribution(folder: Path) -> Path:
-    """A folder for ``PYTHONPATH`` in which vLLM finds `liar` as an installed plugin."""
+    """Make a folder for ``PYTHONPATH`` in which vLLM finds `liar` as an installed plugin."""
     facts = folder / "holdfast_test_liar-1.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: holdfast-test-liar\nVersion: 1\n")

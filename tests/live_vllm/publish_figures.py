@@ -1,8 +1,8 @@
-"""Seconds from the optimizer step to a server's first token, by phase and by way; ``make bench-vllm`` prints them.
+"""Seconds from the optimizer step to a server's first token, by phase and way. ``make bench-vllm`` prints them.
 
 Ranks publish weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs), in float32 and
-bfloat16, loaded by vLLM itself, by the plugin, or sent; and adapters alone. The first turn warms up; medians of the
-others are printed.
+bfloat16, loaded by vLLM itself, by the plugin, or sent. Also adapters alone. The first turn warms up, and the medians
+of the others are printed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _MEMORY = "/dev/shm"
 
 
 def model_config(layers: int) -> Qwen3Config:
-    """5.9M parameters a layer, and 49M in both ends."""
+    """A model with 5.9M parameters per layer, and 49M in embedding and head."""
     return Qwen3Config(
         vocab_size=32000,
         hidden_size=768,
@@ -64,18 +64,18 @@ SERVERS = {
         *("--logprobs-mode", "processed_logprobs", "--lora-target-modules", *LAYERS),
     ),
 }
-"""Options of each; all can load by themselves, too."""
+"""Options of each server. All of them can also load by themselves."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How weights are published.
+    """A way to publish weights.
 
     Attributes:
         type: see `WeightUpdateMeta`.
-        folder: where it is, ``"disk"`` or ``"tmpfs"``.
+        folder: place of the folder, ``"disk"`` or ``"tmpfs"``.
         server: one of `SERVERS`.
-        dtype: what is published.
+        dtype: published dtype.
         transfer: how the server loads a folder, see `VLLMServer`.
     """
 
@@ -101,7 +101,7 @@ WAYS = {
 
 @contextmanager
 def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
-    """The `SERVERS`, ready."""
+    """Start the `SERVERS` and wait until they are ready."""
     servers = {name: LiveServer(model, scratch, *options) for name, options in SERVERS.items()}
     try:
         for server in servers.values():
@@ -115,7 +115,7 @@ def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
 
 
 def make_engine(model: Path, **options: Any) -> FSDPEngine:
-    """Of the calling ranks."""
+    """Make the engine of the calling ranks."""
     engine = FSDPEngine(TrainEngineConfig(path=str(model), dtype="float32", optimizer=None, **options))
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
@@ -123,7 +123,7 @@ def make_engine(model: Path, **options: Any) -> FSDPEngine:
 
 
 def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank: int) -> dict[str, float]:
-    """Seconds of each of `PHASES` of one publication; on rank 0."""
+    """Measure the seconds of each of `PHASES` in one publication, on rank 0."""
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
             if meta.type != "adapter" or "lora_" in name:
@@ -145,7 +145,7 @@ def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank
 def publish(
     rank: int, world_size: int, model: Path, urls: Mapping[str, str], folders: Mapping[str, Path], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """The ways in turns, ``1 + rounds`` times; `measure` of each on rank 0."""
+    """Publish in all ways in turns, ``1 + rounds`` times. Returns `measure` of each on rank 0."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     lora: dict[str, Any] = {"use_lora": True, "lora_rank": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
     whole, adapted = make_engine(model), make_engine(model, **lora)

@@ -1,4 +1,4 @@
-"""What a real vLLM server answers when it is told of adapters alone."""
+"""Answers of a real vLLM server to which only adapters are published."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @pytest.fixture(scope="module")
 def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
-    """A server that takes adapters; room for two versions."""
+    """A server that accepts adapters, with room for two versions."""
     flags = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-target-modules", *LAYERS)
     server = LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs", *flags)
     try:
@@ -42,7 +42,7 @@ def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def fleet(live: LiveServer) -> Iterator[ServerFleet[VLLMServer]]:
-    """Of that server, which is looked after."""
+    """A fleet of that server with its prober."""
     fleet = ServerFleet([VLLMServer(live.url, timeout_s=stretched(60))], probe_interval_s=0.5)
     yield fleet
     fleet.close()
@@ -50,7 +50,7 @@ def fleet(live: LiveServer) -> Iterator[ServerFleet[VLLMServer]]:
 
 @pytest.fixture(scope="module")
 def adapted(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
-    """One rank that trains adapters of what the server started with, and has published nothing yet."""
+    """One rank that trains adapters of the server's initial model and has published nothing yet."""
     torch.set_num_threads(1)
     lora: Any = {"use_lora": True, "lora_rank": RANK, "lora_alpha": 16}
     engine = FSDPEngine(
@@ -63,20 +63,20 @@ def adapted(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
 
 
 def error_of(response: ModelResponse, expected: Sequence[float]) -> float:
-    """Largest difference of log-probabilities; ``expected`` are those of prompt and completion."""
+    """Largest difference to ``expected``, the log-probabilities of prompt and completion."""
     start = len(response.input_tokens)
     return max(abs(a - b) for a, b in zip(response.output_logprobs, expected[start:], strict=True))
 
 
 def trainers_logprobs(engine: FSDPEngine, response: ModelResponse) -> list[float]:
-    """By the trainer's own forward, adapters on."""
+    """Log-probabilities of the trainer's own forward, with adapters."""
     ids = torch.tensor([response.input_tokens + response.output_tokens])
     return engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].tolist()
 
 
 @torch.no_grad()
 def folder_logprobs(base: Path, adapters: Path, response: ModelResponse) -> list[float]:
-    """By transformers and PEFT, from the folders."""
+    """Log-probabilities of transformers and PEFT, from the folders."""
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters).eval()
     ids = response.input_tokens + response.output_tokens
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
@@ -88,7 +88,7 @@ def size_of(folder: Path) -> int:
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer) -> float:
-    """New requests are answered by the version trained last; how far from the trainer."""
+    """Check that the last version answers new requests. Returns the difference to the trainer."""
     status, response = client.status(), sample(client)
     assert (status.label, status.paused) == (weights_label(trainer.folder, trainer.version), False)
     assert set(response.output_versions) == {trainer.version}
@@ -116,7 +116,7 @@ def test_three_versions_are_served(adapted: Trainer, fleet: ServerFleet[VLLMServ
 async def publish_meanwhile(
     adapted: Trainer, fleet: ServerFleet[VLLMServer], live: LiveServer, tokens: int
 ) -> ModelResponse | None:
-    """A response that was under way while the next version was published and served; None when it was done before."""
+    """A response during which the next version was published and served. None if it ended too early."""
     old, (client,) = adapted.version, fleet.serving()
     before = await asyncio.to_thread(live.generated_tokens)
     running = asyncio.create_task(sample_later(client, tokens))
@@ -134,7 +134,7 @@ def test_a_request_in_flight_ends_on_the_version_it_began_with(
     adapted: Trainer, fleet: ServerFleet[VLLMServer], model_folder: Path, live: LiveServer
 ) -> None:
     adapted.publish_to(fleet)
-    for _ in range(10):  # on few cores vLLM may answer nothing else for seconds, until the request is done
+    for _ in range(10):  # with few cores, vLLM may answer nothing else for seconds, until the request is done
         old = adapted.version
         response = asyncio.run(publish_meanwhile(adapted, fleet, live, tokens=1900))
         if response is not None:
@@ -155,7 +155,7 @@ def test_a_load_that_failed_leaves_the_old_adapters_serving(
     unseen = shutil.copytree(adapted.folder, tmp_path / "unseen")
     (unseen / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     manifest = unseen / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"weight_version"', b'"weight_Version"'))  # another digest
+    manifest.write_bytes(manifest.read_bytes().replace(b'"weight_version"', b'"weight_Version"'))  # changes the digest
     with pytest.raises(PublishError, match=r"/v1/load_lora_adapter was answered with 500 .*it goes on with the"):
         client.update_adapters_from_disk(str(unseen), adapted.version + 1)
     assert_serves(client, adapted)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def client(model_folder: Path, scratch: Path) -> Iterator[VLLMServer]:
-    """Of a server of its own, which ends before those of the other modules start."""
+    """A client of a separate server, which ends before the servers of other modules start."""
     server = LiveServer(model_folder, scratch, *plugin("holdfast_broadcast"))
     try:
         server.start()
@@ -33,7 +33,7 @@ def client(model_folder: Path, scratch: Path) -> Iterator[VLLMServer]:
 
 @pytest.fixture
 def trainer(trainer: Trainer) -> Iterator[Trainer]:
-    """One that sends what it publishes."""
+    """A trainer that sends the weights it publishes."""
     of_all = trainer.meta
     trainer.meta = replace(of_all, type="broadcast")
     yield trainer
@@ -41,7 +41,7 @@ def trainer(trainer: Trainer) -> Iterator[Trainer]:
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path) -> None:
-    """It samples by the weights of ``folder``, says so, and is not paused."""
+    """Check that it samples with the weights of ``folder``, reports their version, and is not paused."""
     status = client.status()
     assert (status.label, status.paused) == (weights_label(folder, trainer.version), False)
     assert trainer.error(sample(client)) < TOLERANCE
@@ -61,7 +61,7 @@ def test_a_sender_that_dies_leaves_the_server_as_it_was(
     def cut_off(sender: Any, data: torch.Tensor) -> None:
         if data.numel() == next(iter(sender._tensors.values())).nbytes:
             return broadcast(sender, data)
-        sender._group = sender._store = None  # as the death of its process would leave it
+        sender._group = sender._store = None  # as after the death of its process
         raise ConnectionError("died")
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a real vLLM server says of the tokens it samples."""
+"""Information of a real vLLM server about its sampled tokens."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def test_tokens_sampled_across_an_update_name_their_version(
 
     async def sample_and_publish() -> list[ModelResponse]:
         answers = [asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)]
-        while True:  # until they wait for the update with some tokens sampled, however long it takes
+        while True:  # until they wait for the update with some tokens sampled
             await asyncio.to_thread(live.post, "/pause?mode=keep")
             if await asyncio.to_thread(live.generated_tokens) > before:
                 break

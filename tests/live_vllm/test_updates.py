@@ -1,4 +1,4 @@
-"""What a real vLLM server answers after an update, whatever becomes of the update."""
+"""Answers of a real vLLM server after updates, successful or not."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
 from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for two servers to start
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the start of two servers
 
 both = pytest.mark.parametrize("name", ["stock", "plugin"])
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path, seed: int = 1) -> None:
-    """It samples by the weights of ``folder``, says so, and is not paused."""
+    """Check that it samples with the weights of ``folder``, reports their version, and is not paused."""
     version = trainer.version
     status = client.status()
     assert (status.label, status.paused) == (weights_label(folder, version), False)
@@ -62,10 +62,10 @@ def test_no_cached_block_of_an_older_version_is_used(
     assert max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) < TOLERANCE
 
 
-def test_a_cache_that_is_kept_shows_in_what_is_sampled(
+def test_a_kept_cache_changes_the_sampled_tokens(
     trainer: Trainer, clients: dict[str, VLLMServer], live_servers: dict[str, LiveServer]
 ) -> None:
-    """The test above can fail: without a reset the next tokens are of neither version."""
+    """The test above can fail: without a reset, the next tokens belong to neither version."""
     client, live = clients["stock"], live_servers["stock"]
     old = trainer.publish([client])
     sample_by_hand(live)
@@ -82,7 +82,7 @@ LONG_PROMPT = [3 + i % 90 for i in range(400)]  # several blocks of 128 tokens
 
 
 def sample_by_hand(live: LiveServer) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities without a cache salt, which alone would keep the cache from being found."""
+    """Tokens and log-probabilities without a cache salt, which would be enough to avoid the cached blocks."""
     sampling = {"max_tokens": 4, "logprobs": 0, "seed": 5, "ignore_eos": True}
     body = {"token_ids": LONG_PROMPT, "sampling_params": sampling}
     choice = live.post("/inference/v1/generate", body).raise_for_status().json()["choices"][0]
@@ -149,7 +149,7 @@ def test_the_plugin_refuses_a_bad_folder_and_serves_on(
 
 
 def half_a_layer(folder: Path) -> None:
-    """Make a sound folder of weights that vLLM can take only in part: a layer's last tensor has another shape."""
+    """Make a valid folder that vLLM can load only in part: a layer's last tensor has another shape."""
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(16, 64)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -181,7 +181,7 @@ def test_a_stock_server_is_never_believed_after_a_load_that_failed_in_the_middle
     half_a_layer(bad)
     with pytest.raises(PoisonedServerError, match="restart it"):
         client.update_weights_from_disk(str(bad), trainer.version)
-    for _ in range(3):  # vLLM begins with what it has kept: an error, then an answer of 200 and wrong weights
+    for _ in range(3):  # vLLM begins with its kept part: an error, then an answer of 200 with wrong weights
         with pytest.raises(PublishError):
             trainer.publish([client])
     live_servers["stock"].restart()
@@ -232,7 +232,7 @@ def test_a_server_killed_in_an_update_is_brought_up_to_date_after_a_restart(
         live.signal(signal.SIGSTOP)
         killer = threading.Timer(1.0, live.kill)
         killer.start()
-        folder = trainer.publish_to(fleet)  # one of them has confirmed
+        folder = trainer.publish_to(fleet)  # one server has confirmed
         killer.join()
         assert_serves(other, trainer, folder)
         assert fleet.serving() == [other]

@@ -1,4 +1,4 @@
-"""A real engine that trains a step, publishes, and says what a published folder answers."""
+"""A real engine that trains a step and publishes, and log-probabilities computed from published folders."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -19,25 +19,25 @@ TOLERANCE = 1e-4
 
 
 class Trainer:
-    """An engine and where it publishes; versions count from 1."""
+    """An engine and its folder of versions, which count from 1."""
 
     def __init__(self, engine: FSDPEngine, meta: WeightUpdateMeta) -> None:
         self.engine, self.meta = engine, meta
         self.version = 0
 
     def train(self) -> None:
-        """One step, that changes what the model answers."""
+        """Run one step that changes the model's answers."""
         batch: Batch = make_batch(seed=self.version)
         self.engine.train_batch(batch, nll, loss_tokens)
         self.version += 1
         self.engine.set_version(self.version)
 
     def publish(self, servers: Iterable[InferenceServer]) -> Path:
-        """Train a step and publish it as the next version; its folder. Raises what `update_weights` does."""
+        """Train a step, publish it as the next version and return its folder. Raises like `update_weights`."""
         return self.publish_to(ServerFleet(servers, probe_interval_s=None))
 
     def publish_to(self, fleet: ServerFleet) -> Path:
-        """`publish`, to servers that are looked after."""
+        """`publish` to the servers of a fleet."""
         self.train()
         self.engine.connect_engine(fleet, self.meta)
         self.engine.update_weights()
@@ -45,15 +45,15 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """That of the version trained last."""
+        """Folder of the last version."""
         return self.folder_of(self.version)
 
     def folder_of(self, version: int) -> Path:
-        """That of a version."""
+        """Folder of a version."""
         return Path(self.meta.path) / f"v{version:08d}"
 
     def error(self, response: ModelResponse) -> float:
-        """Largest difference between a response's log-probabilities and those of the folders of its versions."""
+        """Largest difference between a response's log-probabilities and those computed from its versions' folders."""
         ids = response.input_tokens + response.output_tokens
         expected = {v: folder_logprobs(self.folder_of(v), ids) for v in set(response.output_versions)}
         start = len(response.input_tokens)
@@ -70,14 +70,14 @@ def _model(folder: Path, mtime_ns: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def folder_logprobs(folder: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-probability of each of ``ids`` given those before it, by the weights of a folder; 0 of the first."""
+    """Log-probability of each of ``ids`` given the previous ones, by the weights of a folder. The first is 0."""
     model = _model(folder, (folder / "config.json").stat().st_mtime_ns)
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1] / temperature
     return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), list(ids[1:])].tolist()]
 
 
 def sample(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
-    """What a server samples behind `PROMPT`."""
+    """Sample a completion of `PROMPT`."""
     return asyncio.run(sample_later(client, tokens, seed, temperature))
 
 

@@ -1,6 +1,6 @@
 """Accelerate's own test of samplers and checkpoints, with Holdfast's save and load and a SIGKILL after each save.
 
-The run left alone is Accelerate's, without Holdfast. The resumed process is seeded as the run was, or otherwise.
+The undisturbed run is Accelerate's, without Holdfast. The resumed process has the same seed, or another one.
 """
 
 import os
@@ -25,7 +25,7 @@ EPOCHS = 3
 
 
 class Checkpoints:
-    """Holdfast in the place of ``save_state``, ``load_state`` and ``skip_first_batches`` of one Accelerator."""
+    """Replaces ``save_state``, ``load_state`` and ``skip_first_batches`` of one Accelerator by Holdfast."""
 
     def __init__(self) -> None:
         self.trained: Any = None
@@ -69,12 +69,12 @@ class Checkpoints:
 
 
 def job(_: Path, seed: int, held: bool, *arguments: str) -> None:
-    """One phase of the peer's worker in this process.
+    """Run one phase of the peer's worker in this process.
 
     Args:
-        seed: added to the seed of the peer.
+        seed: added to the peer's seed.
         held: save and load with Holdfast.
-        arguments: of the peer's worker.
+        arguments: arguments of the peer's worker.
     """
     os.environ["ACCELERATE_USE_CPU"] = "true"
     there: Any = load(PEER)
@@ -88,13 +88,13 @@ def job(_: Path, seed: int, held: bool, *arguments: str) -> None:
 
 @pytest.fixture(autouse=True, params=[0, 57], ids=["the same seed", "another seed"])
 def phases(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the phases that the peer starts as processes of its own as ours, killed after their save."""
+    """Run the phases, which the peer starts as processes, as killed processes with Holdfast."""
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         phase, *arguments = command[2:]
         log = tmp_path / phase
         killed = phase in ("save", "recheckpoint")
-        if phase == "save":  # for the records of the run left alone
+        if phase == "save":  # for the records of the undisturbed run
             assert run_job(job, log, 0, False, phase, *_elsewhere(tmp_path, arguments)) == [0], (
                 log / "log"
             ).read_text()

@@ -1,8 +1,8 @@
 """transformers' own tests of resuming a Trainer, with Holdfast's save and load and a SIGKILL in between.
 
-The run left alone is Trainer's, without Holdfast. Where the test resumes from ``checkpoint-N``, a process trains the
-same run with `recoverable` and is killed when step N + 1 begins; the test's own process goes on from there, seeded as
-the run was, or otherwise.
+The undisturbed run is Trainer's, without Holdfast. If the test resumes from ``checkpoint-N``, a process trains the same
+run with `recoverable` and is killed when step N + 1 begins. The test's own process resumes that run, with the same seed
+or another one.
 """
 
 import ast
@@ -25,13 +25,13 @@ from tests.peers.checkout import checkout, load
 PEER = checkout("HOLDFAST_PEER_TRANSFORMERS", "tests/trainer/test_trainer_checkpointing.py")
 SUITE = "TrainerResumeTrainingTest"
 REFUSED = {"test_resume_training_with_different_batch_size": "32 steps an epoch, this one has 16"}
-"""Tests that ask for what loses or repeats samples -> words of the refusal."""
+"""Tests that expect lost or repeated samples -> text of the refusal."""
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
 
 def substitute(peer: Any, folder: Path, seed: int) -> None:
-    """Put a Trainer into the peer's modules that resumes with Holdfast; ``seed`` is added in the resumed process."""
+    """Put a Trainer into the peer's modules that resumes with Holdfast. ``seed`` is added in the resumed process."""
     from transformers import Trainer, TrainerCallback
 
     from holdfast.integrations.transformers import recoverable
@@ -92,7 +92,7 @@ def substitute(peer: Any, folder: Path, seed: int) -> None:
 
 
 def job(folder: Path, name: str, seed: int) -> None:
-    """Run one of the peer's tests; its reason is in ``skipped`` where it skips itself."""
+    """Run one of the peer's tests. If it skips itself, its reason is in ``skipped``."""
     import torch
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def job(folder: Path, name: str, seed: int) -> None:
     suite = getattr(peer, SUITE)
     test = getattr(suite, name)
     if "Need to set `seedable_sampler=True`" in getattr(test, "__unittest_skip_why__", ""):
-        setattr(suite, name, test.__wrapped__)  # which Holdfast does not need
+        setattr(suite, name, test.__wrapped__)  # a requirement that Holdfast does not have
     result = unittest.TextTestRunner(stream=sys.stderr).run(suite(name))
     for _, reason in result.skipped:
         (folder / "skipped").write_text(reason)

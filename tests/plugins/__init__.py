@@ -1,1 +1,1 @@
-"""The plugins of other programs, as far as they can be tried without those."""
+"""Plugins for other programs, as far as they can be tested without these programs."""

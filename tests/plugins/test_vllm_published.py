@@ -1,4 +1,4 @@
-"""What the vLLM plugin accepts is what Holdfast publishes, and nothing else."""
+"""The vLLM plugin accepts folders that Holdfast publishes, and no others."""
 
 import shutil
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FILES = {
 
 
 def publish(folder: Path, version: int = 3, files: dict[str, bytes] = FILES) -> str:
-    """Write a version as the engine does; the digest of its manifest."""
+    """Write a version like the engine and return the digest of its manifest."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)

@@ -1,8 +1,8 @@
-"""Two accounts of what a run trained, however often it was killed, for tests that no sample is lost or repeated.
+"""Two records of trained samples, for tests that no sample is lost or repeated, however often the run was killed.
 
-Each process appends the sample numbers of a step to a file when it has trained them; and the weights themselves count,
-one weight a sample and epoch, so that a sample that was lost, repeated or trained in another epoch shows in the last
-generation whatever the file says.
+Each process appends the sample numbers of a trained step to a file. The model also counts: it has one weight per sample
+and epoch, so that the last generation reveals every sample that was lost, repeated or trained in another epoch,
+independently of the file.
 """
 
 import json
@@ -32,7 +32,7 @@ from holdfast.recover import GenerationStore, RecoverConfig, RecoverHandler, Res
 
 @dataclass(frozen=True)
 class Run:
-    """A dataset and how it is walked, however often that is interrupted."""
+    """A dataset and the way through it, across any number of restarts."""
 
     samples: int
     epochs: int
@@ -46,19 +46,19 @@ class Run:
         return FinetuneSpec(self.epochs, self.samples, self.batch_size)
 
     def loaders(self, ranks: Iterable[int] = (0,), world_size: int = 1) -> list[ResumableDataLoader]:
-        """One loader a rank."""
+        """One loader per rank."""
         order = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
         data = list(range(self.samples))
         return [ResumableDataLoader(data, self.batch_size, rank=r, world_size=world_size, **order) for r in ranks]
 
     def order(self, epoch: int) -> list[int]:
-        """All samples as docs/checkpoint-format.md says that an epoch walks them."""
+        """All samples in the order of an epoch, according to docs/checkpoint-format.md."""
         if not self.shuffle:
             return list(range(self.samples))
         return np.random.RandomState([self.seed, epoch]).permutation(self.samples).tolist()
 
     def batches(self, loader: ResumableDataLoader) -> Iterator[list[int]]:
-        """What is left of the run."""
+        """Yield the remaining batches of the run."""
         for batch in loader.batches():
             if loader.epoch == self.epochs:
                 return
@@ -66,21 +66,21 @@ class Run:
 
     @property
     def most_ranks(self) -> int:
-        """How many ranks get a sample of each batch."""
+        """Largest number of ranks that all get a sample of each batch."""
         return self.batch_size if self.drop_last else self.samples % self.batch_size or self.batch_size
 
 
 @dataclass(frozen=True)
 class Life:
-    """A run's time between two restarts.
+    """A run between two restarts.
 
     Attributes:
         world_size: number of ranks.
         freq_steps: steps between snapshots.
-        steps: trained before the victim is killed; None: nobody is, the run goes to its end.
-        moment: when in the last of them: ``trained`` (not dumped), ``dumping``, or ``dumped``.
-        calls: into the file system that a ``dumping`` victim gets done.
-        victim: a rank.
+        steps: number of steps before the victim is killed. None: no kill, the run finishes.
+        moment: moment of the kill in the last step: ``trained`` (not dumped), ``dumping``, or ``dumped``.
+        calls: number of file system calls that a ``dumping`` victim completes.
+        victim: the rank to kill.
     """
 
     world_size: int
@@ -92,14 +92,14 @@ class Life:
 
 
 class Step(NamedTuple):
-    """What one global step trained: ``ids`` of all ranks in rank order."""
+    """The samples of one global step: ``ids`` of all ranks in rank order."""
 
     epoch: int
     ids: list[int]
 
 
 class Counting:
-    """A model with a weight for each sample of each epoch: how often it was trained."""
+    """A model with a weight for each sample of each epoch, which counts how often it was trained."""
 
     def __init__(self, run: Run) -> None:
         self.samples, self.model = run.samples, _Weights(run.epochs * run.samples)
@@ -110,14 +110,14 @@ class Counting:
         self.state = DCPState(self.model, self.optimizer)
 
     def train(self, epoch: int, ids: list[int]) -> None:
-        """One step; gradients are averaged over the ranks."""
+        """Train one step. Gradients are averaged over the ranks."""
         rows = torch.tensor([epoch * self.samples + i for i in ids])
         (-self.model(rows) * self.world_size).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def counts(self) -> list[float]:
-        """The weights, whole; all ranks call it."""
+        """The whole weights. All ranks call it."""
         seen = self.model.seen.detach()
         return (seen.full_tensor() if isinstance(seen, DTensor) else seen).tolist()
 
@@ -137,7 +137,7 @@ def handler_of(run: Run, root: Path | str, **options: Any) -> RecoverHandler:
 
 
 def live(run: Run, life: Life, root: str, number: int, ranks: list[int]) -> list[float]:
-    """Be the ranks ``ranks`` of a life, all in this process; returns at the end of the run, if it gets there."""
+    """Live a life as the given ranks, all in this process. Returns if the run reaches its end."""
     handler, counting = handler_of(run, root, freq_steps=life.freq_steps), Counting(run)
     loaders = run.loaders(ranks, life.world_size)
     info = handler.load(counting.state, loaders[0])
@@ -180,12 +180,12 @@ def _die_after(calls: int, root: str) -> None:
 
 
 def newest_step(root: Path) -> int:
-    """The step that a restart goes on from; -1 is the start."""
+    """The step from which a restart continues, -1 for the start."""
     return max((g.step for g in GenerationStore(root / "e" / "t" / "recover").generations()), default=-1)
 
 
 def history(root: Path) -> list[Step]:
-    """The steps that led to the newest generation: what a later life trained again counts from the later life."""
+    """The steps that led to the newest generation. A step that was trained twice counts from the later life."""
     kept: dict[int, dict[int, Any]] = {}
     for ledger in sorted(root.glob("ledger-*")):
         lines = [json.loads(line) for line in ledger.read_text().splitlines()]
@@ -204,7 +204,7 @@ def history(root: Path) -> list[Step]:
 
 
 def assert_trained_once(run: Run, steps: list[Step]) -> None:
-    """Every sample of every epoch once, in the order of an uninterrupted run; only what is no batch is left out."""
+    """Check that every epoch has all samples once, in the order of an uninterrupted run, without incomplete batches."""
     (loader,) = run.loaders()
     assert [step.ids for step in steps] == list(run.batches(loader))
     assert [step.epoch for step in steps] == sorted(step.epoch for step in steps)
@@ -216,13 +216,13 @@ def assert_trained_once(run: Run, steps: list[Step]) -> None:
 
 
 def assert_counted_once(run: Run, steps: list[Step], counts: list[float]) -> None:
-    """The weights say the same."""
+    """Check the same with the model's weights."""
     expected = Counter(step.epoch * run.samples + i for step in steps for i in step.ids)
     assert set(expected.values()) == {1} and counts == [expected[i] for i in range(run.epochs * run.samples)]
 
 
 def random_run(draw: random.Random) -> tuple[Run, list[Life]]:
-    """Sizes that nothing divides, and lives that end at any moment; the last one does not."""
+    """Sizes without common divisors, and lives that end at random moments, except the last one."""
     run = Run(draw.choice([7, 11, 13, 23, 29, 31]), draw.randint(2, 4), 2, draw.randrange(1000))
     run = replace(run, shuffle=draw.random() < 0.8, drop_last=draw.random() < 0.5)
     run = replace(run, batch_size=draw.randint(1, min(9, run.samples)))

@@ -1,4 +1,4 @@
-"""For the tests of the mirror: an S3 server that can be stopped in the middle, small generations, processes to kill."""
+"""Helpers for the mirror: an S3 server that can be stopped at any request, small generations, processes to kill."""
 
 import multiprocessing
 import os
@@ -23,10 +23,10 @@ BUCKET = "bucket"
 
 
 class S3Server:
-    """moto's S3 server, in front of which requests are recorded, held or refused.
+    """moto's S3 server behind a layer that records, holds or refuses requests.
 
     Attributes:
-        requests: ``"PUT /bucket/key"`` of everything since `clear`; the query only where there is no key.
+        requests: ``"PUT /bucket/key"`` since `clear`, with the query only if there is no key.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -60,22 +60,22 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a user would set."""
+        """The environment variables that a user would set."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",  # one layer of retries less to wait for
+            "AWS_MAX_ATTEMPTS": "1",  # one layer of retries less
         }
 
     def hold_at(self, number: int) -> None:
-        """Do not serve the request of this number (from 0), nor any after it, until `clear`; then `held` is set."""
+        """Hold the request with this number (from 0) and all later ones until `clear`. Sets `held` when it arrives."""
         self.clear()
         self._hold_at = number
 
     def fail(self, count: int) -> None:
-        """Answer so many requests with 500."""
+        """Answer ``count`` requests with 500."""
         self.clear()
         self._failures = count
 
@@ -85,17 +85,17 @@ class S3Server:
         self._refused = text
 
     def clear(self) -> None:
-        """Serve again, and forget what was recorded; requests that are held are refused."""
+        """Serve again, refuse all held requests, and clear the record."""
         self._released.set()
         self._hold_at, self._failures, self._refused, self.requests = None, 0, None, []
         self.held, self._released = threading.Event(), threading.Event()
 
     def puts(self) -> list[str]:
-        """Keys that were put, in order, without the mirror's root."""
+        """Keys of PUT requests, in order, without the mirror's root."""
         return [key.split("/", 2)[-1] for key in self.keys_put()]
 
     def keys_put(self) -> list[str]:
-        """Keys that were put, in order."""
+        """Keys of PUT requests, in order."""
         return [request.split("/", 2)[-1] for request in self.requests if request.startswith("PUT ")]
 
     def _gate(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -117,7 +117,7 @@ class S3Server:
 
 
 def commit(store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 30_000), seed: int = 0) -> Generation:
-    """A generation of files of these sizes; another ``seed`` makes other bytes."""
+    """Commit a generation with files of these sizes. The bytes depend on ``seed``."""
     staging, names = store.open_staging(step), []
     (staging / "default").mkdir()
     for index, size in enumerate(sizes):
@@ -127,12 +127,12 @@ def commit(store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 3
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file's bytes, by its name."""
+    """The bytes of all files by name."""
     return {name: (folder / name).read_bytes() for name in walk_files(folder)}
 
 
 def storage(url: str) -> tuple[Any, str]:
-    """The file system of a URL, as anybody may use it, and the path in it; sees what is there now."""
+    """The file system of a URL without caches, and the path in it."""
     return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
 
 
@@ -143,13 +143,13 @@ def listing(url: str) -> list[str]:
 
 
 def block(path: Path) -> None:
-    """Make whoever opens this file wait."""
+    """Make all processes wait that open this file."""
     path.unlink()
     os.mkfifo(path)
 
 
 def start(function: Callable[..., None], environment: dict[str, str], *args: Any) -> Any:
-    """A process that calls a top-level function and exits."""
+    """Start a process that calls a top-level function and exits."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "holdfast.recover.storage.mirror", "s3fs"])
     process = context.Process(target=_with_environment, args=(function, environment, args))
@@ -163,7 +163,7 @@ def _with_environment(function: Callable[..., None], environment: dict[str, str]
 
 
 def start_copy(url: str, generation: Generation, environment: dict[str, str], keep: int | None = None) -> Any:
-    """A process that copies a generation and exits."""
+    """Start a process that copies a generation and exits."""
     return start(_copy, environment, url, generation, keep)
 
 

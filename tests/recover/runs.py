@@ -1,4 +1,4 @@
-"""A small training run that draws from every generator, for tests that stop it and go on."""
+"""A small training run that draws from every generator, for tests that stop and resume it."""
 
 import hashlib
 import os
@@ -21,18 +21,18 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 
 IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"
-"""Whether handlers write in the background, and are waited for: every test, and every fault, must pass either way."""
+"""Whether handlers write in the background and are waited for. Every test and every fault must pass both ways."""
 SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=24, train_batch_size=4)
 FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.steps_per_epoch)
 
 
 def step_info(step: int) -> StepInfo:
-    """Step ``step`` of a run cut as `SPEC` says."""
+    """Step ``step`` of a run with the epochs of `SPEC`."""
     return StepInfo.at(step, SPEC.steps_per_epoch)
 
 
 class SettledHandler(RecoverHandler):
-    """One that waits for what it writes in the background: `dump` then does what it does without, by another way."""
+    """A handler that waits for background writes, so that `dump` has the same effect as without them."""
 
     def dump(self, *args: Any, **kwargs: Any) -> bool:
         before = self.save_stats.committed
@@ -51,12 +51,12 @@ def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: A
 
 
 def draw() -> tuple[float, ...]:
-    """One number of each generator; the gaussians leave a cached half behind."""
+    """Draw a number from each generator. The Gaussian draws leave a cached half behind."""
     return random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item(), torch.randn(1).item()
 
 
 def digest(states: Mapping[str, DCPState]) -> str:
-    """SHA-256 of every model and optimizer tensor, whole; all ranks call it."""
+    """SHA-256 of all model and optimizer tensors, whole. All ranks call it."""
     found = hashlib.sha256()
     for name, state in sorted(states.items()):
         for key, tensor in sorted(state.live_tensors().items()):
@@ -80,7 +80,7 @@ class Meter:
 
 
 class Tiny:
-    """Somebody else's trainer: a plain module, one process, no engine."""
+    """A trainer without an engine: a plain module in one process."""
 
     def __init__(self, width: int = 3) -> None:
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ class Tiny:
         self.state = DCPState(self.model, self.optimizer, self.scheduler)
 
     def step(self) -> str:
-        """Train once on random numbers; the digest of everything."""
+        """Train once on random numbers and return the digest of everything."""
         self.model(torch.randn(5, self.model.in_features)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -112,7 +112,7 @@ class Prompts(Dataset):
 
 
 def make_loader(kind: str, rank: int, world_size: int) -> Any:
-    """``own``: ours. ``torchdata``: as people write it, each rank with an order of its own."""
+    """``own``: Holdfast's loader. ``torchdata``: a typical loader, with a separate order on each rank."""
     if kind == "own":
         return ResumableDataLoader(Prompts(), 4, seed=3, rank=rank, world_size=world_size)
     sampler = RandomSampler(Prompts(), generator=torch.Generator().manual_seed(rank))
@@ -128,7 +128,7 @@ def make_engine(path: str, **changes: Any) -> FSDPEngine:
 
 
 def make_batch(ids: list[int]) -> Batch:
-    """Four to six tokens a sample, made of its number."""
+    """Four to six tokens per sample, derived from its number."""
     lengths = torch.tensor([4 + i % 3 for i in ids])
     mask = torch.arange(6)[None] < lengths[:, None]
     tokens = torch.stack([(torch.arange(6) * (i + 1) + i) % 15 for i in ids])
@@ -140,12 +140,12 @@ def token_count(mb: Batch) -> torch.Tensor:
 
 
 def square_loss(output: torch.Tensor, mb: Batch) -> torch.Tensor:
-    """Of logits or values alike."""
+    """A loss of logits or values."""
     return (output - 1).square().mean()
 
 
 class Job:
-    """The ranks' part of a run: engines, and a per-rank user object."""
+    """The ranks' part of a run: engines, and a user object per rank."""
 
     def __init__(self, model: str, names: tuple[str, ...] = ("default",)) -> None:
         self.engines = {name: make_engine(model, is_critic=name == "critic") for name in names}
@@ -154,11 +154,11 @@ class Job:
 
     @property
     def engine(self) -> Any:
-        """What is given to a handler under torchrun."""
+        """The argument for a handler under torchrun."""
         return self.engines if len(self.engines) > 1 else next(iter(self.engines.values()))
 
     def train(self, ids: list[int]) -> dict[str, Any]:
-        """One step of every engine, and all there is to compare of it."""
+        """Train every engine for one step and return everything that tests compare."""
         stats = {}
         for name, engine in self.engines.items():
             stats[name] = engine.train_batch(make_batch(ids), square_loss, token_count)
@@ -169,7 +169,7 @@ class Job:
         return {"ids": ids, "stats": stats, "draws": draw(), **self.snapshot()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything but the generators."""
+        """Everything except the generators."""
         engines = self.engines.items()
         return {
             "digest": digest({name: engine.dcp_state(engine.optimizer is not None) for name, engine in engines}),
@@ -196,12 +196,12 @@ def newest(fileroot: Path | str) -> Path:
 
 
 def hidden(fileroot: Path | str) -> list[str]:
-    """Names of what is not a generation: staging, deleted and quarantined folders."""
+    """Names of hidden folders: staging, deleted and quarantined ones."""
     return sorted(path.name for path in (Path(fileroot) / "e" / "t" / "recover").glob(".*"))
 
 
 def run_until(root: Path, steps: int, first: int = 0, **options: Any) -> list[str]:
-    """Train steps ``first`` to ``steps - 1`` with a snapshot of each; the digest after each."""
+    """Train steps ``first`` to ``steps - 1`` with a snapshot of each, and return the digest after each."""
     handler, tiny = make_handler(root, freq_steps=1, **options), Tiny()
     info = handler.load(tiny.state)
     assert (info.last_step_info.next().global_step if info else 0) == first
@@ -215,5 +215,5 @@ def run_until(root: Path, steps: int, first: int = 0, **options: Any) -> list[st
 
 
 def names(root: Path) -> list[str]:
-    """The generations' folder names."""
+    """Folder names of the generations."""
     return sorted(path.name for path in (root / "e" / "t" / "recover").glob("global_step_*"))

@@ -1,6 +1,6 @@
-"""What damage means for a run: the one before is used and the step is made again; with none left it never starts over.
+"""Consequences of damage for a run: it resumes from the previous generation. Without a valid one it never starts over.
 
-That every kind of damage is found is shown in tests/faults/test_rotten.py.
+tests/faults/test_rotten.py shows that every kind of damage is found.
 """
 
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def _rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """As a Holdfast that means it would have written it, with its self-checksum."""
+    """Rewrite the manifest with a valid self-checksum."""
     document = json.loads((folder / MANIFEST_NAME).read_text())
     del document["digest"]
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))
@@ -52,7 +52,7 @@ def test_a_run_with_nothing_usable_left_never_starts_over(tmp_path: Path, mode: 
     run_until(tmp_path, 2)
     for folder in (tmp_path / "e" / "t" / "recover").glob("global_step_*"):
         os.truncate(folder / "default" / "__0_0.distcp", 1000)
-    for _ in range(2):  # the second time only what was quarantined is left
+    for _ in range(2):  # the second time only the quarantined one is left
         handler = make_handler(tmp_path, mode=mode, freq_steps=1)
         with pytest.raises(
             CheckpointCorruptError, match=r"no usable generation left: \.rejected-global_step_0-default"
@@ -92,7 +92,7 @@ def test_a_renamed_generation_and_a_stray_file_are_not_resumed_from(tmp_path: Pa
 
 
 def test_a_generation_lacking_tensors_is_set_aside_although_its_digests_fit(tmp_path: Path) -> None:
-    """As a fault of a writer would leave it."""
+    """The result of a bug in a writer."""
     digests = run_until(tmp_path, 2)
     folder = newest(tmp_path)
     metadata = FileSystemReader(folder / "default").read_metadata()

@@ -19,14 +19,14 @@ from tests.ray_helpers import SMALLEST_STORE_BYTES, Server, worker_environment
 pytestmark = pytest.mark.timeout(180)
 
 PREEMPTION = 2
-"""DRAIN_NODE_REASON_PREEMPTION in Ray's autoscaler.proto; Ray may not refuse it."""
+"""DRAIN_NODE_REASON_PREEMPTION in Ray's autoscaler.proto, which Ray may not refuse."""
 DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Nodes ``driver``, ``a`` and ``b``, each with a resource of its name."""
-    ray.shutdown()  # the one that the modules share
+    """Nodes ``driver``, ``a`` and ``b``, each with a resource of the same name."""
+    ray.shutdown()  # the Ray that the modules share
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster()
     for name in ("driver", "a", "b"):
@@ -37,8 +37,8 @@ def cluster() -> Iterator[Cluster]:
         logging_level=logging.ERROR,
         runtime_env=worker_environment(),
     )
-    # A node that is drained is gone once it is idle, and this process with it if that is the driver's: strangers keep
-    # these two busy until the end.
+    # A drained node is removed once it is idle, and with the driver's node this process too. These actors keep the two
+    # nodes busy until the end.
     strangers = [ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")]
     assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [1, 1]
     yield cluster
@@ -47,7 +47,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def drain(node_id: str, deadline_s: float | None) -> float:
-    """What ``ray drain-node`` does; the unix time told, 0 without one."""
+    """Drain a node like ``ray drain-node``. Returns the unix time of the deadline, 0 without one."""
     by_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
     control = ray.get_runtime_context().worker.gcs_client
     assert control.drain_node(node_id, PREEMPTION, "spot instance reclaimed", by_ms)[0]
@@ -55,7 +55,7 @@ def drain(node_id: str, deadline_s: float | None) -> float:
 
 
 @pytest.mark.slow
-def test_notices_are_told_only_of_nodes_with_a_worker_or_driver(cluster: Cluster) -> None:
+def test_only_notices_of_nodes_with_a_worker_or_the_driver_count(cluster: Cluster) -> None:
     (node_b,) = (node["NodeID"] for node in ray.nodes() if "b" in node["Resources"])
 
     def job(attempt: Attempt) -> None:

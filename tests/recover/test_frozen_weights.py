@@ -1,4 +1,4 @@
-"""Frozen weights that change, or that no start makes again: runs killed after any step end as if never killed."""
+"""Frozen weights that change, or that no start creates again: runs killed after any step end as if never killed."""
 
 import os
 import signal
@@ -24,11 +24,11 @@ STEPS = 5
 
 
 class Run:
-    """A training loop of somebody else's, with its own model and optimizer.
+    """A training loop outside of Holdfast, with its own model and optimizer.
 
     Args:
         root: folder of the test.
-        first: the step that the run goes on with.
+        first: first step of this process.
     """
 
     model: Any
@@ -38,7 +38,7 @@ class Run:
         torch.manual_seed(0)
 
     def train(self, step: int) -> None:
-        """Train the step, up to where a snapshot is made."""
+        """Train the step, up to the moment of a snapshot."""
         torch.manual_seed(step)
         self.loss().backward()
         self.optimizer.step()
@@ -48,11 +48,11 @@ class Run:
         return self.model(torch.randn(4, 8)).square().mean()
 
     def after(self) -> None:
-        """What the loop does between a snapshot and the next step."""
+        """Code between a snapshot and the next step."""
 
 
 class TargetNetworks(Run):
-    """One network is trained, two follow it slowly and decide what it is trained for."""
+    """One network is trained. Two others follow it slowly and determine its target."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -75,7 +75,7 @@ class TargetNetworks(Run):
 
 
 class EditedBody(Run):
-    """A frozen body, one element of which is edited behind torch's back after step 1; the caller leaves it out."""
+    """A frozen body with one element edited after step 1, invisibly to torch. The caller leaves the body out."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -92,7 +92,7 @@ class EditedBody(Run):
 
 
 class HeadAfterBody(Run):
-    """The body is trained, then frozen; the head gets an optimizer of its own."""
+    """The body is trained, then frozen. The head gets its own optimizer."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -112,7 +112,7 @@ class HeadAfterBody(Run):
 
 
 class GradualFreezing(Run):
-    """SGD without a state, and a layer less every step."""
+    """SGD without a state, with one layer less every step."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -126,13 +126,13 @@ class GradualFreezing(Run):
 
 
 class UnseededProjection(Run):
-    """A random projection that no seed gives again."""
+    """A random projection that no seed reproduces."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
         torch.seed()
         projection = nn.Linear(8, 100)
-        if (root / "projection.pt").exists() and first == 0:  # of the run that was killed, for the one that is not
+        if (root / "projection.pt").exists() and first == 0:  # left by the killed run for the undisturbed one
             projection.load_state_dict(torch.load(root / "projection.pt"))
         elif first == 0:
             torch.save(projection.state_dict(), root / "projection.pt")
@@ -142,7 +142,7 @@ class UnseededProjection(Run):
 
 
 class Adapters(Run):
-    """Adapters of a model that comes from a folder."""
+    """Adapters of a model that is loaded from a folder."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -153,7 +153,7 @@ class Adapters(Run):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
 
     def before(self, base: Any, first: int) -> None:
-        """What happens to the base before it gets adapters."""
+        """Change the base before it gets adapters."""
 
     def loss(self) -> torch.Tensor:
         ids = torch.randint(12, (2, 6))
@@ -161,7 +161,7 @@ class Adapters(Run):
 
 
 class MergedSends(Adapters):
-    """Adapters are merged for each send of the weights, and unmerged after it: the base is rounded each time."""
+    """Adapters are merged for each send of the weights and unmerged afterwards, which rounds the base each time."""
 
     def train(self, step: int) -> None:
         self.model.merge_adapter()
@@ -170,7 +170,7 @@ class MergedSends(Adapters):
 
 
 class SnapshotsWhileMerged(Adapters):
-    """Snapshots are made between merging and unmerging."""
+    """Snapshots are taken between merging and unmerging."""
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -188,7 +188,7 @@ class SnapshotsWhileMerged(Adapters):
 
 
 class TrainedBase(Adapters):
-    """The model was trained in the same job before it got adapters; a job that resumes skips that."""
+    """The model was trained in the same job before it got adapters. A resumed job skips that training."""
 
     def before(self, base: Any, first: int) -> None:
         optimizer = torch.optim.AdamW(base.parameters(), lr=0.01)
@@ -219,7 +219,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 def _train(rank: int, world_size: int, kind: type[Run], root: str, kill_after: int) -> dict[str, torch.Tensor]:
-    """Train to the end, or until SIGKILL after the snapshot of a step; all weights and moments."""
+    """Train to the end, or until SIGKILL after the snapshot of a step. Returns all weights and moments."""
     handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=2)
     last = handler.peek()
     first = 0 if last is None else last.global_step + 1

@@ -1,4 +1,4 @@
-"""The handler over somebody else's trainer in one process: when it dumps, what it resumes, what it refuses."""
+"""The handler with a plain trainer in one process: due snapshots, resumption, refusals."""
 
 import json
 import logging
@@ -81,7 +81,7 @@ def test_a_dump_is_made_when_due_or_forced_once_a_step(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=4, freq_epochs=1, max_ckpt_to_keep=None), Tiny()
     handler.load(tiny.state)
     dumped = [step for step in range(12) if handler.dump(tiny.state, step_info(step))]
-    assert dumped == [3, 5, 7, 11]  # steps 4, 8, 12 and the ends of epochs of six
+    assert dumped == [3, 5, 7, 11]  # steps 4, 8, 12 and the ends of epochs of six steps
     assert not handler.dump(tiny.state, step_info(12))
     assert handler.dump(tiny.state, step_info(12), force=True)
     assert not handler.dump(tiny.state, step_info(12), force=True)
@@ -164,7 +164,7 @@ def test_resume_path_goes_back_once_and_a_restart_goes_on_from_there(tmp_path: P
     digests = run_until(tmp_path, 5, max_ckpt_to_keep=None)
     wanted = str(tmp_path / "e" / "t" / "recover" / "global_step_1")
     tiny = Tiny()
-    for _ in range(2):  # a restart before anything new was written goes back there again
+    for _ in range(2):  # a restart before any new write goes back there again
         info = make_handler(tmp_path, resume_path=wanted).load(tiny.state)
         assert info and info.last_step_info.global_step == 1 and tiny.digest() == digests[1]
         assert names(tmp_path) == ["global_step_0", "global_step_1"]
@@ -172,7 +172,8 @@ def test_resume_path_goes_back_once_and_a_restart_goes_on_from_there(tmp_path: P
         f"global_step_{step}-superseded-by-resume-path-global-step-1" for step in (2, 3, 4)
     ]
     run_until(tmp_path, 4, first=2, resume_path=wanted)
-    assert names(tmp_path) == ["global_step_2", "global_step_3"]  # the wanted one is deleted: nothing needs it any more
+    # the requested one is deleted, because it is no longer needed
+    assert names(tmp_path) == ["global_step_2", "global_step_3"]
     for spelling in (wanted, os.path.relpath(wanted)):
         info = make_handler(tmp_path, resume_path=spelling).load(tiny.state)
         assert info and info.last_step_info.global_step == 3
@@ -289,7 +290,7 @@ def test_user_objects_come_and_go_with_a_word(tmp_path: Path, caplog: pytest.Log
 
 
 class Stubborn(Meter):
-    """Its state cannot be read back without running code, or cannot be had at all."""
+    """Its state cannot be restored without running code, or cannot be saved at all."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The handler under torchrun's rules: every rank calls it, on real gloo ranks with real sharded engines."""
+"""The handler under torchrun: every rank calls it, on real gloo ranks with real sharded engines."""
 
 import os
 import resource
@@ -106,7 +106,7 @@ def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str
 
 @contextmanager
 def file_size_limit(n_bytes: int, active: bool) -> Iterator[None]:
-    """Files of this process cannot grow further; as with a full disk, writes fail half-way."""
+    """Limit the size of files of this process. As on a full disk, writes fail half-way."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes if active else soft, hard))
     try:
@@ -135,7 +135,7 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
         job.meter.mean = threading.Lock() if rank == culprit else job.meter.mean  # type: ignore[assignment]
         dump_fails(1, ConfigError, PeerError, culprit)
         job.meter.mean = torch.zeros(2)
-        with file_size_limit(200, rank == culprit):  # not even the state of the rank fits
+        with file_size_limit(200, rank == culprit):  # even the state of the rank does not fit
             dump_fails(1, CheckpointWriteError, PeerError, culprit)
         with file_size_limit(40_000, rank == culprit):  # the state fits, the shard does not
             dump_fails(1, CheckpointWriteError, CheckpointWriteError, culprit)
@@ -159,7 +159,7 @@ def test_a_failure_on_one_rank_fails_that_dump_on_all_ranks(model: str, tmp_path
 
 
 def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
-    """An actor, and a reference model without an optimizer whose weights and version come back too."""
+    """An actor, and a reference model without an optimizer whose weights and version are restored too."""
 
     def make_pair() -> dict[str, Any]:
         return {"actor": make_engine(model), "ref": make_engine(model, optimizer=None)}

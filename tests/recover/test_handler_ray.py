@@ -1,4 +1,4 @@
-"""The handler in a Ray driver: the ranks work in actors, the driver has generators, a dataloader and objects too."""
+"""The handler in a Ray driver: the ranks are actors, and the driver has generators, a dataloader and objects too."""
 
 import os
 import signal
@@ -37,14 +37,14 @@ pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
 
 
 class Trainer(Job):
-    """A worker as users write it: `engines` and `stateful` of its own."""
+    """A typical worker of a user, with its own `engines` and `stateful`."""
 
     def __init__(self, model: str, seed: int) -> None:
         super().__init__(model)
         seed_rng(seed + torch.distributed.get_rank())
 
     def break_meter(self, rank: int, broken: bool) -> None:
-        """The state of this rank's meter cannot be saved."""
+        """Make saving the state of this rank's meter fail."""
         if torch.distributed.get_rank() == rank:
             self.meter.mean = threading.Lock() if broken else torch.zeros(2)  # type: ignore[assignment]
 
@@ -75,7 +75,7 @@ class Driver:
         self.info = self.handler.load(self.group, self.loader)
 
     def train(self, steps: int) -> list[Any]:
-        """Per step: each rank's record, and what the driver drew and counts."""
+        """Per step: each rank's record, and the driver's draws and counts."""
         records, batches = [], stream(self.loader)
         for _ in range(steps):
             ids = next(batches)
@@ -88,7 +88,7 @@ class Driver:
         return self.handler.dump(self.group, step_info(step), self.loader, force=force)
 
     def die(self) -> None:
-        """Leave as a killed driver does: no process, and no lock."""
+        """End like a killed driver: without process and lock."""
         self.group.kill()
         self.handler.close()
 
@@ -98,7 +98,7 @@ def _draw_in_rank(worker: Trainer) -> None:
 
 
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
-    """Resume what a driver wrote, and write what a driver can resume."""
+    """Resume a run that a driver wrote, and write a generation that a driver can resume."""
     seed_rng(50 + rank)
     loader, job, progress, handler = make_loader("own", rank, 2), Job(model), Meter(), make_handler(root)
     handler.register("meter", job.meter)
@@ -147,9 +147,7 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
 
 
 @pytest.mark.slow
-def test_what_fails_in_a_rank_or_by_its_death_leaves_no_generation(
-    model: str, placement: Placement, tmp_path: Path
-) -> None:
+def test_the_failure_or_death_of_a_rank_leaves_no_generation(model: str, placement: Placement, tmp_path: Path) -> None:
     driver = Driver(model, placement, tmp_path, seed=1)
     assert driver.dump(0)
     driver.group.call_all("break_meter", 1, True)

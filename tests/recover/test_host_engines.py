@@ -1,4 +1,4 @@
-"""Trainers of other people: what they pass in place of an engine, and how they count."""
+"""Trainers of other libraries: the objects they pass instead of an engine, and how they count steps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def as_tuple(tiny: Tiny) -> Any:
 
 
 def as_trainer(tiny: Tiny) -> Any:
-    """As transformers' Trainer and AReaL's engines name them."""
+    """A trainer with the names used by transformers' Trainer and AReaL's engines."""
     return SimpleNamespace(model=tiny.model, optimizer=tiny.optimizer, lr_scheduler=tiny.scheduler, cpu_group=None)
 
 
@@ -52,7 +52,7 @@ def test_a_model_with_its_optimizer_and_schedule_resumes_exactly_by_step_numbers
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), (1, 2), (), "model", SimpleNamespace(model=nn.Linear(2, 2))])
-def test_what_shows_no_model_and_optimizer_is_refused_by_what_it_is(thing: Any, tmp_path: Path) -> None:
+def test_an_object_without_model_and_optimizer_is_refused_with_its_type(thing: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{type(thing).__name__} has neither 'engines' nor 'engine', nor 'model'"):
         make_handler(tmp_path, freq_steps=1).load(thing)
     with pytest.raises(ConfigError, match=r"cannot be snapshotted; expected an engine, a DCPState, a tuple \(model"):
@@ -135,7 +135,7 @@ def _built(wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _move(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    """Each way saves what it has trained, and every other loads it."""
+    """Save a trained state in each way, and load it in every other."""
     digests = {}
     for wrap in ("ddp", "compiled ddp", "fsdp"):
         model, optimizer = _built(wrap)
@@ -179,11 +179,13 @@ def test_a_folder_is_replaced_only_on_request_and_only_by_a_complete_one(tmp_pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
-def test_what_a_killed_replacement_had_put_aside_comes_back_with_the_next_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_put_aside_by_a_killed_replacement_comes_back_with_the_next_one(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     tiny, path = Tiny(), tmp_path / "step_1"
     save_dcp(path, tiny.state)
     first = tiny.digest()
-    path.rename(tmp_path / ".replaced-step_1")  # as a kill between the two renames leaves it
+    path.rename(tmp_path / ".replaced-step_1")  # left by a kill between the two renames
     tiny.step()
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.engine.dcp.save.write_dcp", _refuse)

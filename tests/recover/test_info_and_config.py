@@ -1,4 +1,4 @@
-"""What recovery is told, and what it writes down besides tensors."""
+"""The inputs of recovery, and the small files it writes besides tensors."""
 
 import json
 from dataclasses import asdict, replace
@@ -97,7 +97,7 @@ def test_whole_steps_are_ints_whatever_they_were_computed_with(tmp_path: Path) -
     assert RecoverInfo.read(tmp_path).last_step_info == steps, "as an older version wrote it"
 
 
-def test_what_newer_versions_have_added_is_ignored_numbers_may_be_whole(tmp_path: Path) -> None:
+def test_additions_of_newer_versions_are_ignored_and_numbers_may_be_whole(tmp_path: Path) -> None:
     facts = {"optimizer_steps": None, "lr": 1, "schedule_step": 2, "fingerprints": {}, "moved": False, "more": [1]}
     content = json.loads(INFO.to_json()) | {"engines": {"actor": facts}, "save_s": 2, "later": {"x": 1}}
     content["last_step_info"]["later"] = 1

@@ -1,4 +1,4 @@
-"""Ranks killed at random times of a dump, alone and together. tests/faults kills at every single system call."""
+"""Ranks killed at random times during a dump, alone and together. tests/faults kills at every system call."""
 
 import os
 import random
@@ -52,7 +52,7 @@ def _dump_until_killed(
         step += 1
         sharded.fill(step)
         handler.dump(sharded.state, step_info(step))
-        if rank in victims and timer.ident is None:  # after the first dump, so that every attempt gets ahead
+        if rank in victims and timer.ident is None:  # after the first dump, so that every attempt makes progress
             timer.start()
     return step
 

@@ -1,4 +1,4 @@
-"""The coefficient that an adaptive KL controller came to is in the generation of its engine."""
+"""The coefficient of an adaptive KL controller is saved in the generation of its engine."""
 
 import os
 import signal

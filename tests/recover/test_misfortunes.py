@@ -1,4 +1,4 @@
-"""Misfortunes that are nobody's damage: ranks that see other folders, folders that move, full disks, odd states."""
+"""Trouble without damage: ranks that see other folders, folders that move, full disks, unusual states."""
 
 import fcntl
 import logging
@@ -54,7 +54,7 @@ def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int
     return seen
 
 
-def test_a_relative_fileroot_is_that_of_the_leader(tmp_path: Path) -> None:
+def test_a_relative_fileroot_is_relative_to_the_leaders_folder(tmp_path: Path) -> None:
     assert run_ranks(_with_a_relative_fileroot, 2, str(tmp_path)) == [[-1, 0], [-1, 0]]
     assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
 
@@ -63,7 +63,7 @@ def _with_folders_of_their_own(rank: int, world_size: int, root: str) -> str:
     own = Path(root) / str(rank)
     (own / "runs" / "e" / "t").mkdir(parents=True)
     os.chdir(own)
-    handler = make_handler("/proc/self/cwd/runs", freq_steps=1)  # one path, and another folder for each process
+    handler = make_handler("/proc/self/cwd/runs", freq_steps=1)  # one path that is another folder for each process
     with pytest.raises(ConfigError) as refusal:
         handler.load(Tiny().state)
     handler.close()
@@ -129,7 +129,7 @@ def _buffers_that_differ(rank: int, world_size: int, root: str) -> list[float]:
     return model.running_mean.tolist()  # type: ignore[union-attr]
 
 
-def test_of_a_buffer_that_differs_the_first_ranks_is_saved(tmp_path: Path) -> None:
+def test_a_buffer_that_differs_is_saved_from_the_first_rank(tmp_path: Path) -> None:
     assert run_ranks(_buffers_that_differ, 2, str(tmp_path)) == [[1.0] * 4] * 2
 
 
@@ -158,8 +158,10 @@ def test_an_accumulator_that_gradients_are_too_small_for_is_no_stale_snapshot(
     assert "the sampled optim of 'default' is the same" in caplog.text
 
 
-def test_what_nobody_needs_goes_before_room_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill between a commit and what follows it leaves one generation too many, on a disk with room for no more."""
+def test_old_generations_are_removed_before_free_space_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after a commit leaves one generation too many, on a disk without room for another."""
     run_until(tmp_path, 4, max_ckpt_to_keep=None)
     counted = []
     monkeypatch.setattr(
@@ -199,7 +201,7 @@ def test_ranks_wait_for_a_slow_decision_for_longer_than_their_group_would(tmp_pa
     assert min(run_ranks(_wait_for_the_lock, 2, str(tmp_path))) > 0
     holder.wait(timeout=stretched(20))
     with open(lock) as file:
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and nobody holds it now
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and no process holds it now
 
 
 def _one_rank_has_data(rank: int, world_size: int, root: str) -> str:
@@ -233,7 +235,7 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
 
 @pytest.mark.slow
 def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
-    """As the look at a mirror may that never answers."""
+    """Like a request to a mirror that never answers."""
     script = """
 import os, signal, threading, time
 from holdfast.recover.coordinator import LocalRanks, RankTarget

@@ -1,4 +1,4 @@
-"""What a process writes and reads of itself: plain states only, nothing that runs, and a fallback for new processes."""
+"""The files of process state: plain values only, nothing that runs, and a fallback for new processes."""
 
 import logging
 import pickle
@@ -47,7 +47,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("value", [lambda: 1, Path("x"), np.random.default_rng(), Evil(), open, Meter()])
-def test_what_could_only_be_read_by_running_code_is_refused_when_written(value: Any) -> None:
+def test_values_that_need_code_to_be_read_are_refused_when_written(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"state of 'x' cannot be saved: .*may hold tensors, numbers"):
         pack_plain("state of 'x'", {"deep": [value]})
 

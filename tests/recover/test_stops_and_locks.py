@@ -1,4 +1,4 @@
-"""A handler that is asked to stop snapshots and leaves with the documented code; a second job is kept out."""
+"""A handler that is asked to stop takes a snapshot and exits with the documented code. A second job is refused."""
 
 import json
 import os
@@ -48,7 +48,7 @@ while True:
 
 
 class Job:
-    """A training process with a handler, started, and past its first step."""
+    """A training process with a handler, after its first step."""
 
     def __init__(self, root: Path, *, wait: bool = True, **options: Any) -> None:
         self.root = root
@@ -66,7 +66,7 @@ class Job:
             time.sleep(0.01)
 
     def finish(self) -> tuple[int, str]:
-        """Exit code, and what was written to standard error."""
+        """Exit code, and standard error."""
         _, err = self.process.communicate(timeout=stretched(40))
         return self.process.returncode, err
 
@@ -105,9 +105,7 @@ def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_
 @pytest.mark.slow
 def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
     started = time.time()
-    job = Job(
-        tmp_path, wait=False, must_save_by="80s"
-    )  # a first save is taken to last a minute, until one was measured
+    job = Job(tmp_path, wait=False, must_save_by="80s")  # a first save counts as one minute until one was measured
     code, err = job.finish()
     assert code == 75 and "must_save_by '80s'" in err and time.time() - started < 60
     assert len(names(tmp_path)) == 1
@@ -160,7 +158,7 @@ def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) == before, "the handler has given the signals back"
 
 
-def test_a_second_job_in_the_folder_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_a_second_job_in_the_folder_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with pytest.raises(FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"):
         make_handler(tmp_path, lock_timeout_s=0.2).load(Tiny().state)
@@ -191,7 +189,7 @@ def _robbed_between_steps(rank: int, world_size: int, root: str) -> tuple[str, s
     handler.dump(tiny.state, step_info(0))
     if rank == 0:
         handler.config.lock_path.unlink()
-        other = subprocess.Popen(  # no test's own process: its locks on one path are one
+        other = subprocess.Popen(  # a separate process, because all locks of one process on a path are the same
             [sys.executable, "-c", _THIEF, handler.config.lock_path], cwd=ROOT, stdout=subprocess.PIPE
         )
         assert other.stdout and other.stdout.readline() == b"locked\n"
@@ -237,7 +235,7 @@ def test_a_second_job_waits_for_the_first_when_told_to(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_no_step_answers_any_more_is_passed_on(tmp_path: Path) -> None:
-    """A worker is lost right after SIGTERM came: the handler is closed, and another attempt would just train on."""
+    """A worker is lost right after SIGTERM: the handler is closed, and another attempt would just train on."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
@@ -290,7 +288,7 @@ def test_a_handler_closed_by_another_thread_leaves_no_signal_unanswered(tmp_path
 def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm and torchrun may both deliver one, and the second comes while the last snapshot is written."""
+    """Slurm and torchrun may both send a signal, so that the second arrives during the last snapshot."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:

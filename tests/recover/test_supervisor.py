@@ -149,7 +149,7 @@ def test_a_restart_can_be_retried_and_a_trainers_loss_ends_the_attempt(tmp_path:
         os.kill(rollout.pids()[0], signal.SIGKILL)
         lost: WorkerLost | None = WorkerLost("rollout", [0], "killed by the test")
         restarts = 0
-        while lost is not None:  # dies twice more while it starts
+        while lost is not None:  # dies twice more during the start
             restarts += 1
             try:
                 rollout, lost = attempt.restart(lost), None
@@ -207,13 +207,13 @@ sys.stdin.read()
 
 
 def second_job(config: RecoverConfig) -> subprocess.Popen[str]:
-    """Another process that wants the folder, and holds it until its input ends."""
+    """A second process that wants the folder, and holds it until its input ends."""
     command = [sys.executable, "-c", _SECOND_JOB, str(config.lock_path)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_while_a_job_runs_or_restarts_no_other_gets_its_folder(tmp_path: Path) -> None:
+def test_no_other_job_gets_the_folder_of_a_job_that_runs_or_restarts(tmp_path: Path) -> None:
     config = RecoverConfig(fileroot=str(tmp_path), lock_timeout_s=0.2)
 
     def job(attempt: Attempt) -> str:
@@ -281,7 +281,7 @@ def test_groups_lost_while_they_start_or_end_are_losses_too() -> None:
         group = attempt.worker_group(Server, name="rollout", process_group=False)
         if attempt.number == 0:
             lose(group)
-        os.kill(group.pids()[0], signal.SIGKILL)  # the work is done: nothing is gained by doing it again
+        os.kill(group.pids()[0], signal.SIGKILL)  # the work is done, so nothing must be repeated
         return attempt.number
 
     supervisor = Supervisor()
@@ -322,7 +322,7 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
 def test_a_group_lost_for_want_of_progress_may_take_longer_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its calls may just take long: it would be ended again and again."""
+    """Its calls may be slow, and it would be killed again and again."""
     options: dict[str, Any] = {"name": "rollout", "process_group": False, "stall_timeout_s": 2.0}
 
     def job(attempt: Attempt) -> int:

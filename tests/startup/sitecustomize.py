@@ -1,6 +1,6 @@
-"""Every Python that a test starts imports this first: what would break with the next release fails there too.
+"""Imported first by every Python that a test starts, so that deprecations are errors there too.
 
-pytest's ``filterwarnings`` hold for its own process only. `tests.conftest` puts this folder on ``PYTHONPATH``, which
+pytest's ``filterwarnings`` apply only to its own process. `tests.conftest` puts this folder on ``PYTHONPATH``, which
 ranks, Ray's workers and whole jobs inherit.
 """
 

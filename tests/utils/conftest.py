@@ -1,4 +1,4 @@
-"""Jobs that want the same lock."""
+"""Fixtures: jobs that compete for a lock."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from tests.utils.locking import Job
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a lock file that is not there yet, and neither is its folder."""
+    """Path of a lock file that does not exist yet, in a folder that does not exist either."""
     return tmp_path / "run" / ".lock"
 
 
 @pytest.fixture
 def start_job(path: Path) -> Iterator[Callable[[], Job]]:
-    """Starts a `Job` with a lock on ``path``; all of them end with the test."""
+    """Starts a `Job` with a lock on ``path``. All jobs end with the test."""
     jobs: list[Job] = []
 
     def start() -> Job:

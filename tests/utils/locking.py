@@ -1,4 +1,4 @@
-"""A process with a `FolderLock` of its own, told what to do with it."""
+"""A separate process with a `FolderLock`, controlled by the test."""
 
 import os
 import time
@@ -15,23 +15,21 @@ from tests.helpers import PRELOAD
 
 
 def acquire(lock: FolderLock, timeout_s: float) -> None:
-    """`FolderLock.acquire`."""
     lock.acquire(timeout_s)
 
 
 def release(lock: FolderLock) -> None:
-    """`FolderLock.release`."""
     lock.release()
 
 
 def become_nobody(lock: FolderLock) -> None:
-    """No rights any more that files do not grant."""
+    """Drop all privileges beyond file permissions."""
     if os.geteuid() == 0:
         os.seteuid(65534)
 
 
 def fork(lock: FolderLock) -> dict[str, Any]:
-    """Fork a child that uses its copy of the lock, tells what came of it, and stays."""
+    """Fork a child that uses its copy of the lock, reports the result, and stays alive."""
     ours, theirs = os.pipe()
     if (pid := os.fork()) == 0:
         said = [f"held: {lock.held}"]
@@ -47,7 +45,7 @@ def fork(lock: FolderLock) -> dict[str, Any]:
 
 
 def churn(lock: FolderLock, seconds: float) -> None:
-    """Take and give up the lock over and over."""
+    """Acquire and release the lock repeatedly."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -68,7 +66,7 @@ def _serve(path: Path, pipe: Connection) -> None:
 
 
 class Job:
-    """A process with a `FolderLock`, told what to do with it."""
+    """A process with a `FolderLock`, controlled by the test."""
 
     def __init__(self, path: Path) -> None:
         context = mp.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Names that other libraries keep private: all in one place, and missed at import in words."""
+"""Private names of other libraries: all in one place, and a missing name is reported at import."""
 
 import ast
 import subprocess
@@ -50,12 +50,12 @@ def is_private(name: str) -> bool:
 
 
 def private_uses(path: Path) -> Iterator[str]:
-    """Private names that a file takes from another library, or from objects that are none of its own.
+    """Yield private names that a file takes from another library, or from objects other than its own.
 
-    Its own are those that it gives ``self`` or a class, or defines.
+    A file's own names are those that it gives ``self`` or a class, or defines.
     """
     tree = ast.parse(path.read_text())
-    own = {"_exit"}  # of os, which documents it
+    own = {"_exit"}  # documented by os
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
@@ -87,7 +87,7 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
 
 
 @pytest.mark.parametrize(("library", "private"), NAMES, ids=lambda value: getattr(value, "name", value))
-def test_a_name_that_a_release_took_away_is_missed_in_words(
+def test_a_name_that_a_release_removed_is_reported(
     library: str, private: Private, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require(library, [private])
@@ -105,7 +105,7 @@ def test_a_name_that_a_release_took_away_is_missed_in_words(
 
 @pytest.mark.slow
 def test_a_name_that_torch_took_away_stops_the_import_of_the_engine(tmp_path: Path) -> None:
-    """Taking one away in a fresh process stops the import of the engine, and names it."""
+    """Remove each name in a fresh process: the import of the engine fails and names it."""
     (module, name) = ("torch.nn.modules.dropout", "_DropoutNd")
     assert f"{module}:{name}" in {private.name for private in torch_private.NAMES}
     script = f"import {module} as module\ndel module.{name}\nfrom holdfast.engine import FSDPEngine"

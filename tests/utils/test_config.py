@@ -71,7 +71,7 @@ def test_a_wrong_file_is_an_error_that_names_file_and_key(text: str, message: st
 
 
 @pytest.mark.parametrize("text", ["1:00:30:00", "3:30:00"])
-def test_what_yaml_reads_as_base_60_is_refused_unless_quoted(text: str, tmp_path: Path) -> None:
+def test_a_value_that_yaml_reads_as_base_60_is_refused_unless_quoted(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{text} is a number in base 60 to YAML; put it in quotes: '{text}'"):
         load_config(Config, overrides=[f"path={text}"])
     with pytest.raises(ConfigError, match="base 60"):

@@ -1,4 +1,4 @@
-"""Ranks whose default group carries no CPU tensors, as one of NCCL alone, agree over a gloo group of their own.
+"""Ranks whose default group has no CPU tensors, like NCCL alone, agree over a separate gloo group.
 
 ``cuda:gloo`` is such a group without a GPU: it has no backend for the CPU.
 """
@@ -26,7 +26,7 @@ from tests.recover.runs import SPEC, Tiny, make_handler, names, step_info
 
 
 def _only_cuda(rank: int, world_size: int, store: str) -> None:
-    """Change the default group for one without a backend for the CPU."""
+    """Replace the default group by one without a CPU backend."""
     dist.destroy_process_group()
     timeout = timedelta(seconds=30)
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""How many threads read a file: a rank's share of the cores of its host, whatever torch may use."""
+"""Number of threads that read a file: a rank's share of the cores of its host, whatever torch may use."""
 
 import os
 

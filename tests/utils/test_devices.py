@@ -1,6 +1,6 @@
-"""Which device a rank computes on: never the CPU beside GPUs without a word, never one GPU for two; all ranks agree.
+"""The device of a rank: never silently the CPU on a machine with GPUs, never one GPU for two ranks. All ranks agree.
 
-There is no GPU here: what ranks would see of theirs is given to the functions that judge it.
+There is no GPU here: the functions that decide get made-up reports of GPUs.
 """
 
 import logging
@@ -32,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), partial(torch.device, "cuda")
         ("cpu", 8, 3, CPU),
         ("auto", 8, 3, CUDA(3)),
         ("cuda", 8, 3, CUDA(3)),
-        ("auto", 1, 3, CUDA(0)),  # the launcher shows each task its own
+        ("auto", 1, 3, CUDA(0)),  # the launcher shows each task one GPU
         ("cuda", 1, 0, CUDA(0)),
     ],
 )
@@ -79,7 +79,7 @@ def test_ranks_of_two_kinds_or_with_one_gpu_are_refused_and_named() -> None:
 
 
 def _disagree(rank: int, world_size: int, ports: list[int]) -> list[str]:
-    """Rank 1 wants what it cannot have: before there is a group, and in one."""
+    """Rank 1 asks for an impossible device: before there is a group, and inside one."""
     said = []
     dist.destroy_process_group()
     for device, port in zip(("cuda" if rank == 1 else "auto", "cpu"), ports, strict=True):
@@ -132,7 +132,7 @@ def test_each_rank_logs_its_device(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _leave(rank: int, world_size: int, folder: str, dies: bool) -> str:
-    """Groups of which the engine owns the default one, taken for NCCL's: gloo shows who waits for whom."""
+    """Groups where the engine owns the default one and takes it for NCCL's. gloo shows which rank waits for another."""
     logging.getLogger("holdfast").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     control: Any = dist.new_group(backend="gloo")
     gather_objects(None, control)

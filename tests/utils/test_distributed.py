@@ -1,4 +1,4 @@
-"""Everybody succeeded or everybody raises; rank zero decides, all follow; alone it is the same code."""
+"""All ranks succeed or all raise. Rank zero decides for all. The same code runs in a single process."""
 
 import logging
 import os
@@ -70,7 +70,7 @@ def check_agreement(rank: int, world_size: int) -> None:
 
 
 def check_write_failures(rank: int) -> None:
-    """Whether only writing failed is the same on every rank, however deep the failure was."""
+    """Check that every rank agrees on whether only writing failed, however deep the failure was."""
     full, bug = CheckpointWriteError("disk full"), KeyError("bug")
     for errors, write_failed in (
         ((None, full), True),
@@ -117,21 +117,21 @@ def check_staging(rank: int, folder: Path) -> None:
 
 
 class UnreadableResult:
-    """Can be pickled; nobody can read it back."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return raise_, (KeyError("on arrival"),)
 
 
 class StubbornError(Exception):
-    """Breaks what pickles it, with an error of its own."""
+    """Raises an error while it is pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ValueError("not me")
 
 
 class Counted:
-    """Counts how often it is pickled and read back in this process."""
+    """Counts how often it is pickled and unpickled in this process."""
 
     pickled = 0
     read = 0
@@ -167,7 +167,7 @@ def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
     return "in step"
 
 
-def test_what_cannot_be_pickled_is_an_error_on_all_waiting_ranks() -> None:
+def test_an_object_that_cannot_be_pickled_is_an_error_on_all_waiting_ranks() -> None:
     assert run_ranks(share_what_cannot_be_sent, 2, timeout_s=30) == ["in step"] * 2
 
 

@@ -1,4 +1,4 @@
-"""Errors are of one tree, are builtins too, and cross process borders with everything they say."""
+"""Errors belong to one tree, have builtin bases, and keep their contents across processes."""
 
 import inspect
 import pickle

@@ -1,4 +1,4 @@
-"""A reader, or a crash, sees the old or the new, never a mixture; nothing that exists is written over."""
+"""A reader, or a crash, sees the old or the new file, never a mixture. Existing files are not overwritten."""
 
 import errno
 import os
@@ -73,7 +73,7 @@ def test_a_durable_file_is_digested_while_written_and_fsynced_once_complete(tmp_
         DurableFile(tmp_path / "a")
 
 
-def test_a_durable_file_whose_block_fails_is_closed_and_not_vouched_for(tmp_path: Path, synced: list[int]) -> None:
+def test_a_durable_file_whose_block_fails_is_closed_and_not_synced(tmp_path: Path, synced: list[int]) -> None:
     with pytest.raises(KeyError), DurableFile(tmp_path / "a") as file:
         file.write(b"never flushed")
         raise KeyError
@@ -134,19 +134,19 @@ def test_a_refused_write_is_reported_once_and_the_file_is_closed(tmp_path: Path)
     run_ranks(_write_beyond_a_limit, 1, str(tmp_path))
 
 
-def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+def test_free_space_is_measured_at_the_nearest_existing_folder(tmp_path: Path) -> None:
     require_free_space(tmp_path / "not" / "there", 1)
     status = os.statvfs(tmp_path)
     with pytest.raises(CheckpointWriteError, match=r"not/there needs \d+ bytes, its file system has \d+ free"):
         require_free_space(tmp_path / "not" / "there", status.f_blocks * status.f_frsize + 1)
-    require_free_space("/proc", 1 << 60)  # which does not count blocks
+    require_free_space("/proc", 1 << 60)  # it does not count blocks
 
 
 def test_a_file_system_without_free_space_figures_is_a_write_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(path: object) -> os.statvfs_result:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system whose server is gone
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system without its server
 
     monkeypatch.setattr(os, "statvfs", stale)
     with pytest.raises(CheckpointWriteError, match=r"cannot ask for the free space of .*Stale file handle"):

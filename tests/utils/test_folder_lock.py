@@ -1,4 +1,4 @@
-"""Two jobs in one folder: the second is refused or waits; a holder that ends, however it ends, frees the lock."""
+"""Two jobs in one folder: the second is refused or waits. The end of the holder, by any cause, frees the lock."""
 
 import errno
 import fcntl
@@ -143,12 +143,12 @@ def test_a_lock_can_be_taken_again_and_its_file_stays(start_job: Callable[[], Jo
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\x00", b'{"pid": "x", "host": 1}', b"1"])
 def test_a_holder_that_cannot_be_read_is_unknown(start_job: Callable[[], Job], path: Path, content: bytes) -> None:
     start_job().do(acquire, 0)
-    path.write_bytes(content)  # closing it here drops no lock: this process has none
+    path.write_bytes(content)  # closing it here drops no lock, because this process has none
     with pytest.raises(FolderInUseError, match="in use by an unknown holder; waited"):
         FolderLock(path).acquire(0)
 
 
-def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], Job], path: Path) -> None:
+def test_no_text_of_an_earlier_holder_remains(start_job: Callable[[], Job], path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}' * 3)
     holder = start_job()
@@ -157,7 +157,7 @@ def test_nothing_stays_of_what_an_earlier_holder_wrote(start_job: Callable[[], J
         FolderLock(path).acquire(0)
 
 
-def test_who_is_refused_while_holders_change_reads_sense(start_job: Callable[[], Job], path: Path) -> None:
+def test_refusals_while_holders_change_name_a_real_holder(start_job: Callable[[], Job], path: Path) -> None:
     jobs = [start_job(), start_job()]
     for job in jobs:
         job.start(churn, 2.0)
@@ -243,5 +243,5 @@ def test_asking_whether_a_lock_is_held_neither_takes_nor_drops_it(start_job: Cal
     assert not probe_lock(path)
     lock.acquire(0)
     assert probe_lock(path)
-    assert job.do(acquire, 0)[0] == "FolderInUseError"  # asking has not dropped it
+    assert job.do(acquire, 0)[0] == "FolderInUseError"  # the query has not dropped it
     lock.release()

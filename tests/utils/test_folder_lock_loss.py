@@ -1,4 +1,4 @@
-"""A lock outlives what the rest of its process does with the file, and one that was lost is noticed before a commit."""
+"""A lock survives all use of the file by the rest of its process, and a lost lock is noticed before a commit."""
 
 import errno
 import fcntl
@@ -31,11 +31,11 @@ fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 print("locked", flush=True)
 sys.stdin.read()
 """
-"""What a version that knows record locks only does."""
+"""A version of Holdfast that knows only record locks."""
 
 
 def _confirm(lock: FolderLock) -> list[str]:
-    """`FolderLock.confirm`; what it has logged."""
+    """Call `FolderLock.confirm` and return its log lines."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -52,12 +52,12 @@ def _copy_folder(lock: FolderLock, target: Path) -> None:
 
 
 def _as_on_fuse(lock: FolderLock) -> None:
-    """From now on this process takes its file systems for ones where only record locks end with their process."""
+    """Let this process believe that on its file systems only record locks end with their process."""
     lock_module._is_fuse = lambda fd: True
 
 
 def _acquire_slowly_and_fork_meanwhile(lock: FolderLock, seconds: float) -> int:
-    """Fork at a moment when a thread has opened the file, and has not yet said so; the child's pid."""
+    """Fork while a thread has opened the file without having reported so. Returns the child's pid."""
     really_open, opened = os.open, threading.Event()
 
     def open_slowly(path: Any, *args: Any) -> int:
@@ -79,7 +79,7 @@ def _acquire_slowly_and_fork_meanwhile(lock: FolderLock, seconds: float) -> int:
 
 
 def _hand_down(lock: FolderLock) -> int:
-    """Start a process that inherits the open file, as one forked by C code would; its pid."""
+    """Start a process that inherits the open file, like a fork by C code. Returns its pid."""
     assert lock._file is not None
     return subprocess.Popen(["sleep", "60"], pass_fds=[lock._file.fd]).pid
 
@@ -117,7 +117,7 @@ def test_a_child_sharing_the_open_file_does_not_keep_a_released_lock(
     _, child = holder.do(_hand_down)
     try:
         assert holder.do(release) == ("ok", None)
-        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child has run at all
+        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child runs
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -128,7 +128,7 @@ def test_a_child_forked_while_the_lock_is_taken_does_not_keep_it(start_job: Call
     try:
         assert second.do(acquire, 0)[0] == "FolderInUseError"
         holder.kill()
-        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child has run at all
+        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child runs
     finally:
         os.kill(child, signal.SIGKILL)
 

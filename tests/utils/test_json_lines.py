@@ -58,13 +58,13 @@ def test_a_long_file_costs_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_what_is_no_regular_file_blocks_nobody(tmp_path: Path) -> None:
+def test_a_special_file_blocks_no_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lines")
     with pytest.raises(OSError, match="no regular file"):
         list(read_lines(tmp_path / "lines", "step"))
 
 
-def test_of_lines_in_a_row_the_first_and_the_last_whole_one_are_read(tmp_path: Path) -> None:
+def test_only_the_first_and_last_of_lines_in_a_row_are_read(tmp_path: Path) -> None:
     path, rng = tmp_path / "lines", random.Random(0)
     like, row = re.compile(rb'\{"event": "[ab]"'), re.compile(rb'\{"event": "a"')
     for _ in range(200):

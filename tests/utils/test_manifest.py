@@ -1,4 +1,4 @@
-"""Any change to a folder with a manifest is found, and named, before a file of it is used."""
+"""Any change to a folder with a manifest is found and named before a file in it is used."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_every_single_flipped_bit_of_a_file_is_found(listed: Path) -> None:
 
 
 def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage(tmp_path: Path) -> None:
-    """Not a newer format, not an older one, and not a sound manifest with other facts."""
+    """It is not taken for a newer or older format, nor for a valid manifest with other contents."""
     write_manifest(tmp_path, [FileEntry("a", 1, "xxh3_128:" + 32 * "0")], {"step": 2, "loss": 0.5})
     path = tmp_path / MANIFEST_NAME
     original = path.read_bytes()
@@ -75,7 +75,7 @@ def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage
 
 
 def _reseal(folder: Path, **changes: object) -> None:
-    """What a Holdfast that writes other manifests would have written."""
+    """Write the manifest with ``changes``, like another version of Holdfast."""
     document = json.loads((folder / MANIFEST_NAME).read_text())
     del document["digest"]
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document | changes))

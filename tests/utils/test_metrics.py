@@ -1,4 +1,4 @@
-"""Each step is logged once, however often the run was killed; sums over ranks need the same names everywhere."""
+"""Each step is logged once, however often the run was killed. Sums over ranks require the same names everywhere."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_stats_are_read_back_exactly_one_line_a_step(tmp_path: Path) -> None:
     stats = StatsLogger(tmp_path / "new" / "folder")
     stats.log(0, {"b": 0.1, "a": 1e-17})
     stats.log(1, {"b": math.inf, "a": torch.tensor(2.5)})  # type: ignore[dict-item]
-    # Nothing is held back: the lines can be read before close.
+    # Lines can be read before close, because nothing is held back.
     assert read_stats(tmp_path / "new" / "folder" / STATS_NAME) == [
         {"step": 0, "b": 0.1, "a": 1e-17},
         {"step": 1, "b": math.inf, "a": 2.5},
@@ -47,7 +47,7 @@ def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path)
     first = StatsLogger(tmp_path, ["tensorboard"])
     first.resume_after(None)
     log_steps(first, range(0, 7), life=1)
-    second = StatsLogger(tmp_path, ["tensorboard"])  # the first was killed: it never closed
+    second = StatsLogger(tmp_path, ["tensorboard"])  # the first was killed and never closed
     second.resume_after(3)
     log_steps(second, range(4, 6), life=2)
     third = StatsLogger(tmp_path, ["tensorboard"])
@@ -59,7 +59,7 @@ def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path)
     assert read_tensorboard(tmp_path, "life") == expected
 
 
-def test_a_fresh_start_drops_what_a_life_without_a_snapshot_logged(tmp_path: Path) -> None:
+def test_a_fresh_start_drops_the_log_of_a_life_without_snapshots(tmp_path: Path) -> None:
     log_steps(StatsLogger(tmp_path, ["tensorboard"]), range(3), life=1)
     again = StatsLogger(tmp_path, ["tensorboard"])
     again.resume_after(None)
@@ -110,7 +110,7 @@ def test_reading_stats_that_do_not_exist_is_an_error(tmp_path: Path) -> None:
 
 
 def reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
-    # Insertion order differs between ranks; float32 would lose the 1.
+    # Insertion order differs between ranks, and float32 would lose the 1.
     values = {"tokens": 2.0**40 + rank, "loss": 0.1 * rank}
     sums = reduce_stats(dict(sorted(values.items(), reverse=rank == 1)))
     assert reduce_stats({}) == {}

@@ -1,4 +1,4 @@
-"""The start of a process is that of the operating system, not of the first question."""
+"""The start time of a process is the one of the operating system, not the time of the first query."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`capture_rng` and `restore_rng` bring every generator back bit for bit; `derive_rng` seeds ranks that are new."""
+"""`capture_rng` and `restore_rng` restore every generator bit for bit. `derive_rng` seeds ranks that are new."""
 
 import random
 import subprocess
@@ -14,7 +14,7 @@ from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchErro
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, rng_digest, seed_rng
 from tests.limits import stretched
 
-# Draws from every generator and prints them exactly; an odd number of normals leaves a cached half of a pair.
+# Draw from every generator and print exact values. An odd number of normals leaves a cached half of a pair.
 DRAW = """
 import random, numpy as np, torch
 def draw():
@@ -144,7 +144,7 @@ def test_derived_state_repeats_and_differs_between_ranks_and_states() -> None:
     seed_all(12)
     restore_rng(derive_rng(capture_rng(), 1))
     streams = [*draws.values(), draw().split("|")]
-    for generator in (0, 2, 3, 4, 6, 7):  # wide draws of python, numpy and torch: no two may coincide
+    for generator in (0, 2, 3, 4, 6, 7):  # wide draws of python, numpy and torch, of which no two may coincide
         assert len({stream[generator] for stream in streams}) == 4
 
 
@@ -158,7 +158,7 @@ def test_derive_leaves_the_generators_and_its_argument_alone() -> None:
 
 
 def test_a_state_that_is_a_view_of_a_tensor_is_restored() -> None:
-    """torch takes the memory from the start of the storage, wherever a tensor begins in it."""
+    """torch takes the memory from the start of the storage, even if the tensor begins later."""
     seed_all(8)
     other = capture_rng()
     seed_all(9)
@@ -169,11 +169,11 @@ def test_a_state_that_is_a_view_of_a_tensor_is_restored() -> None:
 
 
 def test_every_cuda_device_is_given_the_memory_of_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it would be on three devices, which this machine need not have."""
+    """Simulates three devices, which this machine may not have."""
     given: dict[torch.device, bytes] = {}
 
     def set_rng_state(row: torch.Tensor, device: torch.device) -> None:
-        given[device] = bytes(row.untyped_storage())[: row.nbytes]  # as torch._C.Generator.set_state reads it
+        given[device] = bytes(row.untyped_storage())[: row.nbytes]  # torch._C.Generator.set_state reads it like this
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

@@ -1,4 +1,4 @@
-"""Trackers beside ``stats.jsonl``: the real libraries, offline. A run keeps its id, and no step is there twice."""
+"""Trackers next to ``stats.jsonl``: the real libraries, offline. A run keeps its id, and each step appears once."""
 
 import json
 import os
@@ -34,7 +34,7 @@ stats.close()
 
 
 def live(folder: Path, names: str, after: str, until: int, end: str = "closed") -> None:
-    """A life of a run, in a process of its own: it resumes after a step and logs up to another."""
+    """One life of a run in a separate process: resume after a step and log up to another."""
     env = {
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
@@ -47,11 +47,11 @@ def live(folder: Path, names: str, after: str, until: int, end: str = "closed") 
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """What a ``.wandb`` file holds: the log format of LevelDB, after 7 bytes of its own."""
+    """Parse the records of a ``.wandb`` file: the log format of LevelDB, after a header of 7 bytes."""
     data, start, record = path.read_bytes(), 7, b""
     while start + 7 <= len(data):
         if (room := 32768 - start % 32768) < 7:
-            start += room  # no header fits into the rest of a block
+            start += room  # the rest of a block is too short for a header
             continue
         _, size, kind = struct.unpack_from("<IHB", data, start)
         record += data[start + 7 : start + 7 + size]
@@ -62,7 +62,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 
 
 def wandb_rows(folder: Path) -> list[tuple[str, int, float]]:
-    """Id, step and loss of every row in the files of all lives, in the order of the lives."""
+    """Id, step and loss of every row, in the order of the lives."""
     wandb_internal_pb2 = import_module("wandb.proto.wandb_internal_pb2")
     rows = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
@@ -85,14 +85,14 @@ def trackio_rows(folder: Path) -> list[tuple[str, int, float]]:
 @pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_wandb_id_and_has_each_step_once(tmp_path: Path) -> None:
     live(tmp_path, "wandb", "none", 6)
-    live(tmp_path, "wandb", "3", 9)  # steps 4 and 5 are done again
+    live(tmp_path, "wandb", "3", 9)  # steps 4 and 5 are repeated
     run_id = (tmp_path / RUN_ID_NAME).read_text()
     assert wandb_rows(tmp_path) == [(run_id, step, step / 4) for step in range(9)]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_trackio_name_and_lacks_no_step_after_a_kill(tmp_path: Path) -> None:
-    live(tmp_path, "trackio", "none", 6, "killed")  # what it had not yet handed over comes from stats.jsonl
+    live(tmp_path, "trackio", "none", 6, "killed")  # the missing rows come from stats.jsonl
     live(tmp_path, "trackio", "3", 9)
     name = f"run-{(tmp_path / RUN_ID_NAME).read_text()}"
     assert trackio_rows(tmp_path) == [(name, step, step / 4) for step in range(9)]

@@ -1,6 +1,6 @@
 """Write docs/models.md: ``python -m tests.engine.architectures [name ...]``.
 
-Names are model types and released models; only their rows are judged and replaced. Without names, all are.
+Names are model types and released models. Only their rows are judged and replaced. Without names, all are.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main(names: list[str]) -> None:
         results[name] = verdicts = judge(name)
         poor = [f"{check} {verdict.word}" for check, verdict in verdicts.items() if verdict.word not in GOOD]
         print(f"{number:3d} {name}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
-        if names:  # a row at a time: the others are there
+        if names:  # update one row at a time and keep the others
             PAGE.write_text(render(results), encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")
     print(f"wrote {PAGE}")

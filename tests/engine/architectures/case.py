@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 """Longest wait of a rank for the other."""
 
 LOGPROB_LIMIT = 2e-5
-"""Largest difference of a log-probability; rounding makes 1e-6, sequences that see each other 1e-4."""
+"""Largest difference of a log-probability. Rounding makes 1e-6, attention between sequences 1e-4."""
 
 LENGTHS = (12, 7, 9, 3)
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=4)
@@ -30,7 +30,7 @@ SGD = OptimizerConfig(type="sgd", lr=1.0, momentum=0.9, weight_decay=0.0, gradie
 
 
 class Unsupported(Exception):
-    """Transformers itself cannot do what the check compares with."""
+    """Transformers itself fails at the reference computation of a check."""
 
 
 def rows_of(lengths: Sequence[int] = LENGTHS) -> Batch:
@@ -77,9 +77,10 @@ class Case:
         return half(rows_of(), self.rank)
 
     def write_folder(self) -> None:
-        """Make the model folder, of random float32 weights: all of a multimodal model, where there is more than text.
+        """Make the model folder with random float32 weights, including all parts of a multimodal model.
 
-        A released model's ``config.json`` is the released file with its reductions, not what transformers makes of it.
+        The ``config.json`` of a released model is the released file with its reductions, not the output of
+        transformers.
 
         Raises:
             Unsupported: transformers does not build, save or load the model again.
@@ -92,7 +93,7 @@ class Case:
                     if tensor.is_floating_point():
                         tensor.add_(torch.randn_like(tensor) * 0.03)
             model.save_pretrained(self.folder)
-            # A few models set some weights anew in every load (a padding row to zero): then they are so in the file.
+            # A few models reset some weights in every load (a padding row to zero). This saves them in that state.
             type(model).from_pretrained(self.folder).save_pretrained(self.folder)
             if self.is_released:
                 values = json.dumps(released.tiny_values(self.name), indent=2)
@@ -158,12 +159,12 @@ def _whole_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def padded_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[batch, seqlen, vocab]`` float32 logits of padded rows; raises as `alone_logits`."""
+    """``[batch, seqlen, vocab]`` float32 logits of padded rows. Raises the same errors as `alone_logits`."""
     return _logits(model, batch["input_ids"], batch["attention_mask"])
 
 
 def alone_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[batch, seqlen, vocab]`` float32 logits of each sequence by itself, without padding; 0 at padding.
+    """``[batch, seqlen, vocab]`` float32 logits of each sequence alone, without padding, and 0 at padding.
 
     Raises:
         Unsupported: the model does not run on tokens alone.
@@ -193,7 +194,9 @@ def reference_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """``[batch, seqlen]`` log-probabilities of padded rows.
 
     Raises:
-        Unsupported: the model does not run on tokens alone, or gives a row by itself other ones than a padded one.
+        Unsupported: the model does not run on tokens alone, or a padded row has other log-probabilities than the same
+            row
+            alone.
     """
     logprobs = logprobs_of(padded_logits(model, batch), batch)
     with torch.no_grad():

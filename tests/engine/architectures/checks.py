@@ -1,6 +1,6 @@
 """The checks of one architecture, by two gloo ranks against the unsharded transformers model.
 
-A check returns a `Verdict`, or raises what Holdfast (or transformers) raised; all ranks run the same checks.
+A check returns a `Verdict`, or raises the error of Holdfast or transformers. All ranks run the same checks.
 """
 
 import shutil
@@ -47,13 +47,13 @@ GOOD = (YES, PADDED, LOGITS)
 """The words of a check that found nothing wrong."""
 
 SILENT = "SILENT"
-"""How the reason of a verdict begins that nothing but the comparison would have told."""
+"""First word of a reason that only the comparison could reveal."""
 
 _UPDATE_LIMIT = 1e-3
 """Largest difference of an update, as a share of the largest update of that tensor."""
 
 _UPDATE_NOISE = 1e-5
-"""Largest difference of an update that is put down to rounding, as a share of the largest update of all."""
+"""Largest difference of an update that counts as rounding, as a share of the largest update of all."""
 
 _BF16_LIMIT = 0.1
 """Largest difference of the loss (about 5) with bfloat16 compute."""
@@ -93,13 +93,13 @@ def check_starts(case: Case) -> Verdict:
 
 
 def check_packed(case: Case) -> Verdict:
-    """Whether rows are packed; `check_alone` judges the results."""
+    """Whether rows are packed. `check_alone` judges the results."""
     return Verdict(YES if case.engine.config.pack_sequences else PADDED)
 
 
 @torch.no_grad()
 def check_alone(case: Case) -> Verdict:
-    """Log-probabilities equal those that transformers computes for each sequence by itself."""
+    """Log-probabilities equal those of transformers for each sequence alone."""
     reference, expected, reason = case.reference(), None, None
     try:
         if not case.engine.config.pack_sequences:  # the model gets padded rows
@@ -107,7 +107,8 @@ def check_alone(case: Case) -> Verdict:
         expected = logprobs_of(alone_logits(reference, case.rows), case.rows)
     except Unsupported as error:
         reason = error
-    if reasons := [seen for seen in gather_objects(reason) if seen]:  # of any rank: the others would wait for it
+    # of any rank, because the others would wait for it
+    if reasons := [seen for seen in gather_objects(reason) if seen]:
         raise reasons[0]
     assert expected is not None
     return _compared(case.engine.forward_batch(case.rows), expected, "log-probabilities")
@@ -117,8 +118,8 @@ def check_alone(case: Case) -> Verdict:
 def check_context(case: Case) -> Verdict:
     """Log-probabilities of sequences on both sides of the original context length, with and without long neighbours.
 
-    The reference computes each sequence by itself, as the inference server does that runs with ``max_model_len``. One
-    rank has a long sequence and a short one, the other has short ones only.
+    The reference computes each sequence alone, like an inference server with ``max_model_len``. One rank has a long
+    sequence and a short one, the other has only short ones.
     """
     boundary = released.context_boundary(case.name)
     most = boundary + 16
@@ -130,7 +131,7 @@ def check_context(case: Case) -> Verdict:
 
 @torch.no_grad()
 def check_head(case: Case) -> Verdict:
-    """The head scores tokens in chunks: log-probabilities and entropies as transformers' logits have them."""
+    """Log-probabilities and entropies of a head that scores tokens in chunks equal those of transformers' logits."""
     logits, is_changed = _logits_and_whether_they_are_changed(case)
     engine = case.engine
     found = {}
@@ -172,7 +173,7 @@ def _compared(found: torch.Tensor, expected: torch.Tensor, what: str) -> Verdict
 
 
 def check_hf(case: Case, dtype: str) -> Verdict:
-    """All files of an export are those of ``save_pretrained`` of the unsharded model in ``dtype``."""
+    """All files of an export equal those that ``save_pretrained`` writes for the unsharded model in ``dtype``."""
     ours, theirs = case.root / f"ours_{dtype}", case.root / f"theirs_{dtype}"
     case.engine.save(SaveLoadMeta(str(ours), "hf", False, dtype=dtype))
     if case.rank > 0:
@@ -230,7 +231,7 @@ def _repeats_in_training(case: Case) -> bool:
 
 
 def check_bf16(case: Case) -> Verdict:
-    """A step with bfloat16 compute is finite, and its loss near that of float32."""
+    """A step with bfloat16 compute is finite, and its loss is close to the float32 loss."""
     batch = rows_of()
     with torch.no_grad():
         expected = float(_mean_loss(reference_logprobs(case.reference(), batch), batch))
@@ -245,7 +246,7 @@ def check_bf16(case: Case) -> Verdict:
 
 
 def check_dcp(case: Case) -> Verdict:
-    """What two ranks saved one rank loads, every bit of weights and optimizer state."""
+    """One rank loads the checkpoint of two ranks: every bit of weights and optimizer state."""
     engine = case.engine
     engine.train_batch(case.rows, sft_loss_fn, _count_loss_tokens)
     engine.save(SaveLoadMeta(str(case.root / "dcp"), "dcp", True))
@@ -309,7 +310,7 @@ CHECKS: Mapping[str, Check] = {
     "bfloat16 step": check_bf16,
     "critic": check_critic,
 }
-"""The checks of a model type, by the name of their column, in the order in which they run."""
+"""Checks of a model type by the name of their column, in the order in which they run."""
 
 RELEASED_CHECKS: Mapping[str, Check] = {
     "starts": check_starts,
@@ -319,4 +320,4 @@ RELEASED_CHECKS: Mapping[str, Check] = {
     "head": check_head,
     **CHECKS,
 }
-"""The checks of a released model, by the name of their column, in the order in which they run."""
+"""Checks of a released model by the name of their column, in the order in which they run."""

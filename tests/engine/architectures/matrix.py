@@ -1,4 +1,4 @@
-"""Judge architectures one after the other, each by two processes of its own: a crash or a hang costs one verdict."""
+"""Judge architectures one after the other, each in two separate processes: a crash or a hang costs one verdict."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def judge(name: str, checks: Sequence[str] | None = None) -> Verdicts:
     """Verdicts on a model type, or on a released model.
 
     Args:
-        name: of either.
+        name: a model type or the name of a released model.
         checks: names of checks. None: all of `checks_of`.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-architecture-") as folder:
@@ -55,13 +55,13 @@ def judge(name: str, checks: Sequence[str] | None = None) -> Verdicts:
                 run_ranks(_judge, 2, name, root, left, timeout_s=_JUDGING_S)
             except AssertionError as error:
                 trouble = str(error)
-            if len(_read(root)) == len(found):  # not one check more than before
+            if len(_read(root)) == len(found):  # no further check has finished
                 _note(root, left[0], Verdict(NO, f"a rank ended or hung: {_in_words(_last_line(trouble), root)}"))
         return _read(root)
 
 
 def _judge(rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]) -> None:
-    """On one rank: run checks and write what they came to, until the ranks no longer agree on where they are."""
+    """Run checks on one rank and write the verdicts, until the ranks disagree about their position."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -73,7 +73,7 @@ def _judge(rank: int, world_size: int, name: str, root: Path, checks: Sequence[s
     dist.barrier(report)
     for check in checks:
         if check in (found := _read(root)):
-            return  # all others came to nothing
+            return  # the other checks failed
         if found.get("starts", Verdict(YES)).word != YES:
             verdicts = [Verdict(NONE)]
         else:
@@ -81,7 +81,7 @@ def _judge(rank: int, world_size: int, name: str, root: Path, checks: Sequence[s
         if rank == 0:
             _note(root, check, min(verdicts, key=_interest))
         if len({verdict.word for verdict in verdicts}) > 1:
-            return  # a rank may be inside of what the other has left
+            return  # one rank may still be in a collective that the other has left
         dist.barrier(report)
 
 
@@ -99,13 +99,13 @@ def _verdict(case: Case, check: str) -> Verdict:
     except Unsupported as error:
         word, why = NONE, str(error)
     except PeerError:
-        return Verdict(YES)  # the other one says why
+        return Verdict(YES)  # the other rank gives the reason
     except HoldfastError as error:
         word, why = REFUSED, str(error)
     except Exception as error:
         word, why = NO, f"{type(error).__name__}: {error}"
     with suppress(KeyError):
-        del case.__dict__["engine"]  # an error may have left it in the middle of anything
+        del case.__dict__["engine"]  # an error may have left it in an inconsistent state
     return Verdict(word, _in_words(why, case.root))
 
 
@@ -118,7 +118,7 @@ def _last_line(text: str) -> str:
 
 
 def _in_words(text: str, root: Path) -> str:
-    """A message without what is different in every run: paths, and figures with a point or an exponent."""
+    """Remove from a message the parts that differ in every run: paths, and numbers with a point or an exponent."""
     text = re.sub(r"\d\.\d+(e-?\d+)?", "...", text.replace(str(root / "model"), "the folder").replace(str(root), ""))
     text = re.sub(r"\s+", " ", text).strip()
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."

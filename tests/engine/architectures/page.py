@@ -82,12 +82,12 @@ All other model types that `AutoModelForCausalLM` builds. Their configs are inve
 
 
 def other_model_types() -> list[str]:
-    """The model types that no released model is of, sorted."""
+    """Model types without a released model, sorted."""
     return sorted(set(tiny.model_types()) - {released.model_type(name) for name in released.model_names()})
 
 
 def render(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
-    """The page: model type, or name of a released model, -> verdicts."""
+    """Format the page from verdicts by model type or name of a released model."""
     described = "\n".join(_row(pair) for pair in _COLUMNS.items())
     models = {name: verdicts for name, verdicts in results.items() if _is_released(name)}
     others = {name: verdicts for name, verdicts in results.items() if not _is_released(name)}
@@ -144,10 +144,10 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def read(text: str) -> tuple[str, dict[str, Verdicts]]:
-    """The version of transformers and the verdicts of a page that `render` wrote.
+    """Parse the version of transformers and the verdicts of a page.
 
     Raises:
-        ValueError: `render` did not write it.
+        ValueError: `render` did not write the page.
     """
     version = text.partition("of transformers ")[2].split("\n")[0].rstrip(".")
     results: dict[str, Verdicts] = {}
@@ -168,6 +168,6 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
 
 
 def _reason(reasons: str, check: str) -> str:
-    """The reason for one check in a row. Reasons follow on each other in the order of the checks."""
+    """The reason for one check in a row. Reasons are in the order of the checks."""
     _, found, rest = f"; {reasons}".partition(f"; {check}: ")
     return min((rest.partition(f"; {other}: ")[0] for other in RELEASED_CHECKS), key=len) if found else ""

@@ -51,7 +51,7 @@ num_hidden_layers patch_size image_size num_position_embeddings position_embeddi
 
 
 def model_names() -> list[str]:
-    """Names of the models that there is a file of, sorted."""
+    """Names of the models with a file, sorted."""
     return sorted((path.stem.replace("--", "/") for path in FOLDER.glob("*.json")), key=str.lower)
 
 
@@ -59,7 +59,7 @@ def read(name: str) -> dict[str, Any]:
     """The file of a model.
 
     Raises:
-        ValueError: it is not of the form that the module describes.
+        ValueError: the file does not have the form that the module describes.
     """
     path = FOLDER / f"{name.replace('/', '--')}.json"
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def model_type(name: str) -> str:
 
 
 def tiny_values(name: str) -> dict[str, Any]:
-    """The reduced values of a model; see `reduced`."""
+    """The reduced values of a model (see `reduced`)."""
     return reduced(read(name)["config"], read(name)["reductions"])
 
 
@@ -108,7 +108,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def context_boundary(name: str) -> int:
-    """Tokens of the tiny model's original context, or half of its context where it was not extended."""
+    """Tokens of the tiny model's original context, or half of its context if it was not extended."""
     text = _text(tiny_values(name))
     found = [part[_ORIGINAL_CONTEXT] for part in (text, *_ropes(text)) if _ORIGINAL_CONTEXT in part]
     longest = next(text[key] for key in _CONTEXTS if key in text)

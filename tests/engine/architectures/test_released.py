@@ -49,7 +49,7 @@ def test_every_value_that_is_no_number_of_something_is_the_released_one(name: st
             assert small == value, path
         elif isinstance(value, int):
             assert small == value or 0 < small < value, path
-        elif value and not isinstance(value[0], int):  # of layers or of pairs of rotary dimensions, fewer
+        elif value and not isinstance(value[0], int):  # fewer layers or fewer pairs of rotary dimensions
             assert set(small) <= set(value) and 0 < len(small) <= len(value), path
             assert len(small) < len(value) or small == value, path
     added = {path[-1] for path in tiny.keys() - released.keys()}

@@ -1,8 +1,7 @@
 """Tiny configs of the architectures that `AutoModelForCausalLM` knows, made from the default config of each.
 
-Every size with a known name gets a small value, in nested configs too. Of the layers those stay that differ from each
-other (in their entries of the per-layer lists), so that a tiny model has every kind of layer. `_EXCEPTIONS` has what a
-model type needs besides.
+Every size with a known name gets a small value, in nested configs too. One layer of each kind is kept (layers differ by
+their entries in per-layer lists). `_EXCEPTIONS` has additional values that some model types need.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE, FIRST_TOKEN, LAST_TOKEN = 96, 8, 79
-"""Tokens of text; special ones (image, end of sequence ...) are smaller or larger."""
+"""Tokens of text. Special tokens (image, end of sequence ...) are smaller or larger."""
 
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MOST_LAYERS = 4
@@ -128,7 +127,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
 }
-"""Model type -> arguments without which there is no default config."""
+"""Model type -> arguments that its default config needs."""
 
 
 def model_types() -> list[str]:
@@ -148,7 +147,7 @@ def _defaults(config_class: type[PreTrainedConfig], model_type: str) -> dict[str
 
 
 def _shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config, small."""
+    """The same config with small sizes."""
     count = next((values[key] for key in _LAYER_COUNTS if isinstance(values.get(key), int)), None)
     kept = _kept_layers(values, count) if count else []
     small = {key: _shrunk_value(key, value, count, kept) for key, value in values.items()}
@@ -175,7 +174,7 @@ def _is_per_layer(value: Any, count: int) -> bool:
 
 
 def _shrunk_value(key: str, value: Any, count: int | None, kept: list[int]) -> Any:
-    if key == "per_layer_config" and value:  # {"05": {...}}: what is different in a layer
+    if key == "per_layer_config" and value:  # {"05": {...}}: the differences of one layer
         return {str(kept.index(int(layer))): _shrunk(entry) for layer, entry in value.items() if int(layer) in kept}
     if isinstance(value, dict):
         return _shrunk(value) if "model_type" in value else value

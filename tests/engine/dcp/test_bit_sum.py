@@ -1,4 +1,4 @@
-"""A sum over every bit: another one after any change, the same however tensors are cut."""
+"""A sum over every bit changes with any change, and does not depend on how tensors are cut."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
-LONG = 2**19 + 3  # more than is looked at in one piece
+LONG = 2**19 + 3  # longer than one piece
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +78,7 @@ def test_ranks_add_up_to_one_number_whatever_they_hold(world_size: int) -> None:
 
 def test_a_write_that_torch_does_not_count_is_noticed_anywhere() -> None:
     named = {"weight": nn.Parameter(torch.randn(300, 300), requires_grad=False)}
-    for at in (1, 45_001, 89_999):  # none of them in the sample of a tensor
+    for at in (1, 45_001, 89_999):  # none of these elements is in the sample of a tensor
         base = FrozenBase(named, BaseFolder())
         base.drop_changed(named, None)
         assert base.sums.keys() == {"weight"}

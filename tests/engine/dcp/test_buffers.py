@@ -1,4 +1,4 @@
-"""Buffers that cannot be copied into come back as new ones; nothing is ever half loaded."""
+"""Buffers that cannot be copied into are replaced, and nothing is ever half loaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +74,7 @@ def test_a_buffer_comes_back_as_it_was(kind: str, in_background: bool, tmp_path:
     with RecoverHandler(config, SPEC) as handler:
         assert handler.load(training(loaded)) is not None
     assert as_values(loaded.own) == as_values(saved(5.0))
-    if kind != "grown from nothing":  # of nothing nobody can say that it was the same
+    if kind != "grown from nothing":  # if it was empty, nothing can tell that it was the same
         assert loaded.other.same is loaded.own
     assert float(loaded.layer.weight.detach()[0, 0]) == 1.0
     load_dcp(tmp_path / "e/t/recover/global_step_0/default", DCPState(again := Model(fresh(8.0), 0.0)))
@@ -148,7 +148,7 @@ def numbers(state: DCPState) -> Any:
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
 @pytest.mark.parametrize("at_save", [torch.float32, torch.float64])
 @pytest.mark.parametrize("at_load", [torch.float32, torch.float64])
-def test_what_is_saved_under_one_default_dtype_loads_under_any(
+def test_a_checkpoint_saved_under_one_default_dtype_loads_under_any(
     at_save: torch.dtype, at_load: torch.dtype, options: Any, tmp_path: Path
 ) -> None:
     with default_dtype(at_save):
@@ -167,7 +167,7 @@ def test_what_is_saved_under_one_default_dtype_loads_under_any(
 
 
 @pytest.mark.parametrize("promises", [True, False])
-def test_what_is_made_in_inference_mode_can_be_trained_with(promises: bool, tmp_path: Path) -> None:
+def test_tensors_made_in_inference_mode_can_be_trained_with(promises: bool, tmp_path: Path) -> None:
     config = RecoverConfig("e", "t", fileroot=str(tmp_path), freq_steps=1)
     model = Model(torch.ones(2), 1.0)
     state = DCPState(model, torch.optim.AdamW(model.parameters()), changes_only_in_step=promises)
@@ -216,5 +216,5 @@ def _sharded_inference(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_so_can_shards(tmp_path: Path) -> None:
+def test_shards_made_in_inference_mode_can_be_trained_with(tmp_path: Path) -> None:
     run_ranks(_sharded_inference, 2, str(tmp_path))

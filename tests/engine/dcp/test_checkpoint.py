@@ -196,7 +196,7 @@ def test_a_tied_tensor_is_stored_once(saved: tuple[Path, list[dict[str, Any]]]) 
 
 
 class ArealState:
-    """The state dict AReaL saves, made by torch's own functions."""
+    """The state dict that AReaL saves, made by torch's own functions."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -237,7 +237,7 @@ def test_a_folder_of_areal_loads_and_the_stateful_works_with_stock_dcp(tmp_path:
 
 
 class Bomb:
-    """Pickles to a call that leaves a file behind when it is run."""
+    """Pickles to a call that creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -319,7 +319,7 @@ def test_metadata_written_by_python_3_13_is_read(saved: tuple[Path, list[dict[st
 
 
 def _expect_refusal(path: str, state: DCPState, kind: type[Exception], words: str) -> str:
-    """Load and expect an error on every rank, and nothing changed."""
+    """Load, and expect an error on every rank and no change."""
     before = whole(state)
     try:
         load_dcp(path, state)

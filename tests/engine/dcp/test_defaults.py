@@ -1,4 +1,4 @@
-"""What is saved and loaded does not depend on torch's settings, nor on how a tensor happens to be represented."""
+"""Files and loaded values do not depend on torch's settings, nor on the representation of a tensor."""
 
 import math
 import os

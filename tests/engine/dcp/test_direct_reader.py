@@ -1,4 +1,4 @@
-"""Values on their way from the files to the live tensors: all of them, unchanged, and nothing before it is time."""
+"""The way of values from the files to the live tensors: all arrive, unchanged, and none too early."""
 
 import errno
 import math
@@ -29,7 +29,7 @@ from tests.tiers import slow_but
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
-def test_what_was_read_changes_nothing_until_it_is_applied(tmp_path: Path) -> None:
+def test_read_values_change_nothing_until_they_are_applied(tmp_path: Path) -> None:
     source, target = trained(0), trained(1)
     save_dcp(tmp_path / "a", source)
     before, rng = copies(target), torch.get_rng_state()
@@ -65,7 +65,7 @@ def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(
     assert all(torch.equal(before[name], tensor) for name, tensor in copies(target).items())
 
 
-def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_during_its_copy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
     load, read = read_dcp(tmp_path / "a", target), os.preadv
@@ -124,7 +124,7 @@ def _values(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _model_of_shapes(world_size: int, factor: float) -> DCPState:
-    """Buffers of every shape and dtype, and strange ones: a scalar, transposed, strided."""
+    """Buffers of every shape and dtype, including a scalar, transposed and strided ones."""
     mesh, model = init_device_mesh("cpu", (world_size,)), nn.Module()
     for index, (shape, placements) in enumerate(SHAPES.values()):
         for dtype in DTYPES if math.prod(shape) < 1000 else DTYPES[:2]:
@@ -168,7 +168,7 @@ def test_every_shape_sharding_and_dtype_comes_back_from_ours_and_torchs_folders(
     run_ranks(_load_shapes, world_size, str(tmp_path))
 
 
-def test_what_torch_wrote_with_checksums_or_without_is_read(tmp_path: Path) -> None:
+def test_files_of_torch_with_and_without_checksums_are_read(tmp_path: Path) -> None:
     state = trained(0)
     for checksums in (False, True):
         torch.serialization.set_crc32_options(checksums)
@@ -216,15 +216,13 @@ def test_a_rank_reads_with_its_cores_although_torch_may_use_one(
     monkeypatch.setattr(os, "preadv", meet_once)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as torchrun and Ray have it
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # like torchrun and Ray
     load.apply()
     assert _bytes_of(target) == _bytes_of(source)
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_what_one_of_several_threads_cannot_read_fails_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_error_in_one_of_several_threads_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, read, calls = _layers(50), os.preadv, count()
     save_dcp(tmp_path / "a", _layers(50))
     load = read_dcp(tmp_path / "a", target)

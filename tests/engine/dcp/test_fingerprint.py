@@ -1,4 +1,4 @@
-"""Fingerprints of a training state: one number at every world size, another after every step."""
+"""Fingerprints of a training state: equal at every world size, different after every step."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def fingerprint(state: DCPState) -> dict[str, Any]:
 
 
 def make_state(seed: int) -> DCPState:
-    """Odd sizes, so that shards are uneven and some ranks hold nothing of a bias."""
+    """Odd sizes, so that shards are uneven and some ranks have an empty shard of a bias."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(13, 101), nn.Linear(101, 2), nn.BatchNorm1d(2))
     fully_shard(model)
@@ -71,7 +71,7 @@ def test_a_fingerprint_is_alike_at_every_world_size_and_changes_every_step(tmp_p
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Of several shapes, under names of both parts."""
+    """Tensors of several shapes, under names of both parts."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for at, shape in enumerate([(), (1,), (7,), (64,), (65,), (9, 31), (3, 5, 7), (1000, 3)]):

@@ -1,4 +1,4 @@
-"""What modules keep in their state dict besides parameters and buffers: back as it was, on every rank, or refused."""
+"""Entries of a module's state dict besides parameters and buffers: restored on every rank, or refused."""
 
 import functools
 import logging
@@ -40,7 +40,7 @@ class Extra(nn.Linear):
 
 
 class Overriding(nn.Linear):
-    """Adds a scale to what is saved of it, and takes it back."""
+    """Saves an additional scale, and loads it."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -56,7 +56,7 @@ class Overriding(nn.Linear):
 
 
 class Hooked(nn.Linear):
-    """Adds a count through hooks, and takes it back through one."""
+    """Saves a count through hooks, and loads it through one."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -95,7 +95,9 @@ def training(model: nn.Module) -> DCPState:
 
 
 @pytest.mark.parametrize("make", [DCPState, training])
-def test_what_modules_add_to_their_state_dict_comes_back(make: Callable[[nn.Module], DCPState], tmp_path: Path) -> None:
+def test_entries_that_modules_add_to_their_state_dict_are_restored(
+    make: Callable[[nn.Module], DCPState], tmp_path: Path
+) -> None:
     saved, loaded = Model(5), Model(7)
     save_dcp(tmp_path / "c", make(saved))
     load_dcp(tmp_path / "c", make(loaded))
@@ -197,7 +199,7 @@ class OnlySaves(nn.Linear):
 
 
 class Custom:
-    """Nothing that could be read without running code."""
+    """Can only be read by running code."""
 
 
 def _model_with(thing: Any) -> nn.Module:
@@ -217,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_could_not_be_put_back_is_refused_at_save_by_name(what: str, tmp_path: Path) -> None:
+def test_state_that_could_not_be_restored_is_refused_at_save_by_name(what: str, tmp_path: Path) -> None:
     make, words = REFUSED[what]
     with pytest.raises(ConfigError, match=words):
         save_dcp(tmp_path / "c", DCPState(make()))
@@ -253,7 +255,7 @@ class Bare(nn.Module):
         self.extra, self.overriding, self.hooked = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
 
 
-def test_a_folder_without_it_loads_and_says_what_stays_as_it_is(
+def test_a_folder_without_module_state_loads_and_names_the_unchanged_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_dcp(tmp_path / "older", DCPState(Bare()))
@@ -301,7 +303,7 @@ def test_bytes_that_are_no_plain_data_are_refused_before_anything_changes(
     check_dcp(tmp_path / "c", DCPState(Model(7)))
 
 
-def test_entries_that_come_and_go_are_taken_by_who_would_take_them(
+def test_entries_that_come_and_go_are_loaded_by_the_hooks_that_know_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Later(Hooked):

@@ -1,4 +1,4 @@
-"""Names of stored tensors: what wrappers add is left out, and two tensors never share one."""
+"""Names of stored tensors: wrappers' prefixes are removed, and two tensors never share a name."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_module_whose_own_name_ends_like_a_wrappers_keeps_it(tmp_path: Path) -
     assert "model.my_orig_mod.weight" in DCPState(saved).live_tensors()
 
 
-def test_what_wrappers_add_is_left_out(tmp_path: Path) -> None:
+def test_name_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
     save_dcp(tmp_path / "plain", DCPState(Holder(a=layer(1), b=layer(2))))
     compiled: Any = torch.compile(layer(0))
     wrapped = Holder(a=checkpoint_wrapper(layer(0)), b=compiled)

@@ -1,4 +1,4 @@
-"""Optimizers that keep plain tensors of each rank's shard: every rank's values are stored, or the save is refused."""
+"""Optimizers with plain tensors for each rank's shard: every rank's values are stored, or the save is refused."""
 
 import logging
 import re
@@ -49,7 +49,7 @@ class LocalMomentum(torch.optim.Optimizer):
 
 def make(world_size: int, seed: int, steps: int = 0, **options: Any) -> DCPState:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))  # of the last one not every rank holds something
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))  # some ranks have an empty shard of the last one
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     state = DCPState(model, LocalMomentum(model.parameters(), **options))
     train(state, 0, steps)
@@ -66,7 +66,7 @@ def train(state: DCPState, first: int, last: int) -> None:
 
 
 def averages(state: DCPState) -> list[torch.Tensor]:
-    """As the optimizer has them, put together from all ranks."""
+    """The optimizer's averages, joined from all ranks."""
     assert state.optimizer is not None
     wholes = []
     for param in state.model.parameters():
@@ -124,7 +124,7 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
     return str(refused.value)
 
 
-def test_what_ranks_could_hold_differently_is_refused_with_name_and_shapes(tmp_path: Path) -> None:
+def test_plain_tensors_that_may_differ_between_ranks_are_refused_with_name_and_shapes(tmp_path: Path) -> None:
     for message in run_ranks(_refused, 2, str(tmp_path)):
         assert re.search(r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message), message
         assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), message
@@ -132,7 +132,7 @@ def test_what_ranks_could_hold_differently_is_refused_with_name_and_shapes(tmp_p
 
 
 class Older(DCPState):
-    """Saves plain tensors as they are: rank 0's for all."""
+    """Saves plain tensors of rank 0 for all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -159,7 +159,7 @@ def test_a_folder_with_rank_0s_part_for_all_loads_and_says_so(tmp_path: Path) ->
 
 
 class Rounded(torch.Tensor):
-    """Moments in bfloat16 that pass for float32, as 8-bit ones of torchao do: a tensor that wraps another one."""
+    """Bfloat16 moments in a wrapper that looks like float32, like the 8-bit moments of torchao."""
 
     inner: torch.Tensor
 

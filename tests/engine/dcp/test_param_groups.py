@@ -1,4 +1,4 @@
-"""Parameter groups find their own rates and schedules again, in whichever order they are built."""
+"""Parameter groups get back their own rates and schedules, in whichever order they are built."""
 
 import logging
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def train(state: DCPState, first: int, last: int) -> None:
 
 
 def settings(state: DCPState) -> dict[str, Any]:
-    """What each parameter is trained with."""
+    """The training options of each parameter."""
     assert state.optimizer is not None
     names = {id(param): name for name, param in state.model.named_parameters()}
     return {
@@ -63,7 +63,7 @@ def settings(state: DCPState) -> dict[str, Any]:
 
 ONE_CYCLE: dict[str, Any] = {"max_lr": [1.0, 0.2, 0.03], "total_steps": 20}
 CYCLIC: dict[str, Any] = {"base_lr": [0.1, 0.02, 0.003], "max_lr": [1.0, 0.2, 0.03], "step_size_up": 3}
-"""These are given their values by group, in the order of the groups."""
+"""Options that are given by group, in the order of the groups."""
 
 
 def in_order(options: dict[str, Any], cut: list[tuple[str, ...]]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def in_order(options: dict[str, Any], cut: list[tuple[str, ...]]) -> dict[str, A
 
 
 def schedules(cut: list[tuple[str, ...]]) -> dict[str, Make]:
-    """Of groups in the order of ``cut``."""
+    """Schedules for groups in the order of ``cut``."""
     factors = in_order({"f": [lambda s: 1 / (s + 1), lambda s: 0.9**s, lambda s: 1.0]}, cut)["f"]
     return {
         "none": lambda o: None,
@@ -151,8 +151,7 @@ class OwnSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = dict(state)
 
-    def step(self) -> None:
-        """Nothing to do."""
+    def step(self) -> None: ...
 
 
 def test_a_list_that_may_be_one_of_groups_is_never_guessed_at(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_a_list_that_may_be_one_of_groups_is_never_guessed_at(tmp_path: Path) ->
 
 
 class Unnamed(DCPState):
-    """Saves groups as older releases did."""
+    """Saves groups in the format of older releases."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

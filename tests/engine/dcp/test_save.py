@@ -1,4 +1,4 @@
-"""`DCPSaver`: files are synced whole, described as they lie on disk, never touched again; errors reach all."""
+"""`DCPSaver`: files are synced completely, described as they are on disk, and never changed. Errors reach all ranks."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def sharded_state() -> DCPState:
 
 
 def trained_state(features: int = 300, extra: bool = False) -> DCPState:
-    """A model that is not sharded, with AdamW, after a step, and buffers of other kinds."""
+    """An unsharded model with AdamW after a step, with buffers of other kinds."""
     torch.manual_seed(0)
     model = nn.Linear(features, features)
     if extra:
@@ -67,7 +67,7 @@ def trained_state(features: int = 300, extra: bool = False) -> DCPState:
 
 
 def _watched_save(rank: int, world_size: int, folder: str) -> tuple[list[str], list[FileEntry]]:
-    """Save, and tell every opening, renaming and removal below ``folder``, and what the saver says it wrote."""
+    """Save, and return all opens, renames and removals below ``folder``, and the entries that the saver returns."""
     seen: list[str] = []
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -110,7 +110,7 @@ def test_stock_torch_reads_what_was_written_and_the_metadata_is_torchs_own(tmp_p
         metadata.storage_meta = None
     for entry in stock.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
-            vars(entry.properties).pop("strides", None)  # torch 2.15 adds them; older ones cannot read them
+            vars(entry.properties).pop("strides", None)  # torch 2.15 adds them, and older versions cannot read them
     assert ours == stock
     expected = {name: tensor.clone() for name, tensor in state.live_tensors().items()}
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_file_that_is_there_fails_the_save_and_keeps_its_bytes(tmp_path: Path)
 
 
 def _plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one whenever a plan is made."""
+    """A list that gets one entry per plan."""
     made: list[int] = []
 
     def counting(plan: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def _plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _save_changing_states(rank: int, world_size: int, folder: str) -> list[int]:
-    """How many plans were made before each of several saves."""
+    """Numbers of plans made before each of several saves."""
     group: Any = dist.new_group()
     counts: list[int] = []
     saver = DCPSaver()
@@ -181,7 +181,7 @@ def _save_changing_states(rank: int, world_size: int, folder: str) -> list[int]:
         save(state)
         if rank == 1:
             state.model.register_buffer("own", torch.ones(3))
-        # Only what every rank has can be loaded again, so this one is only written.
+        # Only tensors of every rank can be loaded, so this folder is only written.
         path = Path(f"{folder}/own")
         with staged_folder(path, group) as staging:
             saver.write(staging, state.state_dict(), group)
@@ -221,7 +221,7 @@ def test_a_plan_is_made_anew_for_another_shape_dtype_or_name(
 
 
 def _save_with_others(rank: int, world_size: int, folder: str) -> list[str]:
-    """Ranks 0 and 1 save, 2 and 3 save, and then 0 and 3 do; the names in what those two wrote."""
+    """Save on ranks 0 and 1, on 2 and 3, then on 0 and 3. Returns the names in the last folder."""
     saver, model = DCPSaver(), nn.Linear(3, 3)
     if rank == 1:
         model.register_buffer("own", torch.ones(3))
@@ -270,7 +270,7 @@ def test_a_save_takes_hardly_any_memory_and_writes_each_byte_once(tmp_path: Path
 
 
 def _save_within_limits(rank: int, world_size: int, folder: str) -> int:
-    """Save with room for ever more bytes in a file, until it succeeds; the number of refusals."""
+    """Save with a growing limit on file size until it succeeds. Returns the number of refusals."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     state = sharded_state()
     for tries, limit in enumerate(range(0, 200_000, 997)):
@@ -293,7 +293,7 @@ def test_a_refused_write_is_a_write_error_wherever_it_strikes(tmp_path: Path) ->
 
 
 def _strike(act: Callable[[], object], n_bytes: int) -> None:
-    """Have ``act`` called before the write that brings a data file of this process to more than so many bytes."""
+    """Call ``act`` before the write that makes a data file of this process larger than ``n_bytes``."""
     write = DurableFile._write_pending
 
     def striking(self: DurableFile, views: list[memoryview]) -> None:
@@ -305,19 +305,19 @@ def _strike(act: Callable[[], object], n_bytes: int) -> None:
 
 
 def bug() -> None:
-    """What is no fault of the file system."""
+    """An error that does not come from the file system."""
     raise KeyError("bug")
 
 
 class UnpicklableError(Exception):
-    """Cannot be told to other ranks as it is."""
+    """Cannot be sent to other ranks."""
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("not this one")
 
 
 def unpicklable_bug() -> None:
-    """Likewise, and it cannot travel."""
+    """An error that does not come from the file system and cannot be pickled."""
     raise UnpicklableError("strange bug")
 
 

@@ -1,4 +1,4 @@
-"""Plans of saves: what each rank works out alone is, byte for byte, what all would have agreed on."""
+"""Plans of saves: the plan that each rank makes alone is, byte for byte, the plan that rank 0 would make for all."""
 
 import hashlib
 import math
@@ -84,13 +84,13 @@ def _hybrid(world_size: int) -> DCPState:
 
 
 def _replicated(world_size: int) -> DCPState:
-    """Whole on every rank: the large tensors are dealt out."""
+    """Complete on every rank, so the large tensors are distributed."""
     torch.manual_seed(0)
     return _train(nn.Sequential(nn.Linear(7, 200), nn.Linear(200, 200), nn.Linear(200, 180), nn.Linear(180, 3)))
 
 
 def _placed(world_size: int) -> DCPState:
-    """Rows, columns and both, and dtypes, as buffers."""
+    """Buffers sharded by rows, columns and both, and of several dtypes."""
     model, line = nn.Module(), init_device_mesh("cpu", (world_size,))
     square = init_device_mesh("cpu", (world_size // 2, 2)) if world_size % 2 == 0 else None
     placements: list[tuple[DeviceMesh | None, list[Placement]]] = [
@@ -121,7 +121,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Files of a save that each rank plans alone, and of one that rank 0 plans for all."""
+    """Files of a save planned by each rank alone, and of one planned by rank 0 for all."""
     state = STATES[kind](world_size)
     values, asked = state.state_dict(), list[bool]()
 
@@ -157,7 +157,7 @@ def test_ranks_that_plan_alone_write_the_bytes_that_rank_0_would_plan(
 
 
 def _agreements(rank: int, world_size: int) -> list[bool]:
-    """Whether ranks agree: on the same model, on another shape, name and dtype on one rank, on a strange placement."""
+    """Whether ranks agree: on the same model, if shape, name or dtype differ on one rank, on a strange placement."""
     mesh = init_device_mesh("cpu", (world_size,))
     alone = DeviceMesh("cpu", [rank])
     strange = distribute_tensor(torch.ones(4, 4), alone, [Replicate()], src_data_rank=None)
@@ -184,7 +184,7 @@ def test_ranks_agree_on_a_structure_only_if_each_knows_all_shards() -> None:
 
 
 def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
-    """Of many shapes and placements: this rank's box by torch and by us."""
+    """This rank's boxes according to torch and according to Holdfast, for many shapes and placements."""
     found = []
     meshes = [init_device_mesh("cpu", shape) for shape in ((6,), (2, 3), (3, 2), (1, 6), (2, 1, 3))]
     for mesh in meshes:
@@ -205,7 +205,7 @@ def test_every_rank_is_known_to_hold_what_torch_gives_it() -> None:
 
 
 def _save_what_differs(rank: int, world_size: int, folder: str) -> None:
-    """One rank has a buffer of its own."""
+    """One rank has an additional buffer."""
     model = nn.Linear(300, 300)
     if rank == 1:
         model.register_buffer("own", torch.ones(3))

@@ -1,4 +1,4 @@
-"""A `DCPState` over optimizers and schedulers of torch's own: nothing of them is lost, or it is refused by name."""
+"""`DCPState` over torch's own optimizers and schedulers: all of their state is kept, or refused by name."""
 
 import math
 from collections import Counter, OrderedDict
@@ -22,7 +22,7 @@ Make = Callable[..., Any]
 
 
 class Adaline(torch.optim.Optimizer):
-    """An optimizer that keeps plain values beside its tensors, as transformers' Adafactor and others do."""
+    """An optimizer with plain values in addition to tensors, like transformers' Adafactor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "window": (2, 3)})
@@ -135,7 +135,7 @@ def test_plain_values_come_back_with_their_types() -> None:
 
 
 @pytest.mark.parametrize("thing", [{1, 2}, torch.ones(2), b"bytes", 1j, [{"deep": object}]])
-def test_what_would_not_come_back_is_refused_at_save_by_name(thing: Any, tmp_path: Path) -> None:
+def test_entries_that_would_not_be_restored_are_refused_at_save_by_name(thing: Any, tmp_path: Path) -> None:
     state = make_state(Adaline, lambda o: lr_scheduler.StepLR(o, 2))
     train(state, 0, 1)
     assert state.optimizer is not None
@@ -161,7 +161,7 @@ def test_state_of_a_parameter_outside_the_model_is_refused_at_save(tmp_path: Pat
 
 
 class Counters:
-    """Counters that fail with a KeyError when one is missing."""
+    """Counters that fail with a KeyError if one is missing."""
 
     def __init__(self, **values: int) -> None:
         self.values = values
@@ -174,7 +174,7 @@ class Counters:
 
 
 class Tampered(DCPState):
-    """Saves what it is told in place of its own entries."""
+    """Saves given entries instead of its own."""
 
     def __init__(self, *args: Any, instead: dict[str, Any]) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Folders that nobody vouches for: nothing in them runs, nothing missing or other passes as what was saved."""
+"""Untrusted folders: no code in them runs, and missing or replaced data is never accepted."""
 
 import copyreg
 import os
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 class Bomb:
-    """Pickles to a call that leaves a folder behind when it is run."""
+    """Pickles to a call that creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -47,14 +47,14 @@ class Bomb:
 
 
 def unsealed(folder: Path) -> Path:
-    """A training checkpoint without a manifest: there are no digests that could tell."""
+    """A training checkpoint without a manifest, so that no digests reveal changes."""
     save_dcp(folder, trained(0))
     (folder / "manifest.json").unlink()
     return folder
 
 
 def plant_weight(folder: Path, value: Any) -> None:
-    """Have ``.metadata`` say that the weight lies in another file, which holds ``value``."""
+    """Let ``.metadata`` say that the weight is in another file, which holds ``value``."""
     torch.save(value, folder / "other.distcp")
     place = StorageInfo("other.distcp", 0, (folder / "other.distcp").stat().st_size)
     index = MetadataIndex("dcp.model.weight", torch.Size([0, 0]))
@@ -62,7 +62,7 @@ def plant_weight(folder: Path, value: Any) -> None:
 
 
 def refused(folder: Path, words: str) -> None:
-    """Load, expect damage to be named, and nothing to have changed."""
+    """Load, and expect that the damage is named and nothing has changed."""
     target = trained(1)
     before = copies(target)
     with pytest.raises(CheckpointCorruptError, match=words):
@@ -90,7 +90,7 @@ def test_an_archive_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 4, dtype=torch.int32), torch.ones(4, 4), [1.0] * 20])
 def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Path, other: Any) -> None:
-    """Torch would cast the one, and take a corner of the other."""
+    """Torch would cast one, and take a corner of the other."""
     plant_weight(folder := unsealed(tmp_path / "a"), other)
     refused(folder, r"dcp\.model\.weight holds .*; \.metadata announces \[3, 4\] torch.float32")
 
@@ -111,7 +111,7 @@ def test_properties_with_the_strides_of_torch_2_15_are_read_by_every_torch(tmp_p
 
 
 class _Properties:
-    """Takes the place of torch's class, and keeps what is stored."""
+    """Replaces torch's class and keeps the stored values."""
 
     states: ClassVar[list[tuple[Any, ...]]] = []
 
@@ -169,7 +169,7 @@ def test_damage_that_one_rank_reads_fails_the_load_on_all(tmp_path: Path) -> Non
 
 
 def _load_where_one_rank_has_no_file(rank: int, world_size: int, folder: str) -> str:
-    """A file that only rank 1 reads is gone when rank 0 has looked: as a folder that is not shared looks to it."""
+    """Remove a file that only rank 1 reads after rank 0 has looked, as if the folder were not shared."""
     if rank == 1:
         (Path(folder) / "c" / "manifest.json").unlink()
     dist.barrier()
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_see_a_file_says_so_on_all(tmp_path: Path) -> None:
 
 
 def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
-    """How often this rank unpickles ``.metadata``, and looks at a data file by name, when it checks and loads."""
+    """Count how often this rank unpickles ``.metadata`` and stats data files while it checks and loads."""
     parsed, looked, unpickler, stat = [], [], metadata._MetadataUnpickler, os.stat
 
     def counted_unpickler(*args: Any) -> Any:
@@ -315,7 +315,7 @@ def _rewrite(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
 
 
 def _shift_second_chunk(metadata: Metadata) -> None:
-    """One chunk of two now lies on the other: the sizes still add up."""
+    """Put the second of two chunks onto the first. The sizes still add up."""
     name = next(n for n, e in metadata.state_dict_metadata.items() if n.endswith("model.weight"))
     info = metadata.storage_data.pop(MetadataIndex(name, torch.Size([0, 0])))
     for offset in ([0, 0], [1, 0]):
@@ -359,7 +359,7 @@ def test_metadata_that_does_not_add_up_is_refused_before_anything_changes(tmp_pa
 
 
 def test_any_damage_to_unsealed_metadata_is_an_error_of_ours_or_harmless(tmp_path: Path) -> None:
-    """A folder of stock torch has no digests; but what is noticed must not come out as something else."""
+    """A folder of stock torch has no digests, but noticed damage must be reported as damage."""
     unsealed(tmp_path / "a")
     path, target, rng = tmp_path / "a" / ".metadata", trained(1), random.Random(0)
     original = path.read_bytes()

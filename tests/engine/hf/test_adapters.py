@@ -1,4 +1,4 @@
-"""Exports of models that somebody else has put adapters into: merged, as PEFT merges them, or refused."""
+"""Exports of models with adapters of PEFT or of other libraries: merged as PEFT merges them, or refused."""
 
 import copy
 from collections import OrderedDict
@@ -47,7 +47,7 @@ def test_a_peft_model_and_the_model_inside_are_exported_merged_as_peft_merges_th
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "outer")) is type(merged)
 
 
-def test_what_peft_trains_as_a_whole_is_exported_as_trained_and_merged_adapters_count_once(tmp_path: Path) -> None:
+def test_fully_trained_layers_are_exported_as_trained_and_merged_adapters_count_once(tmp_path: Path) -> None:
     model = adapted("qwen3_untied", modules_to_save=["lm_head"])
     model.get_base_model().lm_head.modules_to_save["default"].weight.data.add_(1)  # type: ignore[union-attr, operator]
     save_hf(model, tmp_path / "live")  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_a_peft_model_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
         save_adapters(beside, tmp_path / "never", HFExportOptions())
 
 
-def test_of_several_active_adapters_none_is_saved_published_or_loaded_into(tmp_path: Path) -> None:
+def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: Path) -> None:
     save_adapters(adapted("llama"), tmp_path / "one", HFExportOptions())
     model = adapted("llama").get_base_model()
     model.add_adapter(LoraConfig(r=4, target_modules=["k_proj"]), "other")  # type: ignore[operator]
@@ -124,7 +124,7 @@ def test_a_model_with_adapters_in_a_part_of_it_that_it_does_not_know_of_is_saved
     assert describe_adapters(model["policy"]) is not None and describe_adapters(model) is None
 
 
-def test_what_counts_in_a_layer_that_is_trained_as_a_whole_keeps_its_dtype(tmp_path: Path) -> None:
+def test_integer_counters_of_a_fully_trained_layer_keep_their_dtype(tmp_path: Path) -> None:
     model = get_peft_model(
         nn.Sequential(OrderedDict(layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))),  # type: ignore[arg-type]
         LoraConfig(r=2, target_modules=["layer"], modules_to_save=["norm"]),

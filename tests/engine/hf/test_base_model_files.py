@@ -1,4 +1,4 @@
-"""What exports and published weights have of the folder that the engine's model was made from: dtype, sidecar files."""
+"""Exports and published weights keep the dtype and the additional files of the engine's base folder."""
 
 import json
 import threading
@@ -28,10 +28,10 @@ from tests.recover.runs import SPEC, make_engine, step_info
 
 GENERATION = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "pad_token_id": 0}
 REFUSED = {"num_return_sequences": 3, "eos_token_id": [2, 3], "made_by": "somebody"}
-"""Transformers does not read this again: several sequences without sampling."""
+"""Transformers does not read this file again: several sequences without sampling."""
 
 UNUSED = {"temperature": 0.6, "eos_token_id": [2, 3]}
-"""Transformers reads this, and writes it again as long as nothing in it changes: a temperature without sampling."""
+"""Transformers reads this file, and writes it again only if nothing changes: a temperature without sampling."""
 
 SIDECARS = (
     "tokenizer.json",
@@ -51,22 +51,23 @@ BASES = {
     "router": ("ernie4_5_moe", "bfloat16", None),
     "router_asked": ("hunyuan_v1_moe", "float32", "bfloat16"),
 }
-"""Folders of an architecture in a dtype, and the dtype that exports of them are asked for.
+"""Architecture and dtype of the folder, and dtype of the export.
 
-Float32 stays, in both halves, the router's bias of ``deepseek_v32`` (``_keep_in_fp32_modules_strict``), in float16 its
-indexer too (``_keep_in_fp32_modules``), the routers of ``ernie4_5_moe``, and those of ``hunyuan_v1_moe`` (its code).
+In both 16-bit dtypes the router's bias of ``deepseek_v32`` stays float32 (``_keep_in_fp32_modules_strict``). In float16
+its indexer does too (``_keep_in_fp32_modules``), and so do the routers of ``ernie4_5_moe`` and of ``hunyuan_v1_moe``
+(in its code).
 """
 
 
 def write_base(folder: Path, name: str) -> None:
-    """A folder as it comes from a hub."""
+    """A folder like those on a hub."""
     model_type, dtype, _ = BASES[name]
     torch.manual_seed(0)
     config = tiny_qwen3() if model_type == "qwen3" else tiny_config(model_type)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.normal_()  # a router's bias too
+            tensor.normal_()  # including a router's bias
     model.save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
@@ -147,7 +148,7 @@ def test_an_export_has_the_bytes_of_from_pretrained_then_save_pretrained(
         ("router_asked", ["mlp.gate.wg.weight"]),
     ],
 )
-def test_what_transformers_keeps_in_float32_is_float32_in_a_half_precision_export(
+def test_tensors_that_transformers_keeps_in_float32_stay_so_in_a_half_precision_export(
     root: Path, name: str, kept: list[str]
 ) -> None:
     _, dtype, asked = BASES[name]
@@ -226,7 +227,8 @@ def test_a_generation_config_unreadable_on_one_rank_is_an_error_on_all(tmp_path:
     for rank in range(2):
         write_base(tmp_path / f"rank{rank}", "bfloat16")
     (tmp_path / "rank1" / "generation_config.json").unlink()
-    (tmp_path / "rank1" / "generation_config.json").symlink_to("/proc/self/mem")  # a file; its first page is not there
+    # a file whose first page cannot be read
+    (tmp_path / "rank1" / "generation_config.json").symlink_to("/proc/self/mem")
     run_ranks(_read_generation_configs, 2, tmp_path)
 
 

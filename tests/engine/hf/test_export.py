@@ -71,7 +71,7 @@ def _round_trips(rank: int, world_size: int, root: Path) -> None:
         model, fresh = sharded(tiny_model(name)), sharded(tiny_model(name, seed=1))
         rounded = sharded(tiny_model(name).bfloat16().float())
         for variant, options in VARIANTS.items():
-            model.config.use_cache = False  # as training sets it
+            model.config.use_cache = False  # set by training
             save_hf(model, root / f"ours{world_size}" / variant / name, **options)
             assert model.config.use_cache is False
             assert load_hf(fresh, root / "reference" / variant / name) == []
@@ -108,7 +108,7 @@ def _file_size_limited(action: Callable[[], object], limit_bytes: int) -> str:
 
 
 def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    """What only needs one architecture: sidecars of the weights, failed writes, other placements."""
+    """Things that need only one architecture: sidecar files, failed writes, other placements."""
     model = sharded(tiny_model("llama"))
     save_hf(model, root / "complete", tokenizer=_tokenizer(), base_model_path=root / "base")
     messages = {
@@ -131,7 +131,7 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
 
 
 def _between_forwards(root: Path) -> None:
-    """After a forward, FSDP2 still has the root's parameters gathered: neither call may see or keep that copy."""
+    """After a forward, FSDP2 still holds the root's gathered parameters. Neither call may see or keep that copy."""
     ids = torch.arange(14).view(2, 7)
     model, other = sharded(tiny_model("llama")), sharded(tiny_model("llama", seed=1))
     with torch.no_grad():

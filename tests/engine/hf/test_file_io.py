@@ -1,4 +1,4 @@
-"""Bytes between weight files and tensors: every dtype, stride and chunk, and files that break while they are read."""
+"""Bytes between weight files and tensors: every dtype, stride and chunk, and files that break during the read."""
 
 import errno
 import itertools
@@ -32,7 +32,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "no maps":
         monkeypatch.setattr(file_io, "map_window", lambda *_: None)
-    if request.param == "no populate":  # as a kernel before 5.14 answers
+    if request.param == "no populate":  # the answer of a kernel before 5.14
         monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     return request.param
 
@@ -43,13 +43,13 @@ def _values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros have a sign; which NaN torch casts to depends on how many values it casts at once."""
+    """Bits instead of values: zeros have a sign, and torch's NaN depends on how many values it casts at once."""
     plain = torch.where(tensor.isnan(), torch.tensor(float("nan"), dtype=tensor.dtype), tensor)
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _views(values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same 36 values, in other shapes and strides."""
+    """The same 36 values in other shapes and strides."""
     spread = torch.empty(36, 3, dtype=values.dtype)
     spread[:, 1] = values
     transposed = values.view(4, 9).t().contiguous().t()
@@ -67,7 +67,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("source", "stored"), itertools.product(FLOATS, FLOATS))
-def test_what_is_written_is_what_torch_casts_to_in_any_stride(
+def test_values_written_equal_torchs_casts_in_any_stride(
     tmp_path: Path, chunks: None, source: torch.dtype, stored: torch.dtype
 ) -> None:
     tensors = _views(_values(source)) | {
@@ -83,7 +83,7 @@ def test_what_is_written_is_what_torch_casts_to_in_any_stride(
 
 
 @pytest.mark.parametrize(("stored", "wanted"), itertools.product(FLOATS, FLOATS))
-def test_what_is_read_is_what_torch_casts_to_in_any_stride(
+def test_values_read_equal_torchs_casts_in_any_stride(
     tmp_path: Path, chunks: None, maps: str, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     values = _values(stored)
@@ -200,7 +200,7 @@ def test_a_file_removed_after_its_opening_is_read_and_nothing_stays_mapped(
 def _target(link: Path) -> str:
     try:
         return os.readlink(link)
-    except FileNotFoundError:  # of the listing itself
+    except FileNotFoundError:  # raised by the listing itself
         return ""
 
 

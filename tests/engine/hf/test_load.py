@@ -1,4 +1,4 @@
-"""What `load_hf` refuses, before any parameter changes, and what it forgives."""
+"""Folders that `load_hf` refuses, before any parameter changes, and deviations that it accepts."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def _rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tenso
 
 
 class Trimmed(ConversionOps):
-    """Files that keep the first rows alone, as they would be of a model that pads its vocabulary."""
+    """Files with only the first rows, for a model that pads its vocabulary."""
 
     def convert(
         self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
@@ -143,7 +143,7 @@ def _forgiven(rank: int, world_size: int, root: Path) -> None:
 
 
 def _critic(root: Path) -> None:
-    """A value head takes the place of the language-model head; the backbone comes from a causal model."""
+    """A value head replaces the language-model head. The backbone comes from a causal model."""
     for folder, name, head in (("untied", "qwen3_untied", "score"), ("gpt2", "gpt2", "classifier")):
         config = tiny_config(name)
         config.num_labels = 1
@@ -157,7 +157,7 @@ def _critic(root: Path) -> None:
 
 
 def _converted(folder: Path) -> None:
-    """Weights that the file joins, transposes or interleaves."""
+    """Weights that are joined, transposed or interleaved in the file."""
     for kind in ("joined", "transposed", "interleaved"):
         register_checkpoint_conversion_mapping("llama", [CONVERSIONS[kind]], overwrite=True)
         model, fresh = sharded(tiny_model("llama")), sharded(tiny_model("llama", seed=1))
@@ -189,13 +189,13 @@ def _outcome(action: Callable[[], object]) -> str:
 
 
 def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    """Between the check and the end, what rank 1 reads becomes shorter, or its disk fails; then all is well again."""
+    """After the check, rank 1's file becomes shorter or its disk fails. Afterwards the load works again."""
     outcomes, preadv, check = {}, os.preadv, load._compare_copies
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for folder in ("good", "half"):  # read straight into the parameters, and cast from a map
+    for folder in ("good", "half"):  # read directly into the parameters, and cast from a map
         expected = _values(sharded(tiny_model("qwen3_tied")))
         if folder == "half":
             expected = {key: value.half().float() for key, value in expected.items()}
@@ -226,7 +226,7 @@ def _columns(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _gaps(rank: int, world_size: int, root: Path) -> list[str]:
-    """Weights of which the files do not hold every element, in shards of rows and of columns."""
+    """Weights with missing elements in the files, in shards of rows and of columns."""
     trimmed = WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Trimmed()])
     register_checkpoint_conversion_mapping("llama", [trimmed], overwrite=True)
     outcomes = []
@@ -241,7 +241,7 @@ def _gaps(rank: int, world_size: int, root: Path) -> list[str]:
 
 
 def _copies_of_a_tied_weight(rank: int, world_size: int, root: Path) -> str:
-    """The last rank alone finds that the copies differ, in the last element."""
+    """Only the last rank finds that the copies differ, in the last element."""
     model = sharded(tiny_model("qwen3_tied", seed=1))
     before = _values(model)
     outcome = _outcome(lambda: load_hf(model, root / "last_differs"))

@@ -1,4 +1,4 @@
-"""What `from_pretrained` would load from a folder, `load_hf` loads, equal to the bit; exports name it as it does."""
+"""`load_hf` loads what `from_pretrained` would load, equal to the bit, and exports use the same names."""
 
 import shutil
 from collections.abc import Callable
@@ -70,7 +70,7 @@ MULTIMODAL: dict[str, PretrainedConfig] = {
 
 
 def write_multimodal(folder: Path, config: PretrainedConfig) -> None:
-    """What a vision-language model of random weights, all of them, saves."""
+    """Write a vision-language model with random weights as it saves itself."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def write_multimodal(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _empty(folder: Path) -> PreTrainedModel:
-    """The causal language model of a folder, with other weights than the folder's."""
+    """The causal language model of a folder, with weights other than the folder's."""
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
@@ -173,7 +173,7 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> No
 
 
 class Doubled(ConversionOps):
-    """Arithmetic, when it is loaded."""
+    """Arithmetic during the load."""
 
     def convert(self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **_: object) -> dict:
         value = next(iter(input_dict.values()))
@@ -192,7 +192,7 @@ FUSED = {
         lambda weight: {"a": weight.T[:12], "b": weight.T[12:]},
     ),
 }
-"""What a folder has in the place of one weight, and how transformers makes the weight of it."""
+"""Tensors that replace one weight in a folder, and how transformers makes the weight from them."""
 
 
 def _write_fused(folder: Path, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Which model elements make up a file tensor: compared with what transformers' own conversion makes of real values."""
+"""Which model elements make up a file tensor, compared with transformers' own conversion of real values."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ CONVERSIONS = {
 
 @pytest.fixture(params=CONVERSIONS)
 def converted_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, PreTrainedModel]]:
-    """A Llama whose files are said to keep its MLP or attention in another way."""
+    """A Llama whose files keep its MLP or attention in another layout."""
     register_checkpoint_conversion_mapping("llama", [CONVERSIONS[request.param]], overwrite=True)
     yield request.param, tiny_model("llama")
     register_checkpoint_conversion_mapping("llama", [], overwrite=True)

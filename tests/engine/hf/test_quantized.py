@@ -1,4 +1,4 @@
-"""Folders with quantized weights are refused with the method's name, before anything is built, and with what to do."""
+"""Folders with quantized weights are refused before anything is built. The error names the method and a remedy."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_folder_that_declares_quantization_is_refused_with_lines_undoing_it(
     config |= (
         {"text_config": {"quantization_config": quantization}} if nested else {"quantization_config": quantization}
     )
-    (tmp_path / "config.json").write_text(json.dumps(config))  # without weights: nothing but the config is looked at
+    (tmp_path / "config.json").write_text(json.dumps(config))  # without weights, because only the config is read
     with pytest.raises(ConfigError, match=message):
         _initialize(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The layout of safetensors files: what we plan equals what the library writes; what is broken is refused."""
+"""The layout of safetensors files: equal to the library's, and broken files are refused."""
 
 import json
 from contextlib import ExitStack

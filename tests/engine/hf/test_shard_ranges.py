@@ -1,4 +1,4 @@
-"""Who writes what, and with how much memory: at 1, 2 and 3 ranks, for shards of every kind."""
+"""Which rank writes which part, and how much memory it needs: at 1, 2 and 3 ranks, for shards of every kind."""
 
 import os
 import threading
@@ -40,7 +40,7 @@ def _replicated(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _by_hand(model: PreTrainedModel) -> PreTrainedModel:
-    """As tensor parallelism leaves a model: columns of some weights, rows of others, the rest on every rank."""
+    """A model under tensor parallelism: columns of some weights, rows of others, the rest on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -64,7 +64,7 @@ SHARDINGS: dict[str, tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] =
 
 @contextmanager
 def _counted() -> Iterator[dict[str, list[int]]]:
-    """The sizes of all that is written into weight files meanwhile, and a 1 for every time one is synced."""
+    """Record the sizes of all writes into weight files, and a 1 for every sync."""
     pwrite, fsync, counts = os.pwrite, os.fsync, {"written": [], "synced": []}
 
     def is_weights(fd: int) -> bool:
@@ -91,8 +91,8 @@ def _values(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int]]:
-    """Of every case: how much this rank wrote, and how much of the model it holds."""
-    shard_ranges.BLOCK_BYTES = 1000  # a few rows: gathered tensors come in blocks
+    """For every case: bytes that this rank wrote, and bytes of the model that it holds."""
+    shard_ranges.BLOCK_BYTES = 1000  # a few rows, so that gathered tensors come in blocks
     written = {}
     for case, (name, shard) in SHARDINGS.items():
         if case in CONVERSIONS:
@@ -100,7 +100,7 @@ def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[
         model, fresh = shard(tiny_model(name)), shard(tiny_model(name, seed=1))
         with _counted() as counts:
             save_hf(model, root / f"{case}{world_size}")
-        # Rank 0 syncs the small files while others write weights, which it must not wait for then.
+        # Rank 0 syncs the small files while others write weights. It must not wait for the weights then.
         assert sum(counts["synced"]) == 1, case
         written[case] = sum(counts["written"]), sum(value.nbytes for value in _values(model))
         load_hf(fresh, root / f"{case}{world_size}")
@@ -127,7 +127,7 @@ def test_every_byte_is_written_once_and_all_ranks_write_about_alike(tmp_path: Pa
         share_bytes = (len(expected) - header_bytes) / world_size
         written[0] -= header_bytes
         for rank, report in enumerate(reports):
-            # FSDP2 cuts as torch.chunk does: 4 experts over 3 ranks are 2, 2 and 0, and each writes what it holds.
+            # FSDP2 cuts like torch.chunk: 4 experts over 3 ranks are 2, 2 and 0, and each rank writes its own part.
             given_bytes = 0 if case in ("plain", "replicated", "by_hand") else report[case][1]
             assert written[rank] <= max(share_bytes, given_bytes) + 600, (case, written)
 
@@ -141,7 +141,7 @@ def _anonymous_bytes() -> int:
 
 @contextmanager
 def _peak() -> Iterator[list[int]]:
-    """``[bytes]`` by which the anonymous memory of this process grew at most."""
+    """Yield ``[bytes]``, the peak growth of this process's anonymous memory."""
     before, peak, stop = _anonymous_bytes(), [0], threading.Event()
 
     def sample() -> None:
@@ -181,7 +181,7 @@ def _memory(rank: int, world_size: int, root: Path) -> None:
             with _peak() as loading:
                 load_hf(model, path)
             for peak in (saving, loading):
-                # A chunk, and of what is gathered the parts of all ranks, their sum, and its transpose.
+                # A chunk, and for gathered tensors the parts of all ranks, their sum, and its transpose.
                 assert peak[0] < (10e6 if name == "rows" else 30e6), (name, dtype, peak, shard_bytes)
 
 

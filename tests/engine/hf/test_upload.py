@@ -1,4 +1,4 @@
-"""Exports to URLs: the bytes of one to a folder, at S3 and other backends; what is refused, cut and removed."""
+"""Exports to URLs, at S3 and other backends: the same bytes as in a folder. Failures and removals."""
 
 import os
 import resource
@@ -122,7 +122,7 @@ def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
 
 
 def _from_staged_values(root: Path, url: str) -> None:
-    """Of a copy, over a group of its own, while the model changes and the default group is somebody else's."""
+    """Export a host copy over a separate group while the model changes and the default group is in use."""
     model = sharded(tiny_model("qwen3_moe"))
     own: Any = dist.new_group()
     save_hf(model, root / "local" / "staged", **SPLIT)
@@ -195,7 +195,7 @@ def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -
     assert server.puts() == [] and stored(s3_url) == before
 
 
-def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path) -> None:
+def test_files_of_no_export_are_neither_removed_nor_overwritten(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/out"
     fs, root = storage(url)
     fs.pipe_file(f"{root}/model-00001-of-00001.safetensors", b"mine")
@@ -214,7 +214,7 @@ def test_what_no_export_left_is_neither_removed_nor_written_over(tmp_path: Path)
 
 
 def _killed(rank: int, world_size: int, victim: int, url: str, staging: Path, environment: dict[str, str]) -> str:
-    """Kill one rank when it has uploaded its first file."""
+    """Kill one rank after it has uploaded its first file."""
     os.environ.update(environment)
 
     def putting(remote: RemoteFolder, *args: Any, put: Callable[..., None] = RemoteFolder.put_file) -> None:
@@ -222,7 +222,8 @@ def _killed(rank: int, world_size: int, victim: int, url: str, staging: Path, en
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pytest.MonkeyPatch().setattr(RemoteFolder, "put_file", putting)  # for good: this process does nothing else
+    # permanently, because this process does nothing else
+    pytest.MonkeyPatch().setattr(RemoteFolder, "put_file", putting)
     model = sharded(tiny_model("llama"))
     return raised(lambda: save_hf(model, url, max_shard_size_bytes=4000, staging_folder=staging))
 
@@ -319,7 +320,7 @@ def test_an_export_without_room_to_stage_it_is_refused_before_writing(
 
 
 def _of_two_nodes(rank: int, world_size: int, root: Path) -> str:
-    """Each rank sees another folder under the same path, as on nodes that share no disk."""
+    """Each rank sees another folder at the same path, like on nodes without a shared disk."""
     (root / f"node_{rank}" / "scratch").mkdir(parents=True)
     os.chdir(root / f"node_{rank}")
     url, model = shelf_url(root / "shelf"), sharded(tiny_model("llama"))
@@ -335,7 +336,7 @@ def test_ranks_that_share_no_staging_folder_say_so(tmp_path: Path) -> None:
     assert not (tmp_path / "shelf").exists()
 
 
-def test_what_the_store_lost_or_cut_is_found_before_the_export_counts(
+def test_lost_or_truncated_files_are_found_before_the_export_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/out"
@@ -408,6 +409,6 @@ def _memory(rank: int, world_size: int, root: Path) -> list[tuple[str, int]]:
 @pytest.mark.skipif(not CAN_MEASURE, reason="the peak cannot be reset here")
 def test_memory_beside_the_model_is_a_few_blocks(tmp_path: Path) -> None:
     for report in run_ranks(_memory, 2, tmp_path):
-        for dtype, peak in report:  # of a model of 190 MB, half of it on each rank
+        for dtype, peak in report:  # for a model of 190 MB, half on each rank
             assert peak < 40e6, (dtype, peak)
     assert sum(path.stat().st_size for path in (tmp_path / "torch.float32").glob("*.safetensors")) > 180e6

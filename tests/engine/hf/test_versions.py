@@ -1,4 +1,4 @@
-"""Which versions of the weights a folder has."""
+"""Finding the versions of the weights in a folder."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ def write_base(folder: Path, seed: int = 0, hidden_size: int = 32) -> Path:
 
 
 def lora_engine(base: Path, **keys: Any) -> FSDPEngine:
-    """An initialized engine that trains adapters of ``base``; computes in float32."""
+    """An initialized engine that trains adapters of ``base`` and computes in float32."""
     lora = {"use_lora": True, "lora_rank": RANK, "lora_alpha": ALPHA}
     given: Any = {"path": str(base), "dtype": "float32", "device": "cpu", **lora, **keys}
     engine = FSDPEngine(TrainEngineConfig(optimizer=OptimizerConfig(lr=1e-2), **given))
@@ -37,7 +37,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def train(engine: FSDPEngine, steps: int) -> list[dict[str, float]]:
-    """What each step returned."""
+    """Train and return the statistics of each step."""
 
     def loss_fn(output: Any, mb: dict[str, torch.Tensor]) -> torch.Tensor:
         return -output.logprobs[mb["loss_mask"].bool()].mean()
@@ -46,15 +46,15 @@ def train(engine: FSDPEngine, steps: int) -> list[dict[str, float]]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all of it; collective."""
+    """Copy a whole tensor (collective)."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def trained_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Adapters and moments; collective."""
+    """Adapters and moments (collective)."""
     return {name: whole(tensor) for name, tensor in engine.dcp_state().live_tensors().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """The same names and bits."""
+    """Whether names and bits are equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,4 +1,4 @@
-"""Checkpoints of partly frozen models: what is in them, at which world sizes they load, and on which base."""
+"""Checkpoints of partly frozen models: their contents, and the world sizes and bases that can load them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -87,7 +87,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def save_once(root: Path) -> Callable[[int], dict[str, torch.Tensor]]:
-    """Writes the checkpoints of a world size, which several `sizes` have, and returns what they hold."""
+    """A function that writes the checkpoint of a world size once and returns its tensors."""
     return cache(lambda world_size: run_ranks(_save, world_size, str(root))[0])
 
 
@@ -109,7 +109,7 @@ def test_adapters_and_moments_load_bit_by_bit_at_every_world_size(
             assert same({n: t for n, t in found[f"model_of_{world_size}"].items() if n in of_model}, of_model)
 
 
-def test_only_what_is_trained_is_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
+def test_only_trained_weights_are_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
     names = read_layout(root / "of_2").names()
     params = {name for name in names if name.startswith("dcp.model.")}
     assert len(params) == 28 and all(".lora_" in name for name in params), "no frozen weight, tied or not"
@@ -144,11 +144,11 @@ def test_a_checkpoint_is_little_larger_than_adapters_and_moments(root: Path) -> 
     assert trained_bytes <= stored_bytes <= 1.2 * trained_bytes
 
 
-# Models that somebody else has frozen, without processes
+# Models frozen by other code, without processes
 
 
 def partly_frozen(seed: int = 0) -> nn.Module:
-    """A tied model of which only the last block is trained; a buffer counts."""
+    """A tied model with only its last block trained, and a buffer that counts."""
     model = build_reference(tiny_qwen3(), seed)
     model.register_buffer("count", torch.full((2,), float(seed)))
     model.requires_grad_(False)
@@ -157,7 +157,7 @@ def partly_frozen(seed: int = 0) -> nn.Module:
 
 
 def peft_model(seed: int = 0) -> nn.Module:
-    """A ``PeftModel`` whose adapters are not zero."""
+    """A ``PeftModel`` with adapters that are not zero."""
     model = get_peft_model(build_reference(tiny_qwen3(), seed), LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
     torch.manual_seed(7)
     for name, param in model.named_parameters():
@@ -167,7 +167,7 @@ def peft_model(seed: int = 0) -> nn.Module:
 
 
 def trained(model: nn.Module) -> DCPState:
-    """After a step that moves everything that is trained."""
+    """A state after a step that moves all trained parameters."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.requires_grad else None
@@ -180,7 +180,7 @@ def copies(state: DCPState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("build", [partly_frozen, peft_model])
-def test_a_model_that_is_partly_frozen_is_stored_without_what_is_frozen(
+def test_a_partly_frozen_model_is_stored_without_its_frozen_weights(
     build: Callable[[int], nn.Module], tmp_path: Path
 ) -> None:
     state = trained(build(0))
@@ -211,13 +211,13 @@ def test_a_base_of_which_one_element_was_edited_is_refused(tmp_path: Path) -> No
     edited = trained(partly_frozen())
     load_dcp(tmp_path / "saved", edited)
     with torch.no_grad():
-        edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += 1e-3  # not one of the sample
+        edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += 1e-3  # not in the sample
     with pytest.raises(CheckpointMismatchError, match="another base model"):
         load_dcp(tmp_path / "saved", edited)
 
 
 def body_and_head(seed: int = 0) -> nn.Module:
-    """Sharded; the body, which is most of it, is frozen."""
+    """A sharded model whose body, the largest part, is frozen."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3))
     model[0].requires_grad_(False)
@@ -226,12 +226,12 @@ def body_and_head(seed: int = 0) -> nn.Module:
 
 
 def _changed_between_saves(rank: int, world_size: int, root: str) -> dict[str, bool]:
-    """Whether a fresh model gets every bit from a folder that was saved after the frozen body had changed."""
+    """Whether a fresh model gets every bit from a folder that was saved after a change to the frozen body."""
     found = {}
 
     def edited(model: nn.Module) -> None:
         change, body = torch.zeros(100, 100), cast(Any, model.get_parameter("0.weight"))
-        change[0, 1] = 1e-3  # not one of the sample
+        change[0, 1] = 1e-3  # not in the sample
         with torch.no_grad():
             body.add_(distribute_tensor(change, body.device_mesh, body.placements))
 
@@ -286,7 +286,7 @@ def test_adapters_that_count_otherwise_are_refused_before_anything_changes(tmp_p
 
 
 @pytest.mark.parametrize("settings", [[], {"q_proj": {}}, {"q_proj": {"scaling": {"default": "2"}, "merged": []}}])
-def test_settings_of_adapters_that_are_none_are_damage(settings: Any) -> None:
+def test_invalid_settings_of_adapters_are_damage(settings: Any) -> None:
     state = trained(peft_model())
     with pytest.raises(CheckpointCorruptError, match="does not hold settings of adapters"):
         state.load_state_dict(state.state_dict() | {"adapters": pack_json(settings, "adapters")})
@@ -294,7 +294,7 @@ def test_settings_of_adapters_that_are_none_are_damage(settings: Any) -> None:
 
 def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path: Path) -> None:
     other = partly_frozen()
-    other.get_parameter("model.embed_tokens.weight").data.view(-1)[1] += 1e-3  # not one of the sample
+    other.get_parameter("model.embed_tokens.weight").data.view(-1)[1] += 1e-3  # not in the sample
     save_dcp(tmp_path / "all", DCPState(other))
     state = DCPState(partly_frozen(), trainable_only=True)
     save_dcp(tmp_path / "before", state)
@@ -307,7 +307,7 @@ def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path
     assert stored == {"dcp.model.model.embed_tokens.weight"}, "nothing but what changed is stored besides"
 
 
-def test_no_fingerprint_is_that_of_no_base() -> None:
+def test_an_empty_fingerprint_differs_from_every_base() -> None:
     assert not same_base(base_fingerprint([]), base_fingerprint([pack_share(1, 2)]))
 
 
@@ -333,9 +333,9 @@ def test_folders_that_know_the_base_by_a_sample_alone_load_on_the_same_sample(
         load_dcp(tmp_path / "saved", trained(partly_frozen(1)))
 
 
-def test_what_may_have_changed_is_stored_although_it_is_frozen(tmp_path: Path) -> None:
+def test_frozen_weights_that_may_have_changed_are_stored(tmp_path: Path) -> None:
     state = trained(partly_frozen())
-    state.model.get_submodule("model.layers.1.mlp").requires_grad_(False)  # after it was trained
+    state.model.get_submodule("model.layers.1.mlp").requires_grad_(False)  # after some training
     for part in (state, state.model_only()):
         save_dcp(tmp_path / f"saved_{part is state}", part)
         names = read_layout(tmp_path / f"saved_{part is state}").names()
@@ -365,14 +365,14 @@ def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_c
     for (name, one), two in zip(whole.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two), name
     save_dcp(tmp_path / "part", trained(partly_frozen(0)))
-    load_dcp(tmp_path / "part", DCPState(partly_frozen(0)))  # the folder says what is in it
+    load_dcp(tmp_path / "part", DCPState(partly_frozen(0)))  # the folder says which tensors it has
 
 
-def test_what_is_frozen_is_stored_unless_the_caller_leaves_it_out(tmp_path: Path) -> None:
+def test_frozen_weights_are_stored_unless_the_caller_leaves_them_out(tmp_path: Path) -> None:
     for model in (build_reference(tiny_qwen3()).requires_grad_(False), partly_frozen()):
         assert {f"model.{name}" for name, _ in model.named_parameters()} <= DCPState(model).live_tensors().keys()
         assert "base" not in DCPState(model).state_dict()
-    frozen = peft_model().requires_grad_(False)  # as PeftModel.from_pretrained gives it
+    frozen = peft_model().requires_grad_(False)  # like PeftModel.from_pretrained
     save_dcp(tmp_path / "adapters", trained(peft_model()))
     load_dcp(tmp_path / "adapters", DCPState(frozen))
     expected = dict(trained(peft_model()).model.named_parameters())

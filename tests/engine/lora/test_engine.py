@@ -1,4 +1,4 @@
-"""An engine that trains adapters: what is trained, what the base answers, and what it exports and publishes."""
+"""An engine that trains adapters: trained parameters, answers of the base model, exports and publications."""
 
 import json
 from pathlib import Path
@@ -160,7 +160,7 @@ def test_steps_change_the_policy_as_those_of_peft_and_torch_do(seen: list[dict[s
             return model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
 
         for stats in report["stats"]:
-            loss = -logp()[mask[:, 1:]].mean()  # a first token has nothing before it
+            loss = -logp()[mask[:, 1:]].mean()  # a first token has no prediction
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
@@ -205,7 +205,7 @@ def _refused(rank: int, world_size: int, root: str) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_be_adapted_or_makes_no_sense_is_refused_with_the_key(root: Path) -> None:
+def test_impossible_adapter_options_are_refused_with_the_key(root: Path) -> None:
     (messages,) = run_ranks(_refused, 1, str(root))
     assert "names 'query', which Qwen3ForCausalLM does not have; its linear layers are down_proj" in messages["unknown"]
     assert "'target_modules' takes in model.embed_tokens, a Embedding" in messages["embedding"]

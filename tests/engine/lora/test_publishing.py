@@ -1,4 +1,4 @@
-"""An engine that publishes its adapters alone: what is written, what a server answers, and what is refused before."""
+"""An engine that publishes only its adapters: written files, a server's answers, and early refusals."""
 
 import multiprocessing as mp
 import os
@@ -31,14 +31,14 @@ VERSION = 3
 
 
 def write_served_base(folder: Path) -> Path:
-    """A base that the fake takes, too: with a manifest."""
+    """A base model that the fake server accepts too: with a manifest."""
     write_base(folder)
     write_manifest(folder, file_entries(folder, list(walk_files(folder))), {"weight_version": 0})
     return folder
 
 
 def refusal(engine: Any, root: Path) -> str:
-    """What publishing adapters raises; nothing may have been written."""
+    """The error of publishing adapters, which must not have written anything."""
     with pytest.raises(ConfigError) as caught:
         engine.update_weights(WeightUpdateMeta("adapter", str(root), version=1))
     assert not root.exists()
@@ -73,7 +73,7 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
         with client._calls("", stretched(20)) as calls:
             served = client._prompt_logprobs(calls, probe.prompt_ids, name)
         assert max(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)) < 1e-4
-        assert client.status() == ServerStatus(None, paused=False)  # a client that has told it of nothing
+        assert client.status() == ServerStatus(None, paused=False)  # a client that has published nothing
     assert seen["stats"]["servers_serving"] == 1 and seen["stats"]["update_load_s"] > 0
     assert sorted(os.listdir(root / "adapters")) == ["v00000002", "v00000003"]
     assert sorted(os.listdir(folder)) == [
@@ -91,7 +91,7 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
 
 
 @pytest.mark.slow
-def test_what_has_no_adapters_or_takes_none_is_refused_before_anything_is_written(root: Path) -> None:
+def test_engines_and_servers_without_adapters_are_refused_before_anything_is_written(root: Path) -> None:
     base = write_base(root / "refused_base")
     (seen,) = run_ranks(_refused, 1, str(base), str(root))
     assert "has none (config key 'use_lora'); publish by type 'disk'" in seen["all weights"]
@@ -110,7 +110,7 @@ def _refused(rank: int, world_size: int, base: str, root: str) -> dict[str, str]
 
 
 class DiesBeforeTelling(VLLMServer):
-    """Ends the publisher when it is to tell the server."""
+    """Ends the publisher when it is about to tell the server."""
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Blocks between files and a device, used in turn: whenever the device copies, every value arrives."""
+"""Blocks between files and a device, used in turn: all values arrive, whenever the device copies."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ from holdfast.engine.dcp.layout import Box
 from holdfast.engine.memory import host_blocks
 from holdfast.engine.memory.host_blocks import HostBlocks
 
-DEVICE = torch.device("meta")  # one that takes two blocks, which are not pinned
+DEVICE = torch.device("meta")  # takes two blocks, which are not pinned
 
 
 class Stream:
-    """Does what it is given in order: at once, or not before somebody waits for it. Nobody may count on either."""
+    """Runs operations in order, at once or only when awaited. Correct code works with both."""
 
     def __init__(self, lazy: bool) -> None:
         self.waiting, self._lazy, self._done = list[Callable[[], object]](), lazy, 0
@@ -49,7 +49,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("sizes", [[7], [3, 3, 3, 3, 3, 3, 3], [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8], [0], []])
-def test_what_comes_from_a_device_is_whole_and_in_order(stream: Stream, sizes: list[int]) -> None:
+def test_values_from_a_device_are_complete_and_in_order(stream: Stream, sizes: list[int]) -> None:
     pieces = [torch.randn(n, dtype=torch.float64) for n in sizes]
     blocks, found, ahead = HostBlocks(8 * 4, DEVICE), b"", list[bool]()
     for block in blocks.pack(iter(pieces), torch.float32):
@@ -60,7 +60,7 @@ def test_what_comes_from_a_device_is_whole_and_in_order(stream: Stream, sizes: l
         assert ahead == [True] * (len(ahead) - 1) + [False], "nothing was copied while a block was written"
 
 
-def test_what_goes_to_a_device_arrives_although_blocks_are_filled_again(stream: Stream) -> None:
+def test_values_reach_a_device_although_blocks_are_reused(stream: Stream) -> None:
     blocks, targets, ahead = HostBlocks(16, DEVICE), [torch.zeros(n) for n in (4, 4, 1, 9, 4, 4)], list[int]()
     for number, target in enumerate(targets):
         block = blocks.take(target.nbytes).view(torch.float32)

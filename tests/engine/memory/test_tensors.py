@@ -1,4 +1,4 @@
-"""The block of a sharded tensor that a rank holds, for every placement, and on a rank outside of the mesh."""
+"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models people bring start as transformers starts them: nested models, buffers, dtypes, heads."""
+"""Models from other sources start with the same values as in transformers: nested models, buffers, dtypes, heads."""
 
 import json
 import logging
@@ -125,7 +125,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: str) -> dict[str, Any]:
-    """Engine of every folder under ``root``; name -> whether it computes exactly what transformers does."""
+    """Start an engine of every folder under ``root``. Returns name -> whether it computes exactly like transformers."""
     alike = {}
     for folder in sorted(root.iterdir()):
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -219,7 +219,7 @@ def test_weights_that_nothing_draws_are_asked_for_when_starting_from_scratch(tmp
         start(tmp_path, init_from_scratch=True)
 
 
-def test_a_critic_needs_nothing_drawn_but_what_the_folder_lacks(tmp_path: Path) -> None:
+def test_a_critic_draws_only_the_weights_that_the_folder_lacks(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["parameters and buffers that only the constructor computes"])
     engine = start(tmp_path, is_critic=True)
     state = {key: _whole(value) for key, value in engine.model.state_dict().items()}
@@ -267,9 +267,9 @@ def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, 
 
 
 RENAMED = ["deepseek_v4", "bailing_hybrid", "hy_v4"]
-"""Folders of these have tensors under other names than the causal model has."""
+"""In their folders, tensors have other names than in the causal model."""
 TIED_INSIDE = ["zamba", "prophetnet"]
-"""The bodies of these have weights that are stored under the name of another."""
+"""Their bodies have weights that are stored under the name of another."""
 HEADLESS = ["olmo2", "lfm2", "mamba", "llama4_text", "opt", *RENAMED, *TIED_INSIDE]
 
 
@@ -349,7 +349,7 @@ class BroughtForCausalLM(LlamaForCausalLM):
 
 
 def write_own_code(folder: Path) -> None:
-    """A folder of an architecture that only its own Python code knows."""
+    """A folder of an architecture that exists only in its own Python code."""
     tiny_model("llama").save_pretrained(folder)
     (folder / "brought.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A model by its folder, which every rank must have, or by its name on the hub, of which all ranks take one commit."""
+"""A model by its folder, which every rank needs, or by its name on the hub, with one commit for all ranks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ print("REPORT" + json.dumps(report(json.loads(sys.argv[1]))))
 
 
 def report(wanted: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """In a rank: what becomes of an engine for each of some configurations."""
+    """Start an engine for each configuration in a rank, and report the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     outcomes: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def report(wanted: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def reports(root: Path, wanted: Mapping[str, dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
-    """`report` of two ranks, processes of their own: huggingface_hub reads its environment when it is imported."""
+    """`report` of two ranks in separate processes, because huggingface_hub reads its environment at import."""
     root.mkdir()
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", RANK, json.dumps(wanted)]
@@ -74,7 +74,7 @@ def reports(root: Path, wanted: Mapping[str, dict[str, Any]], **environment: str
 
 
 def _folder(root: Path, seed: int) -> Path:
-    """What a repository holds besides a model: a tokenizer, and much that is not to be downloaded."""
+    """A repository's folder: a model, a tokenizer, and many files that need no download."""
     folder = root / f"seed {seed}"
     tiny_model("llama", seed=seed).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -88,7 +88,7 @@ def _serve(hub: Hub, root: Path) -> None:
     one, two = _folder(root, 1), _folder(root, 2)
     hub.add("org/model", main=one, other=two)
     moving = hub.add("org/moving", main=one, other=two)
-    moving.revisions["main"] += moving.revisions["other"]  # pushed to after it was asked for once
+    moving.revisions["main"] += moving.revisions["other"]  # pushed to after the first request
     hub.add("org/broken", main=one).broken = "model.safetensors"
     hub.add("org/slow", main=one).slow = "model.safetensors"
     hub.add("org/config", main=one)
@@ -114,7 +114,7 @@ OFFLINE = {
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub, list[dict], list[dict]]:
-    """The runs' folder, the hub, and what two ranks reported with it and then, from the cache alone, without it."""
+    """The runs' folder, the hub, and the reports of two ranks: first with the hub, then from the cache without it."""
 
     def make(root: Path) -> tuple[Path, Hub, list[dict], list[dict]]:
         with serve_hub() as hub:
@@ -171,7 +171,7 @@ def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> No
 
 @pytest.mark.slow
 def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub: Any) -> None:
-    root, server, online, _ = hub  # the server has ended
+    root, server, online, _ = hub  # the server has ended by now
     again = reports(root / "unreachable", {"model": ONLINE["model"]}, HF_HOME=f"{root}/cache", HF_ENDPOINT=server.url)
     assert [report["model"] for report in again] == [report["model"] for report in online]
 
@@ -191,7 +191,7 @@ def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub
         ("broken", "ConfigError: config key 'path' is 'org/broken'"),
     ],
 )
-def test_what_the_hub_does_not_have_is_an_error_on_every_rank(case: str, message: str, hub: Any) -> None:
+def test_a_model_missing_on_the_hub_is_an_error_on_every_rank(case: str, message: str, hub: Any) -> None:
     _, server, online, offline = hub
     first, second = (report[case] for report in online)
     assert first.startswith(message)

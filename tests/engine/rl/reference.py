@@ -1,4 +1,4 @@
-"""What an update is, written out sequence by sequence in float64: losses, weights, aggregation, one step of SGD."""
+"""Reference for an update, sequence by sequence in float64: losses, weights, aggregation, one step of SGD."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ TAU_POS, TAU_NEG = 1.3, 1.7
 
 
 def reference_logprobs(model: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ``[B, S]`` log-probabilities and entropies aligned with the tokens, by way of log_softmax."""
+    """Padded ``[B, S]`` log-probabilities and entropies aligned with the tokens, computed with log_softmax."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
     picked = log_p.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
@@ -23,7 +23,7 @@ def reference_logprobs(model: nn.Module, batch: Batch, temperature: float) -> tu
 
 
 def picked_tokens(case: dict[str, Any], logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> list[bool]:
-    """Which of the n loss tokens of a mini-batch a covariance loss treats apart; ``clip_cov`` without a draw."""
+    """Which of the n loss tokens of a mini-batch a covariance loss selects (``clip_cov`` without a random draw)."""
     n, (logp, old, adv) = len(logp), (x.detach() for x in (logp, old, adv))
     cov = [float((adv[i] - adv.sum() / n) * (logp[i] - logp.sum() / n)) for i in range(n)]
     if case["policy_loss"] == "kl_cov":
@@ -39,7 +39,7 @@ def picked_tokens(case: dict[str, Any], logp: torch.Tensor, old: torch.Tensor, a
 def covariance_losses(
     case: dict[str, Any], logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, picked: torch.Tensor
 ) -> torch.Tensor:
-    """``[n]`` losses of the n loss tokens of one sequence, whose picked ones are known."""
+    """``[n]`` losses of the n loss tokens of one sequence, given the selected tokens."""
     if case["policy_loss"] == "clip_cov":
         return policy_losses("ppo", logp, old, adv) * ~picked
     return -adv * (logp - old).exp() + picked * case.get("ppo_kl_coef", 0.1) * (logp - old).abs()
@@ -116,7 +116,7 @@ def weights(prox: torch.Tensor, behave: torch.Tensor, rejection: dict[str, Any] 
 
 
 def verl_weights(case: dict[str, Any], trainer: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-    """``[n]`` weights by verl's keys for one sequence: truncated importance sampling, times what is kept."""
+    """``[n]`` weights of one sequence by verl's keys: truncated importance sampling, times the mask of kept tokens."""
     logs = [float(x) for x in trainer - sampler]
     limit = case.get("rollout_is_threshold", math.inf)
     ratios = {None: [1.0] * len(logs), "token": [math.exp(x) for x in logs]}
@@ -140,7 +140,7 @@ def verl_weights(case: dict[str, Any], trainer: torch.Tensor, sampler: torch.Ten
 
 
 def interpolated(behave: torch.Tensor, now: torch.Tensor, versions: list[int], version: int) -> torch.Tensor:
-    """``[n]`` proximal log-probabilities on the line from the sampler's to the present ones."""
+    """``[n]`` proximal log-probabilities, interpolated between the sampler's and the current ones."""
     prox = behave.clone()
     for i, sampled_by in enumerate(versions):
         if sampled_by < version:

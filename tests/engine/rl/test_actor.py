@@ -31,7 +31,7 @@ def global_batch() -> Batch:
     mask = (torch.arange(max(LENGTHS))[None, :] < torch.tensor(LENGTHS)[:, None]).long()
     loss_mask = mask.clone()
     loss_mask[:, :2] = 0  # a prompt of two tokens
-    loss_mask[2, 5] = 0  # and a token that is not the model's own
+    loss_mask[2, 5] = 0  # and a token that the model did not sample
     return {
         "input_ids": torch.randint(0, 15, mask.shape, generator=generator) * mask,
         "attention_mask": mask,
@@ -73,7 +73,7 @@ def make_actor(path: str, **changes: Any) -> PPOActor:
 
 
 def reference_update(batch: Batch, ref_logp: torch.Tensor, old: torch.Tensor) -> tuple[nn.Module, dict[str, float]]:
-    """One SGD step on the mean over all loss tokens of clipped surrogate + KL - entropy, all written out."""
+    """One SGD step on the mean over all loss tokens of clipped surrogate + KL - entropy, written out in full."""
     model = build_reference(tiny_qwen3())
     mask = batch["loss_mask"].bool()
     rewards = batch["rewards"].reshape(-1, 2)
@@ -239,7 +239,7 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
 def verls_value_loss(
     mode: str, values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
 ) -> float:
-    """Sums over rows in float64; ``seq-mean-token-sum-norm`` with TRL's mean over sequences, L = 9."""
+    """Sums over rows in float64. ``seq-mean-token-sum-norm`` has TRL's mean over sequences, L = 9."""
     rows = []
     for v, v_old, target, row in zip(*(x.double() for x in (values, old, returns)), mask.bool(), strict=True):
         near = v.clamp(v_old - 0.5, v_old + 0.5)
@@ -315,7 +315,7 @@ def test_minibatches_lose_no_sequence_when_ranks_have_fewer_sequences_than_minib
     assert first["uneven"] == second["uneven"]
     loss_tokens = float(global_batch()["loss_mask"].sum())
     assert (first["uneven"]["n_seqs"], first["uneven"]["n_loss_tokens"]) == (6, loss_tokens)
-    # Rank 0's one-token sequence is a mini-batch of its own; it counts only if rank 1 has tokens at that place.
+    # Rank 0's one-token sequence is its own mini-batch. It counts only if rank 1 has tokens in the same mini-batch.
     assert 3 <= first["uneven"]["n_updates"] <= 4
     assert first["half"]["n_seqs"] == 6 and first["half"]["n_loss_tokens"] < loss_tokens
 

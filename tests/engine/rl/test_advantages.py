@@ -16,7 +16,7 @@ def grpo_norm(group_size: int) -> NormConfig:
 
 
 def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
-    """Results for ``[B, S]``, with the deviation about the mean of its own level."""
+    """Results for ``[B, S]``, with the deviation about the mean of the same level."""
     size, result = norm.group_size or 1, np.zeros_like(x)
     for row, column in zip(*np.nonzero(mask), strict=True):
 
@@ -37,7 +37,7 @@ def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.n
 
 
 def areal_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
-    """Results for ``[B, S]`` with AReaL's deviation: about the mean that each value loses, or about 0."""
+    """Results for ``[B, S]`` with AReaL's deviation: about the mean that is subtracted from each value, or about 0."""
     size, result = norm.group_size or 1, np.zeros_like(x)
 
     def unit(level: str, row: int) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def areal_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarr
 
 
 FAR_MEANS = [("batch", "group"), (None, "group"), (None, "batch")]
-"""Levels of mean and deviation where values may lie far from the mean that they lose, though they agree."""
+"""Levels of mean and deviation with values that may be far from their subtracted mean although they agree."""
 
 
 @pytest.mark.parametrize(("mean_level", "std_level"), FAR_MEANS)

@@ -1,6 +1,6 @@
-"""Each choice of loss, weights, penalty and aggregation takes the step that float64 sums over sequences take.
+"""Each choice of loss, weights, penalty and aggregation takes the same step as float64 sums over sequences.
 
-The batch is ragged, one row has no loss token, and what stands outside the loss mask is -inf.
+The batch is ragged, one row has no loss token, and all values outside of the loss mask are -inf.
 """
 
 import math
@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def whole_batch() -> Batch:
-    """All rows, with log-probabilities of four policies near that of the model."""
+    """All rows, with log-probabilities of four policies close to the model's."""
     batch = global_batch()
     with torch.no_grad():
         logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch, TEMPERATURE)
@@ -118,7 +118,7 @@ def whole_batch() -> Batch:
 
 
 def actor_settings(case: dict[str, Any]) -> dict[str, Any]:
-    """Of `make_actor`."""
+    """Options for `make_actor`."""
     settings = {key: value for key, value in case.items() if key not in ("std", "rejection")}
     if "adv_estimator" in case:
         settings["reward_norm"] = None
@@ -211,12 +211,12 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
 
 
 def _left_out(case: dict[str, Any]) -> tuple[str, ...]:
-    """Entries that a batch may have, and not with this case."""
+    """Entries of a batch that this case must not have."""
     return ("prox_logp",) if case.get("prox_logp_method") in ("loglinear", "reuse_train_logp") else ()
 
 
 def _each_case(rank: int, world_size: int, path: str, n_mbs: int, names: list[str]) -> list[str]:
-    """Cases of ``names`` whose step is another one than the reference takes; what differs most."""
+    """Cases of ``names`` whose step differs from the reference, each with its largest difference."""
     wrong = []
     mine = share_of(whole_batch(), rank, world_size)
     for name in names:
@@ -273,7 +273,7 @@ def test_some_choices_take_the_step_of_their_formula(model_path: str) -> None:
 
 
 def _kl_of_rewards(rank: int, world_size: int) -> dict[str | None, torch.Tensor]:
-    """Estimator -> what a token loses, over ``kl_ctl``."""
+    """Estimator -> reduction of a token's reward, divided by ``kl_ctl``."""
     batch, found = whole_batch(), {}
     batch["rewards"] = torch.zeros(len(batch["rewards"]))
     for estimator in (None, "k1", "k2", "k3"):
@@ -322,7 +322,7 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
     return seen
 
 
-def test_what_a_batch_lacks_is_named(model_path: str) -> None:
+def test_missing_entries_of_a_batch_are_named(model_path: str) -> None:
     (seen,) = run_ranks(_what_is_missing, 1, model_path)
     assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
     assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")

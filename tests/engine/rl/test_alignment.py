@@ -1,4 +1,4 @@
-"""Log-probabilities aligned as AReaL's, and back: compared with what a model gives, place by place."""
+"""Log-probabilities in AReaL's alignment and back, compared with the model's output place by place."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from holdfast.utils.errors import BatchError
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
-def test_what_the_model_gives_at_a_token_goes_to_the_next_one() -> None:
-    """AReaL takes row t of the logits for the token after t, of ids rolled by -1; the last place is about nothing."""
+def test_the_models_output_at_a_token_belongs_to_the_next_one() -> None:
+    """AReaL takes row t of the logits for the token after t, with ids rolled by -1. The last place has no meaning."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 7, MASK.shape, generator=generator) * MASK
     logp = torch.randn(*MASK.shape, 7, generator=generator).log_softmax(-1)

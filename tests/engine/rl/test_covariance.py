@@ -1,4 +1,4 @@
-"""Which tokens the covariance losses pick: the same however rows are spread over ranks."""
+"""Tokens selected by the covariance losses, independent of the distribution of rows over ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Ranks:
-    """Of an engine, what picking tokens needs."""
+    """The methods of an engine that selecting tokens needs."""
 
     data_parallel_rank: int = 0
     data_parallel_world_size: int = 1
@@ -33,7 +33,7 @@ class Ranks:
 
 
 def rows(ties: bool) -> tuple[Batch, torch.Tensor]:
-    """Eight rows of up to 30 tokens; with ``ties`` many covariances are equal."""
+    """Eight rows of up to 30 tokens. With ``ties`` many covariances are equal."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.tensor([30, 4, 17, 1, 22, 9, 30, 12])
     mask = torch.arange(30) < lengths[:, None]
@@ -63,7 +63,7 @@ def _pick(rank: int, world_size: int, shares: list[range], ties: bool) -> dict[s
 
 
 def flat(picked: list[torch.Tensor]) -> list[list[int]]:
-    """Places of the picked tokens of each row."""
+    """Places of the selected tokens of each row."""
     return [row.nonzero().flatten().tolist() for each in picked for row in each]
 
 

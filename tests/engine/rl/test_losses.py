@@ -1,4 +1,4 @@
-"""Losses against straight loops in float64, and what masked-out tokens must not do."""
+"""Losses against straight loops in float64, and independence from masked-out tokens."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() ->
 def gmpo_of_the_paper(
     logp: list[list[float]], old: list[list[float]], advantages: list[float], low: float, high: float
 ) -> float:
-    """The objective, negated, with the clip in ``(e^-low, e^high)``: products of ratios, one mean over the answers."""
+    """The negated objective with the clip in ``(e^-low, e^high)``: products of ratios, one mean over the answers."""
     total = 0.0
     for answer, before, advantage in zip(logp, old, advantages, strict=True):
         sign, product = math.copysign(1.0, advantage), 1.0

@@ -1,6 +1,6 @@
-"""Reward models and DPO take the step that float64 sums over pairs take, however the pairs are cut and spread.
+"""Reward models and DPO take the same step as float64 sums over pairs, however the pairs are cut and distributed.
 
-The batch is ragged, one pair has a row without a loss token, and what stands outside the loss mask is -inf.
+The batch is ragged, one pair has a row without a loss token, and all values outside of the loss mask are -inf.
 """
 
 import math
@@ -24,7 +24,7 @@ from tests.engine.rl.reference import reference_logprobs
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
-LENGTHS = [7, 3, 2, 9, 5, 5, 8, 4, 3, 6]  # the third pair counts for nothing, see whole_batch
+LENGTHS = [7, 3, 2, 9, 5, 5, 8, 4, 3, 6]  # the third pair has no weight, see whole_batch
 SHARES = {1: [range(10)], 2: [range(6), range(6, 10)]}
 CASES: dict[str, dict[str, Any]] = {
     "rw": {},
@@ -115,7 +115,7 @@ def started(config: TrainEngineConfig) -> FSDPEngine:
 
 
 def _steps(rank: int, world_size: int, folder: str, n_mbs: list[int]) -> list[str]:
-    """Cases whose step is another one than the reference takes; what differs most."""
+    """Cases whose step differs from the reference, each with its largest difference."""
     wrong = []
     mine = share_of(whole_batch(), SHARES[world_size][rank])
     for name in CASES:
@@ -185,7 +185,7 @@ def test_pairs_that_cannot_be_trained_on_are_refused_in_words(folder: str) -> No
     assert seen["odd"].startswith("3 sequences are not whole groups of 2")
     assert seen["reference"] == "the batch has no 'ref_logp'; compute_logp of the reference policy must give it"
     assert "no token of the batch counts" in seen["nothing"]
-    assert seen["even"] == "0.6931 0.0000"  # the policy is its own reference
+    assert seen["even"] == "0.6931 0.0000"  # the policy is the reference
     assert seen["torn"].startswith("a micro-batch holds half of a pair")
 
 

@@ -1,4 +1,4 @@
-"""Servers in the test's own process, whose answers are a function of the request; and prompts for them."""
+"""Servers in the test's own process with answers that depend only on the request, and prompts for them."""
 
 import asyncio
 import random
@@ -38,12 +38,12 @@ def token(*parts: Any) -> int:
 
 
 class Server:
-    """Samples tokens from prompt, seed and position; with ``versioned`` also from the version it serves.
+    """Samples tokens from prompt, seed and position. With ``versioned`` also from the served version.
 
     Attributes:
-        version: of the weights it serves.
-        delay: called for the seconds that each token takes.
-        broken: whether it fails every request.
+        version: served version of the weights.
+        delay: returns the seconds that each token takes.
+        broken: whether every request fails.
         seen: all requests.
     """
 
@@ -68,18 +68,18 @@ class Server:
 
 
 class Cut(Server):
-    """Ends every completion for its length."""
+    """Cuts every completion off at its length."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         return replace(await super().agenerate(request), stop_reason="length")
 
 
 class Echo:
-    """A workflow: one completion, whose reward is its first token; rejects what ``rejects`` says.
+    """A workflow with one completion, whose first token is its reward. Rejects completions according to ``rejects``.
 
     Attributes:
-        gate: where set, episodes wait for it before they sample.
-        indices: dataset indices of the episodes, in the order they began.
+        gate: if set, episodes wait for it before they sample.
+        indices: dataset indices of the episodes, in the order in which they began.
     """
 
     def __init__(self, rejects: Callable[[int], bool] = lambda index: False, n_samples: int = 1) -> None:

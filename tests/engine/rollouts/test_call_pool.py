@@ -1,4 +1,4 @@
-"""Calls in processes of their own: results, errors, calls that hang or end their process, and what is left behind."""
+"""Calls in separate processes: results, errors, calls that hang or end their process, and cleaning up."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def test_calls_are_made_at_the_same_time() -> None:
         assert len(set(asyncio.run(two()))) <= 2
 
 
-def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
+def test_an_error_of_a_function_is_raised_with_its_traceback() -> None:
     with CallPool(n_processes=1) as pool:
         with pytest.raises(ValueError, match="3 is no good") as caught:
             call(pool, user_code.refuse, 3)
@@ -68,7 +68,7 @@ def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
         assert pool.n_lost == 3 and call(pool, user_code.add, 1, 1) == 2
 
 
-def test_what_cannot_be_pickled_is_refused() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     with CallPool() as pool, pytest.raises(ConfigError, match="cannot be sent to another process"):
         call(pool, lambda: 1)
 
@@ -77,7 +77,7 @@ def test_the_lock_of_a_pool_is_free_while_a_process_is_slow_to_end() -> None:
     pool = CallPool(n_processes=1)
     call(pool, user_code.add, 1, 1)
     fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    os.kill(fork_server, signal.SIGSTOP)  # so that the end of its child is not noticed
+    os.kill(fork_server, signal.SIGSTOP)  # so that it does not notice the end of its child
     try:
         closing = threading.Thread(target=pool.close)
         closing.start()

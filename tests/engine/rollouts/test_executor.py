@@ -1,4 +1,4 @@
-"""Which tickets a batch is made of, when they start, and what becomes of requests and tickets that fail."""
+"""The tickets of a batch, their start, and the handling of failed requests and tickets."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def run(steps: int, server: Server, executor: Any) -> list[list[tuple[Ticket, Any]]]:
-    """Tickets and trajectories of the steps, each version served before its step."""
+    """Tickets and trajectories of the steps, with each version served before its step."""
     found = []
     for step in range(steps):
         server.version = step
@@ -131,7 +131,7 @@ def test_rejected_tickets_are_replaced_in_an_order_that_arrival_does_not_change(
 def test_every_prompt_is_trained_or_rejected_once_an_epoch() -> None:
     server, workflow = Server(), Echo(rejects=lambda index: index % 4 == 0)
     executor = make_executor([server], workflow, max_head_offpolicyness=1)
-    steps = run(3, server, executor)  # with those that are ahead, 20 of the 24 prompts
+    steps = run(3, server, executor)  # includes the tickets ahead, so 20 of the 24 prompts
     trained = [ticket.index for step in steps for ticket, _ in step]
     assert len(set(trained)) == len(trained) == 12
     assert len(set(workflow.indices)) == len(workflow.indices), "no prompt was drawn twice"

@@ -1,4 +1,4 @@
-"""The executor's state: what it holds, that it comes back, and what is refused."""
+"""The executor's state: its contents, its restoration, and refused states."""
 
 import asyncio
 from typing import Any
@@ -30,12 +30,12 @@ class Gated(Server):
 
 
 def saved(executor: RolloutExecutor, loader: Any) -> tuple[Any, Any]:
-    """States of executor and loader, as a generation has them."""
+    """States of executor and loader, as in a generation."""
     return tuple(unpack_plain(pack_plain("state", thing.state_dict()), "state") for thing in (executor, loader))
 
 
 def half_done(version: int = 3, **options: Any) -> tuple[Any, Any, Gated]:
-    """States after a step with tickets finished, outstanding and rejected ahead; and the server."""
+    """Server, and states after a step with finished, outstanding and rejected tickets ahead."""
     loader, server = make_loader(), Gated(version)
     server.open = lambda first: first % 2 == 0
     rejects = Echo(rejects=lambda index: index % 6 == 0)
@@ -106,17 +106,17 @@ def test_a_batch_taken_before_the_snapshot_of_the_step_before_is_not_lost() -> N
         executor.set_version(0)
         executor.next_batch(0)
         early = executor.next_batch(1)
-        states = saved(executor, loader)  # of step 0
+        states = saved(executor, loader)  # state of step 0
     with restored(states, server, max_head_offpolicyness=1) as executor:
         executor.set_version(1)
         assert torch.equal(executor.next_batch(1)["versions"], early["versions"])
 
 
-def test_a_ledger_that_does_not_say_what_was_cut_off_is_taken_over_and_makes_batches() -> None:
+def test_an_older_ledger_without_truncated_flags_loads_and_makes_batches() -> None:
     state, data, _ = half_done()
     kept = [entry["trajectory"] for entry in state["tickets"] if entry["trajectory"] is not None]
     for trajectory in kept:
-        del trajectory["truncated"]  # an older version did not say
+        del trajectory["truncated"]  # older versions did not have it
     with restored((state, data), Cut(3)) as executor:
         executor.set_version(3)
         batches = [executor.next_batch(step) for step in (3, 4, 5)]
@@ -136,7 +136,7 @@ def test_the_state_holds_no_more_steps_than_staleness_allows() -> None:
             assert steps == {step, step + 1, step + 2}
 
 
-def test_a_smaller_bound_samples_again_what_would_be_too_stale() -> None:
+def test_a_smaller_bound_samples_too_stale_tickets_again() -> None:
     state, data, _ = half_done(version=3)
     server = Server(5)
     with restored((state, data), server, max_head_offpolicyness=0) as executor:
@@ -155,7 +155,7 @@ def test_a_smaller_bound_asks_for_nothing_of_a_step_that_is_trained() -> None:
             executor.next_batch(step)
             server.version = min(step + 1, 2)
             executor.set_version(server.version)
-        states = saved(executor, loader)  # of step 2, whose tokens are of version 0
+        states = saved(executor, loader)  # state of step 2, whose tokens are from version 0
     server.version = 3
     with restored(states, server, workflow, max_head_offpolicyness=0) as executor:
         executor.set_version(3)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _steps(rank: int, world_size: int, root: str, steps: list[int]) -> list[Any]:
-    """Sample and snapshot the steps; the share of each, and the log's numbers."""
+    """Sample and snapshot the steps. Returns the share of each step and the log's numbers."""
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
     state, loader, server = DCPState(model, torch.optim.AdamW(model.parameters())), make_loader(), Server(jitter=rank)
@@ -68,5 +68,5 @@ def _failing(rank: int, world_size: int) -> None:
             shared.next_batch(0)
 
 
-def test_what_fails_on_rank_0_fails_on_all() -> None:
+def test_a_failure_on_rank_0_is_a_failure_on_all() -> None:
     run_ranks(_failing, 2)

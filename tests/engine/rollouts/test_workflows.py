@@ -1,4 +1,4 @@
-"""The ready workflows: what they ask for, what they return, and what becomes of rewards and tools that fail."""
+"""The provided workflows: requests, results, and failing rewards and tools."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ TWO = GenerationHyperparameters(n_samples=2, max_new_tokens=4)
 
 
 class Tokenizer:
-    """Words are token ids; the chat template shows the roles."""
+    """A tokenizer with numbers as words. The chat template shows the roles."""
 
     def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
         return [2, 2]
@@ -117,7 +117,7 @@ def test_model_and_tool_take_turns_in_one_sequence(pool: CallPool) -> None:
     assert len({request.seed for request in server.seen}) == len(server.seen) == 24
 
 
-def test_seeds_of_turns_do_not_depend_on_what_comes_first(pool: CallPool) -> None:
+def test_seeds_of_turns_do_not_depend_on_the_order_of_answers(pool: CallPool) -> None:
     found = []
     for jitter in (1, 2):
         server = Server(jitter=jitter)
@@ -136,7 +136,7 @@ def test_an_episode_ends_where_there_is_no_room_for_a_token(pool: CallPool) -> N
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool)
     for trajectory in first_step(workflow, Server()):
         assert trajectory["input_ids"].shape[1] in (9, 11)
-        assert trajectory["truncated"].tolist() == [True, True]  # the tool spoke, and nobody could answer
+        assert trajectory["truncated"].tolist() == [True, True]  # the tool answered, and there was no room for a reply
 
 
 def test_an_episode_ends_with_a_completion_that_is_cut_off(pool: CallPool) -> None:
@@ -153,7 +153,7 @@ def test_an_episode_whose_tool_is_lost_ends_there() -> None:
     assert trajectory["input_ids"].shape == (1, 6) and trajectory["rewards"].tolist() == [-2.0]
 
 
-def test_what_a_tool_says_in_text_is_encoded(pool: CallPool) -> None:
+def test_text_of_a_tool_is_encoded(pool: CallPool) -> None:
     data = [{"messages": [{"role": "user", "content": "2+2"}]}]
     workflow = MultiTurnWorkflow(user_code.text_reward, user_code.say_text, TWO, Tokenizer(), max_turns=2, pool=pool)
     for trajectory in first_step(workflow, Server(), data):

@@ -37,7 +37,7 @@ def refuse(value: int) -> NoReturn:
 
 
 class Odd(Exception):
-    """Cannot be pickled and read back."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__("odd")
@@ -55,7 +55,7 @@ def length_reward(
 
 
 def fussy_reward(*_: Any, answer: int, **__: Any) -> float:
-    """Of every second prompt no number."""
+    """No number for every second prompt."""
     if answer % 2:
         raise ValueError(f"{answer} is odd")
     return float("nan") if answer == 2 else 1.0
@@ -68,7 +68,7 @@ def text_reward(prompt: str, completion: str, prompt_ids: list[int], completion_
 def say_answer(
     conversation: str | None, completion: str | None, conversation_ids: list[int], completion_ids: list[int], **_: Any
 ) -> list[int] | None:
-    """Says ``[77, number of tokens so far]``, until there are more than 20."""
+    """Return ``[77, number of tokens so far]`` until there are more than 20 tokens."""
     length = len(conversation_ids) + len(completion_ids)
     return None if length > 14 else [77, length]
 

@@ -1,4 +1,4 @@
-"""Adapters of a fake server: names, room in memory and in a batch, and what vLLM's endpoints say (after its source)."""
+"""Adapters of a fake server: names, slots in memory and in a batch, and endpoints after vLLM's source."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """What a request holds on to: an adapter as it was loaded once, whatever becomes of its name."""
+    """One load of an adapter, which running requests keep even if its name is unloaded."""
 
     name: str
     path: str
@@ -23,7 +23,7 @@ class LoadedAdapter:
 
     @property
     def key(self) -> str:
-        """What cached prefixes are found under."""
+        """Key of cached prefixes."""
         return f"{self.name} {self.path}"
 
 
@@ -33,8 +33,8 @@ class FakeAdapters:
 
     Attributes:
         loaded: name -> adapter, in the order of the loads.
-        slots: how many a batch may use (``--max-loras``).
-        memory: how many stay in memory (``--max-cpu-loras``); the one used longest ago goes.
+        slots: number of adapters in a batch (``--max-loras``).
+        memory: number of adapters in memory (``--max-cpu-loras``). The least recently used one is dropped.
     """
 
     base: str | None
@@ -56,7 +56,7 @@ class FakeAdapters:
         self.loaded[name] = adapter
 
     def use(self, adapter: LoadedAdapter) -> tuple[str, Weights]:
-        """Raises OSError if it has to be read again, and its folder is gone."""
+        """Return the weights. Raises OSError if the adapter must be read again and its folder is gone."""
         read = self._read.pop(adapter, None) or adapter.lies_as
         return self._keep(adapter, read or load_adapters(adapter.path, self.base, self.dtype, self.of_version))
 
@@ -67,7 +67,7 @@ class FakeAdapters:
         return read
 
     def begin(self, adapter: LoadedAdapter | None, request: Any) -> bool:
-        """Whether a request may be in the batch; it stays in it until `end`."""
+        """Whether a request may join the batch, in which it stays until `end`."""
         if adapter is None or request in self._running:
             return True
         used = set(self._running.values())
@@ -80,7 +80,7 @@ class FakeAdapters:
         self._running.pop(request, None)
 
     def used(self, adapter: LoadedAdapter) -> bool:
-        """Whether a request in the batch uses it."""
+        """Whether a request in the batch uses the adapter."""
         return adapter in self._running.values()
 
     def cards(self, max_model_len: int) -> list[dict[str, Any]]:
@@ -90,11 +90,11 @@ class FakeAdapters:
 
 
 def vllm_adapter_routes(engine: Any, config: dict[str, Any] | None, updating: bool) -> list[web.RouteDef]:
-    """Of a vLLM server.
+    """Routes of a vLLM server for adapters.
 
     Args:
         engine: a `FakeEngine`.
-        config: ``lora_config`` as it says; None without ``--enable-lora``.
+        config: ``lora_config`` as reported by the server. None without ``--enable-lora``.
         updating: VLLM_ALLOW_RUNTIME_LORA_UPDATING.
     """
     if config is not None:
@@ -131,7 +131,7 @@ def vllm_adapter_routes(engine: Any, config: dict[str, Any] | None, updating: bo
 
 
 def sglang_adapter_routes(engine: Any, check: Any, enabled: bool) -> list[web.RouteDef]:
-    """Of an SGLang server; ``check`` looks at the key of a request."""
+    """Routes of an SGLang server for adapters. ``check`` verifies the key of a request."""
 
     async def load_lora_adapter(request: web.Request) -> web.Response:
         check(request)

@@ -1,7 +1,7 @@
-"""What the fakes of vLLM and SGLang have in common: weights, pauses, caches, requests in flight, and a record of all.
+"""Common code of the fake vLLM and SGLang: weights, pauses, caches, requests in flight, and a record of all.
 
-A request has a KV cache that certain weights computed. A token that comes from other weights than its cache is *mixed*:
-its log-probability is wrong by `MIXED`, as those of a real server are by about as much.
+A request has a KV cache that was computed with certain weights. A token sampled by other weights than its cache is
+*mixed*: its log-probability is wrong by `MIXED`, about as much as on a real server.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """What a fake does wrong, from the moment that it is told.
+    """Faults that a fake server commits after a request to do so.
 
     Attributes:
-        lie: so many updates are answered, and change nothing.
-        fail: path -> so many calls are answered with 500, and do nothing.
-        slow: path -> seconds before a call is looked at.
-        at_call: the number of the call, counted from 0 when it is told, at which ``does`` happens; None: never.
+        lie: number of updates that are confirmed without any change.
+        fail: path -> number of calls that fail with 500 and do nothing.
+        slow: path -> seconds before a call is handled.
+        at_call: number of the call, counted from 0 at the request, at which ``does`` happens. None: never.
         does: ``die`` or ``stop`` (SIGKILL or SIGSTOP to itself).
-        when: ``before`` the call is looked at, or ``after`` it has done what it does, unanswered.
-        keep_caches: a pause drops no caches, whatever it is told.
-        deaf: labels are taken, and not kept.
-        flush_fails: so many caches are not flushed (SGLang).
+        when: ``before`` the call is handled, or ``after`` it has taken effect, without an answer.
+        keep_caches: whether a pause keeps caches, even if told to drop them.
+        deaf: whether labels are accepted, but not kept.
+        flush_fails: number of cache flushes that fail (SGLang).
     """
 
     lie: int = 0
@@ -68,7 +68,7 @@ class Generation:
 
     @property
     def spans(self) -> list[Json]:
-        """Labels of tokens, as vLLM and SGLang tell them."""
+        """Labels of tokens in the format of vLLM and SGLang."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
         return [{"version": label, "start": a, "end": b} for (label, a), b in zip(self.starts, ends, strict=True)]
 
@@ -77,12 +77,12 @@ class FakeEngine:
     """One server without its HTTP.
 
     Args:
-        log: file that takes a line of JSON for each call and each token.
-        dtype: of the model; None: `HashedWeights`.
-        token_s: seconds that a token takes.
-        folder: what it serves at first; None: hashed weights of version -1.
+        log: file that gets a line of JSON for each call and each token.
+        dtype: dtype of the model. None: `HashedWeights`.
+        token_s: seconds per token.
+        folder: folder served at first. None: hashed weights of version -1.
         of_version: whether hashed tokens depend on the version of the weights.
-        dies_of_pieces: a token sampled by weights in pieces ends the process (vLLM), or is garbage (SGLang).
+        dies_of_pieces: a token sampled from partially loaded weights ends the process (vLLM), or is garbage (SGLang).
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FakeEngine:
         return not self._running.is_set()
 
     def pause(self, mode: str, drop_caches: bool) -> None:
-        """``abort`` or ``keep`` the requests in flight; their caches, and that of prefixes, may be dropped."""
+        """``abort`` or ``keep`` the requests in flight, and optionally drop their caches and the prefix cache."""
         self._running.clear()
         drop_caches = drop_caches and not self.faults.keep_caches
         for request in list(self.requests):
@@ -135,7 +135,7 @@ class FakeEngine:
             self.prefixes.clear()
 
     def set_label(self, label: str) -> None:
-        """Say from now on that the weights are ``label``."""
+        """Report ``label`` as the version from now on."""
         if not self.faults.deaf:
             self.label = label
 
@@ -147,7 +147,7 @@ class FakeEngine:
         await self._idle.wait()
 
     def load(self, folder: str) -> None:
-        """Load a published folder, if the truth is told; weights are in pieces when that fails."""
+        """Load a published folder, unless the fake lies. If the load fails, the weights are partially loaded."""
         if self.faults.lie > 0:
             self.faults.lie -= 1
             return
@@ -159,28 +159,28 @@ class FakeEngine:
             raise
 
     def take(self, tensors: dict[str, Any]) -> None:
-        """Serve tensors that were received, by the model that is served already."""
+        """Serve received tensors with the current model."""
         assert isinstance(self.weights, ModelWeights)
         self.weights.load_state_dict(tensors)
 
     def reset_prefixes(self) -> bool:
-        """Forget cached prefixes; not while a request holds a cache."""
+        """Drop cached prefixes, unless a request holds a cache."""
         if any(request.cache is not None for request in self.requests):
             return False
         self.prefixes.clear()
         return True
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load one more adapter; a liar's is the one before, or what there is without any.
+        """Load one more adapter. With the fault ``lie``, keep the previous adapter or the base weights.
 
         Raises:
-            Exception: the folder is not there, or is damaged; nothing has changed.
+            Exception: the folder is missing or damaged. Nothing has changed.
         """
         lie, self.faults.lie = self.faults.lie > 0, max(0, self.faults.lie - 1)
         self.adapters.load(name, path, lie)
 
     def weights_of(self, adapter: LoadedAdapter | None) -> tuple[str, Weights]:
-        """Of the base, or with an adapter, which is read again if there was no room for it."""
+        """Weights of the base model, or with an adapter, which is read again if it was dropped from memory."""
         if adapter is None:
             return self.weights_id, self.weights
         try:
@@ -190,7 +190,7 @@ class FakeEngine:
             os._exit(14)
 
     async def generate(self, request: Generation) -> None:
-        """Sample until it ends: ``reason`` is ``stop``, ``length`` or ``abort``."""
+        """Sample until the end. ``reason`` is then ``stop``, ``length`` or ``abort``."""
         self.requests.add(request)
         self._idle.clear()
         try:
@@ -207,7 +207,7 @@ class FakeEngine:
                 self._idle.set()
 
     async def ready(self) -> None:
-        """Wait while it is paused, and die of weights in pieces."""
+        """Wait while the engine is paused. Die if the weights are partially loaded."""
         await self._running.wait()
         if self.in_pieces and self._dies_of_pieces:
             self.note(died="a completion by weights in pieces")
@@ -246,7 +246,7 @@ class FakeEngine:
     async def with_faults(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Write down each call, and do wrong what the fake was told to."""
+        """Record each call, and commit the requested faults."""
         if request.path == "/fake" and request.method == "GET":
             state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
             state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces}
@@ -270,5 +270,5 @@ class FakeEngine:
 
 
 def folder_logprobs(folder: Path, dtype: str, ids: Sequence[int]) -> list[float]:
-    """What a server of this folder answers to a prompt: for tests that compare."""
+    """Log-probabilities that a server of this folder returns for a prompt, for comparisons."""
     return load_weights(str(folder), dtype)[1].prompt_logprobs(ids)

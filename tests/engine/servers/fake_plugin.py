@@ -13,7 +13,7 @@ from tests.engine.servers.fake_engine import FakeEngine
 
 
 def weight_transfer_routes(engine: FakeEngine) -> list[web.RouteDef]:
-    """Of a server with ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_broadcast``."""
+    """Routes with ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_broadcast``."""
     active = False
     group: dist.ProcessGroupGloo | None = None
 
@@ -65,14 +65,14 @@ def weight_transfer_routes(engine: FakeEngine) -> list[web.RouteDef]:
 
 
 def join(told: dict[str, Any]) -> dist.ProcessGroupGloo:
-    """The group that ``/init_weight_transfer_engine`` is told of, as a server's only worker."""
+    """Join the group given to ``/init_weight_transfer_engine``, as the server's only worker."""
     limit = timedelta(seconds=told["timeout_s"])
     store = dist.TCPStore(told["master_address"], told["master_port"], is_master=False, timeout=limit)
     return dist.ProcessGroupGloo(store, told["rank_offset"], told["world_size"], limit)
 
 
 def receive(group: dist.ProcessGroupGloo, info: dict[str, Any]) -> tuple[dict[str, torch.Tensor], bytes]:
-    """What is broadcast to those who were told ``info``: the tensors, and the digest that comes last."""
+    """Receive a broadcast described by ``info``: the tensors, and the digest at the end."""
 
     def next_tensor(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         flat = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)

@@ -15,13 +15,13 @@ def application(
     max_model_len: int = 100_000,
     lora: bool = False,
 ) -> web.Application:
-    """The HTTP of a fake SGLang.
+    """The HTTP application of a fake SGLang.
 
     Args:
-        engine: what it serves.
+        engine: the engine it serves.
         api_key: ``--api-key``.
-        admin_key: ``--admin-api-key``; the endpoints of updates take no other then.
-        original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: temperature is left out of log-probabilities.
+        admin_key: ``--admin-api-key``. If set, the update endpoints accept no other key.
+        original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the temperature.
         max_model_len: ``--context-length``.
         lora: ``--enable-lora``.
     """
@@ -35,7 +35,7 @@ def application(
         mode = (await request.json())["mode"]
         prefixes = dict(engine.prefixes)
         engine.pause("abort" if mode == "abort" else "keep", drop_caches=mode == "retract")
-        engine.prefixes.update(prefixes)  # only a flush drops those
+        engine.prefixes.update(prefixes)  # only a flush drops them
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(request: web.Request) -> web.Response:
@@ -53,7 +53,7 @@ def application(
             await engine.drained()
         try:
             engine.load(body["model_path"])
-        except Exception as error:  # what it rolls back to is read from the same path
+        except Exception as error:  # the rollback reads from the same path
             return _updated(False, f"Failed to update weights: {error}.\nRolling back to original weights.")
         if body.get("flush_cache", True):
             engine.faults.flush_fails -= 1

@@ -1,4 +1,4 @@
-"""A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, as SERVERS' facts describe them."""
+"""A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, after its source."""
 
 import asyncio
 import os
@@ -27,20 +27,20 @@ def application(
     max_loras: int = 2,
     lora_modules: list[str] | None = MODULES,
 ) -> web.Application:
-    """The HTTP of a fake vLLM.
+    """The HTTP application of a fake vLLM.
 
     Args:
-        engine: what it serves.
+        engine: the engine it serves.
         scale_out: ``--enable-scale-out``.
         dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
-        processed_logprobs: ``--logprobs-mode processed_logprobs``; else they are raw.
+        processed_logprobs: ``--logprobs-mode processed_logprobs``. Otherwise log-probabilities are raw.
         api_key: ``--api-key``.
         plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``.
         max_model_len: ``--max-model-len``.
         lora: ``--enable-lora``.
         lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
-        max_lora_rank, max_loras: flags of that name.
-        lora_modules: ``--lora-target-modules``; None: all, the head too.
+        max_lora_rank, max_loras: flags with these names.
+        lora_modules: ``--lora-target-modules``. None: all, including the head.
     """
     limits = {"max_lora_rank": max_lora_rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
     lora_config = {**limits, "target_modules": lora_modules} if lora else None

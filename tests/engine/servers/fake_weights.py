@@ -1,4 +1,4 @@
-"""What a fake server answers with: a tiny model of transformers, or tokens hashed from all that they depend on."""
+"""Weights of a fake server: a tiny model of transformers, or tokens hashed from all their inputs."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,42 +9,42 @@ from holdfast.utils.files import file_digest
 from holdfast.utils.manifest import MANIFEST_NAME, read_manifest, verify_folder
 
 VOCABULARY = 1000
-"""Of hashed tokens: 0 ... 999."""
+"""Hashed tokens are 0 ... 999."""
 MIXED = 4.0
-"""By so much a log-probability is wrong that comes from a cache of other weights."""
+"""Error of a log-probability that was computed with a cache of other weights."""
 
 
 class Weights(Protocol):
-    """Weights that have been loaded.
+    """Loaded weights.
 
     Attributes:
-        version: the truth, whatever label the server has; None of what is in pieces.
+        version: the real version, whatever label the server reports. None if partially loaded.
     """
 
     version: int | None
 
     def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
-        """A token behind ``ids``, and its log-probability at temperature 1."""
+        """The token after ``ids``, and its log-probability at temperature 1."""
         ...
 
     def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
-        """The most likely tokens behind ``ids``, most likely first."""
+        """The most likely tokens after ``ids``, most likely first."""
         ...
 
     def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Of all but the first."""
+        """Log-probabilities of all tokens but the first."""
         ...
 
 
 def hashed_token(prompt: Sequence[int], seed: int, version: int | None, position: int) -> tuple[int, float]:
-    """The token that hashed weights of ``version`` give at a place of a completion, and its log-probability."""
+    """The token of hashed weights of ``version`` at a place of a completion, and its log-probability."""
     text = repr((list(prompt), seed, version, position)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return number % VOCABULARY, -(1 + number // VOCABULARY % 4000) / 1000
 
 
 class HashedWeights:
-    """Weights without a model, that give `hashed_token`: of their version, or of none without ``of_version``."""
+    """Weights without a model, which sample `hashed_token`. With ``of_version``, tokens depend on the version."""
 
     def __init__(self, version: int | None, of_version: bool = True) -> None:
         self.version = version
@@ -72,7 +72,7 @@ class ModelWeights:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def load_state_dict(self, tensors: dict[str, Any]) -> None:
-        """Take other tensors; of which version they are, nobody has said."""
+        """Replace the tensors. The version is then unknown."""
         self._model.load_state_dict(tensors)
         self.version = None
 
@@ -110,11 +110,11 @@ class AdaptedWeights(ModelWeights):
 
 
 def load_adapters(folder: str, base: str | None, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
-    """`load_weights` of a published folder of adapters. As vLLM, it reads no manifest but for the version.
+    """`load_weights` for a published folder of adapters. Like vLLM, it reads the manifest only for the version.
 
     Raises:
-        FileNotFoundError: the folder is not there.
-        Exception: it is damaged.
+        FileNotFoundError: the folder is missing.
+        Exception: the folder is damaged.
     """
     with open(Path(folder) / "adapter_config.json"):
         version = int(read_manifest(folder)["weight_version"])
@@ -127,10 +127,10 @@ def load_adapters(folder: str, base: str | None, dtype: str | None, of_version: 
 
 
 def load_weights(folder: str, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
-    """What is in a published folder, and its digest; without a ``dtype`` as `HashedWeights`.
+    """The weights of a published folder and its digest. Without a ``dtype``, as `HashedWeights`.
 
     Raises:
-        Exception: the folder is not there, or is damaged.
+        Exception: the folder is missing or damaged.
     """
     version = int(verify_folder(folder)["weight_version"] if dtype else read_manifest(folder)["weight_version"])
     weights = ModelWeights(folder, dtype, version) if dtype else HashedWeights(version, of_version)

@@ -1,4 +1,4 @@
-"""Fake inference servers in processes of their own, that can be killed, stopped, and told what to do wrong."""
+"""Fake inference servers in separate processes that can be killed, stopped, and told to commit faults."""
 
 import asyncio
 import contextlib
@@ -29,15 +29,15 @@ _ENGINE_OPTIONS = ("dtype", "token_s", "folder", "of_version")
 
 
 class FakeServer:
-    """A fake server, running; a context manager that kills it.
+    """A running fake server. A context manager that kills it.
 
     Args:
         kind: ``vllm`` or ``sglang``.
-        record: folder for the record of its calls and tokens, which outlives it.
-        options: those of `FakeEngine` and of the fake's ``application``.
+        record: folder for the record of its calls and tokens, which remains after its end.
+        options: options of `FakeEngine` and of the fake's ``application``.
 
     Attributes:
-        url: where it listens; a restarted one is at the same place.
+        url: its address, which stays the same after a restart.
     """
 
     def __init__(self, kind: str, record: Path, **options: Any) -> None:
@@ -58,29 +58,29 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def tell(self, **faults: Any) -> None:
-        """What to do wrong from now on: the fields of `Faults`. Without any: nothing."""
+        """Set the faults to commit from now on, as fields of `Faults`. Without arguments: none."""
         httpx2.post(f"{self.url}/fake", json=faults, timeout=stretched(20)).raise_for_status()
 
     def state(self) -> dict[str, Any]:
-        """The truth: ``paused``, ``label``, ``version``, ``in_flight`` requests, and whether its weights are
-        ``in_pieces``."""
+        """The real state: ``paused``, ``label``, ``version``, ``in_flight`` requests, and ``in_pieces``: whether the
+        weights
+        are partially loaded.
+        """
         return httpx2.get(f"{self.url}/fake", timeout=stretched(20)).raise_for_status().json()
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped."""
+        """Kill it at once, also if it is stopped."""
         self._process.kill()
         self._process.join(stretched(20))
 
     def stop(self) -> None:
-        """SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def wake(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def restart(self) -> None:
-        """Start it anew at the same URL, as it was first started."""
+        """Start it again at the same URL with the same options."""
         self.kill()
         self._start()
 
@@ -101,12 +101,14 @@ class FakeServer:
         return [json.loads(line) for line in self._log.read_text().splitlines()]
 
     def calls(self) -> list[str]:
-        """``"POST /pause?mode=keep"`` ..., in order, since it was first started."""
+        """``"POST /pause?mode=keep"`` ..., in order, since its first start."""
         return [line["call"] for line in self._record() if "call" in line]
 
     def tokens(self) -> list[dict[str, Any]]:
-        """Every token with ``rid``, ``position``, ``token``, ``logprob``, the ``version`` that really sampled it, and
-        whether it is ``mixed``."""
+        """Every token with ``rid``, ``position``, ``token``, ``logprob``, ``mixed``, and the ``version`` that really
+        sampled
+        it.
+        """
         return [line for line in self._record() if "token" in line]
 
     def __enter__(self) -> "FakeServer":

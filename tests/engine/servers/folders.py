@@ -1,4 +1,4 @@
-"""Published folders, as a publisher leaves them: tiny models with a probe, or next to nothing for hashed weights."""
+"""Published folders as a publisher leaves them: tiny models with a probe, or almost nothing for hashed weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ PROMPT = torch.randint(4, 60, (100,), generator=torch.Generator().manual_seed(5)
 
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
-    """A Qwen3 of 64 words."""
+    """A Qwen3 with a vocabulary of 64."""
     return build_reference(tiny_qwen3(tied=False, vocab_size=64), seed)
 
 
 def step(model: PreTrainedModel, lr: float) -> None:
-    """About what a step of AdamW does at first: every weight moves by ``lr``, up or down."""
+    """Change every weight by ``lr``, up or down, like a first step of AdamW."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():
@@ -34,7 +34,7 @@ def step(model: PreTrainedModel, lr: float) -> None:
 
 
 def model_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of all but the first, by another attention than a fake's."""
+    """Log-probabilities of all tokens but the first, with another attention kernel than a fake's."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         rows = torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float(), -1)
@@ -42,7 +42,7 @@ def model_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
 
 
 def publish_model(root: Path, version: int, model: PreTrainedModel, dtype: str = "float32", probe: bool = True) -> str:
-    """Publish a model; the path of the folder."""
+    """Publish a model and return the path of the folder."""
     folder, stored = version_path(root, version), tiny_model()
     stored.load_state_dict(model.state_dict())
     stored.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -55,7 +55,7 @@ def publish_model(root: Path, version: int, model: PreTrainedModel, dtype: str =
 
 
 def publish_hashed(root: Path, version: int) -> str:
-    """Publish what hashed weights need; the path of the folder."""
+    """Publish a folder for hashed weights and return its path."""
     folder = version_path(root, version)
     folder.mkdir(parents=True)
     entry = write_entry(folder, "model.safetensors", f"version {version}".encode())
@@ -74,7 +74,7 @@ def adapted_model(seed: int = 0) -> PreTrainedModel:
 
 
 def step_adapters(model: PreTrainedModel, lr: float) -> None:
-    """`step` of what is trained."""
+    """Apply `step` to the trained parameters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():
@@ -83,7 +83,7 @@ def step_adapters(model: PreTrainedModel, lr: float) -> None:
 
 
 def publish_adapters(root: Path, version: int, model: PreTrainedModel, dtype: str | None = None) -> str:
-    """Publish the adapters of a model of a float32 base as an engine does; the path of the folder."""
+    """Publish the adapters of a model with a float32 base, like an engine does. Returns the path of the folder."""
     probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), "float32").encode()
     meta = WeightUpdateMeta("adapter", str(root), dtype=dtype)
     written = write_version(model, meta, version, base_dtype=torch.float32, extra_files={PROBE_NAME: probe})
@@ -91,7 +91,7 @@ def publish_adapters(root: Path, version: int, model: PreTrainedModel, dtype: st
 
 
 def publish_hashed_adapters(root: Path, version: int, rank: int = 8, probe: bool = False) -> str:
-    """`publish_hashed` of adapters."""
+    """`publish_hashed` for adapters."""
     folder = version_path(root, version)
     folder.mkdir(parents=True)
     names = [f"base_model.model.model.layers.0.{module}.lora_A.weight" for module in MODULES]

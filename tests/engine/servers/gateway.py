@@ -1,4 +1,4 @@
-"""What may stand between a client and its server: a proxy in this process, that does to answers what a test says."""
+"""A proxy in this process between a client and its server, which changes answers as a test wants."""
 
 import asyncio
 import ssl
@@ -15,17 +15,17 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 
 class Gateway:
-    """Sends what comes under ``prefix`` on to ``target``; a context manager.
+    """Forwards requests under ``prefix`` to ``target``. A context manager.
 
     Args:
-        target: URL of a server; None: there is none.
-        prefix: of the paths, ``/v1/servers/3``, say.
-        answer: called first; what it returns is the answer, unless that is None.
-        host: to listen at.
-        port: likewise; 0 takes a free one.
-        tls: speaks HTTPS.
-        compress: answers are compressed.
-        close: each connection is closed after an answer, without a word.
+        target: URL of a server. None: there is no server.
+        prefix: prefix of the paths, for example ``/v1/servers/3``.
+        answer: called first. Its return value is the answer, unless it is None.
+        host: address to listen at.
+        port: port to listen at. 0 takes a free one.
+        tls: whether to speak HTTPS.
+        compress: whether to compress answers.
+        close: whether to close each connection after an answer, without notice.
     """
 
     def __init__(

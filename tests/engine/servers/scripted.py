@@ -1,4 +1,4 @@
-"""Servers in this process that do what a test tells them, and published folders for them to load."""
+"""Servers in this process that behave as a test wants, and published folders for them to load."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from tests.limits import stretched
 
 
 def write_published(root: Path, version: int, contents: str = "weights") -> Path:
-    """What a publisher leaves: the folder of a version, in place of one that was there."""
+    """Write the folder of a version as a publisher leaves it, replacing an existing one."""
     folder = version_path(root, version)
     remove_folder(folder)
     folder.mkdir(parents=True)
@@ -31,13 +31,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class PlainServer:
-    """Loads what it is told to; cannot be asked what it serves.
+    """Loads the folder it is given. Cannot be asked for its version.
 
     Attributes:
-        told: versions, in the order in which it was told of them.
-        answer: called with a version before that is loaded.
-        go: cleared, a load takes until it is set.
-        most_at_once: most loads at the same time so far.
+        told: versions in the order in which they were given.
+        answer: called with a version before it is loaded.
+        go: while it is cleared, loads wait.
+        most_at_once: largest number of simultaneous loads so far.
     """
 
     def __init__(self, name: str = "plain", answer: Callable[[int], object] = lambda version: None) -> None:
@@ -68,11 +68,11 @@ class PlainServer:
 
 
 class ScriptedServer(PlainServer):
-    """Can be asked what it serves, too; an update pauses it until it has loaded.
+    """A server that can be asked for its version. An update pauses it until the load is complete.
 
     Attributes:
         alive: whether it can be reached.
-        label, paused: what it says.
+        label, paused: its reported state.
     """
 
     def __init__(self, name: str = "scripted", answer: Callable[[int], object] = lambda version: None) -> None:
@@ -80,7 +80,7 @@ class ScriptedServer(PlainServer):
         self.restart()
 
     def restart(self) -> None:
-        """As after a start: without weights that were published."""
+        """Reset to the state after a start, without published weights."""
         self.alive, self.label, self.paused = True, None, False
 
     @property
@@ -104,5 +104,5 @@ class ScriptedServer(PlainServer):
 
 
 def refuse(version: int) -> None:
-    """An ``answer``: the load fails."""
+    """An ``answer`` with which the load fails."""
     raise PublishError(f"version {version} cannot be loaded")

@@ -1,4 +1,4 @@
-"""Adapters published alone: requests end on the version that they began with, and no failure takes it away."""
+"""Adapters published alone: requests end with the version they began with, and no failure takes it away."""
 
 import asyncio
 import shutil
@@ -81,7 +81,7 @@ def serves(server: Any, folder: str, version: int) -> bool:
 
 
 class InFlight:
-    """A completion under way in a thread of its own, of 2000 tokens; a context manager that waits for its end."""
+    """A completion of 2000 tokens in a separate thread. A context manager that waits for its end."""
 
     def __init__(self, server: Any, fake: FakeServer) -> None:
         self._server, self._fake = server, fake
@@ -104,7 +104,7 @@ class InFlight:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeServer]:
-    """A vLLM without a model, that takes adapters."""
+    """A vLLM without a model that accepts adapters."""
     with FakeServer("vllm", tmp_path, lora=True, token_s=0.001) as server:
         yield server
 
@@ -204,7 +204,7 @@ def test_a_request_in_flight_ends_on_the_adapters_it_began_with(kind: str, tmp_p
 
 @pytest.mark.slow
 def test_the_folder_of_adapters_in_use_is_not_deleted(tmp_path: Path) -> None:
-    """With room for one, the fake reads them again at every turn, as vLLM does, and would die of a missing folder."""
+    """With room for one adapter, the fake reads each again at every turn, as vLLM does, and needs its folder."""
     root = tmp_path / "w"
     with FakeServer("vllm", tmp_path, lora=True, token_s=0.001, max_loras=1) as fake:
         fleet = ServerFleet([VLLMServer(fake.url)], probe_interval_s=None)
@@ -245,7 +245,7 @@ def test_a_load_that_failed_leaves_the_old_adapters_serving(fake: FakeServer, tm
     assert serves(server, good, 1)
     third = publish_hashed_adapters(tmp_path / "w", 3)
     unseen = shutil.copytree(third, tmp_path / "unseen")
-    (unseen / "adapter_config.json").unlink()  # what a server says that does not see the folder
+    (unseen / "adapter_config.json").unlink()  # the answer of a server that does not see the folder
     with pytest.raises(PublishError, match="let the server see the folder under the same path"):
         server.update_adapters_from_disk(str(unseen), 3)
     assert serves(server, good, 1)
@@ -255,7 +255,7 @@ def test_a_load_that_failed_leaves_the_old_adapters_serving(fake: FakeServer, tm
     assert serves(server, third, 3)
 
 
-@pytest.mark.parametrize("call", range(len(UPDATE)))  # without a probe the last is what unloads
+@pytest.mark.parametrize("call", range(len(UPDATE)))  # without a probe the last call unloads
 @pytest.mark.slow
 def test_an_update_cut_off_at_any_call_is_completed_by_another_publisher(
     call: int, fake: FakeServer, tmp_path: Path
@@ -265,12 +265,13 @@ def test_an_update_cut_off_at_any_call_is_completed_by_another_publisher(
     for version, when in enumerate(("before", "after"), start=2):
         folder = publish_hashed_adapters(tmp_path / "w", version)
         fake.tell(at_call=call, does="stop", when=when)
-        late = pytest.raises(SlowServerError) if call < 6 else nullcontext()  # served by then; what is old may stay
+        # the new version is served by then, and the old one may stay
+        late = pytest.raises(SlowServerError) if call < 6 else nullcontext()
         with late:
             VLLMServer(fake.url, timeout_s=0.5).update_adapters_from_disk(folder, version)
         fake.wake()
         fake.tell()
-        later = VLLMServer(fake.url)  # of the publisher's next life
+        later = VLLMServer(fake.url)  # a client of the publisher's next life
         later.update_adapters_from_disk(folder, version)
         assert serves(later, folder, version) and fake.state()["adapters"] == [name_of(folder, version)]
 
@@ -282,7 +283,7 @@ def test_a_restarted_server_is_brought_up_by_the_prober(fake: FakeServer, tmp_pa
         fleet.update(folder, 1, stretched(20))
         (server,) = fleet.serving()
         fake.restart()
-        with pytest.raises(ServerError, match="answered with 404"):  # it is not the base that answers
+        with pytest.raises(ServerError, match="answered with 404"):  # the base model does not answer instead
             complete(server)
         wait_for(lambda: fake.state()["adapters"] and fleet.serving())
         assert serves(server, folder, 1)
@@ -339,7 +340,9 @@ def test_merged_weights_and_adapters_do_not_mix(fake: FakeServer, tmp_path: Path
         ({"lora": True, "dev_mode": False}, r"answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-def test_a_server_started_without_what_is_needed_says_so(options: Any, expected: str, tmp_path: Path) -> None:
+def test_a_server_started_without_a_needed_option_is_refused_with_advice(
+    options: Any, expected: str, tmp_path: Path
+) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
         VLLMServer(fake.url).update_adapters_from_disk(folder, 1)
@@ -360,7 +363,7 @@ def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
         assert serves(server, folder, 1)
 
 
-def test_who_takes_no_adapters_and_a_broadcast_of_them_are_refused(tmp_path: Path) -> None:
+def test_clients_without_adapters_and_broadcasts_of_adapters_are_refused(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
     with pytest.raises(ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"):
         ServerFleet([PlainServer()]).update(folder, 1, 1)

@@ -1,4 +1,4 @@
-"""Servers are told together, known for what they are, and brought up to date when they were missed."""
+"""Servers are updated together, their state is known, and missed servers are brought up to date."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ from tests.limits import stretched
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = stretched(20)
-"""For updates that are to succeed."""
+"""Limit for updates that should succeed."""
 SERVING, BEHIND, PAUSED, GONE = ServerState
 
 MakeFleet = Callable[..., ServerFleet]
@@ -30,7 +30,7 @@ MakeFleet = Callable[..., ServerFleet]
 
 @pytest.fixture
 def make_fleet() -> Iterator[MakeFleet]:
-    """`ServerFleet` with a prober that looks often, closed at the end."""
+    """Makes `ServerFleet`s with a frequent prober, closed at the end."""
     fleets: list[ServerFleet] = []
 
     def make(
@@ -49,7 +49,7 @@ def states(fleet: ServerFleet) -> list[ServerState]:
 
 
 def hang(server: PlainServer, fleet: ServerFleet, folder: Path, version: int) -> None:
-    """An update that the server outlives: it is told, and does not answer in time."""
+    """Make an update that a server gets, but does not answer in time."""
     server.go.clear()
     server.began.clear()
     with pytest.raises(PublishError, match=r"is gone: it did not load .* within 0.2 s"):
@@ -77,7 +77,7 @@ def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fle
     fleet, folder = make_fleet(good, bad, off, probe_interval_s=None), write_published(tmp_path, 4)
     with pytest.raises(PublishError) as caught:
         fleet.update(folder, 4, LIMIT_S)
-    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # whoever failed first has ended the update
+    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # the first failure has ended the update
     known = [str(report) for report in fleet.states()]
     assert known[1] == "http://bad is paused (ConnectionError: http://bad/load broke off)"
     assert known[2] == "off is gone (off refused the connection)"
@@ -120,13 +120,13 @@ def test_a_restarted_server_is_brought_up_without_a_publication(tmp_path: Path, 
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
 
-def test_a_server_that_was_left_paused_is_told_again(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_server_left_paused_is_updated_again(tmp_path: Path, make_fleet: MakeFleet) -> None:
     server = ScriptedServer()
     fleet, folder = make_fleet(server, probe_interval_s=None), write_published(tmp_path, 1)
     for _ in range(2):
         fleet.update(folder, 1, LIMIT_S)
         assert not server.paused
-        server.paused = True  # a publisher was killed between pause and load; the label is right
+        server.paused = True  # the label is right, but a publisher was killed between pause and load
     assert server.told == [1, 1], "an update goes to all of them, whatever their label is"
     probed = make_fleet(server)
     probed.update(folder, 1, LIMIT_S)
@@ -185,14 +185,14 @@ def test_a_server_that_hangs_is_gone_until_it_answers(
 
 
 @pytest.mark.parametrize("kind", [PlainServer, ScriptedServer])
-def test_a_late_answer_counts_and_nobody_is_told_twice_at_once(
+def test_a_late_answer_counts_and_no_server_gets_two_updates_at_once(
     tmp_path: Path, make_fleet: MakeFleet, kind: type[PlainServer]
 ) -> None:
     server = kind()
     fleet = make_fleet(server)
     hang(server, fleet, write_published(tmp_path, 1), 1)
     assert states(fleet) == [GONE]
-    time.sleep(0.2)  # the prober has had its chances to tell it
+    time.sleep(0.2)  # the prober has had time to update it
     server.go.set()
     assert fleet.wait_serving(1, LIMIT_S)
     assert server.told == [1]
@@ -224,7 +224,9 @@ def test_an_update_waits_for_an_earlier_one_within_its_time(tmp_path: Path, make
     assert states(fleet) == [SERVING]
 
 
-def test_who_did_not_serve_before_is_waited_for_only_while_needed(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_servers_that_did_not_serve_before_are_waited_for_only_while_needed(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     good, hung = ScriptedServer("good"), ScriptedServer("hung")
     fleet = make_fleet(good, hung, probe_interval_s=None)
     fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
@@ -305,7 +307,7 @@ def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Pa
     assert fleet.serving() == [good, other]
 
 
-def test_a_version_that_is_published_anew_replaces_all_servers_have(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_version_published_again_replaces_the_weights_of_all_servers(tmp_path: Path, make_fleet: MakeFleet) -> None:
     servers = [ScriptedServer("a"), ScriptedServer("b"), PlainServer("c")]
     fleet = make_fleet(*servers)
     fleet.update(write_published(tmp_path, 7), 7, LIMIT_S)
@@ -383,7 +385,7 @@ def test_statistics_count_states_and_time_the_slowest(
     assert "inference server bad is paused (version 1 cannot be loaded) (it was behind)" in lines
 
 
-def test_what_cannot_be_a_fleet_or_a_version_is_refused(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_invalid_fleets_and_versions_are_refused(tmp_path: Path, make_fleet: MakeFleet) -> None:
     with pytest.raises(ConfigError, match="inference server x is named twice"):
         ServerFleet([PlainServer("x"), PlainServer("x")])
     with pytest.raises(ConfigError, match="min_servers is 2, but there are 1 inference servers"):
@@ -410,7 +412,7 @@ def test_looking_at_servers_is_no_progress_of_the_process(tmp_path: Path, make_f
     assert seconds_since_beat() >= time.monotonic() - begun - 0.01, "a rank that hangs would not be found"
 
 
-def test_a_closed_fleet_looks_after_nobody(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_closed_fleet_updates_no_server(tmp_path: Path, make_fleet: MakeFleet) -> None:
     server = ScriptedServer()
     fleet = make_fleet(server)
     fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)

@@ -1,4 +1,4 @@
-"""Whoever dies or stops at any HTTP call of an update: after the next one every live server is up to date."""
+"""A server or publisher dies or stops at any HTTP call of an update: the next update reaches every live server."""
 
 import asyncio
 import multiprocessing as mp
@@ -33,7 +33,7 @@ CALLS = {
     "vllm": ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"],
     "sglang": ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info"],
 }
-"""Of one update, in order."""
+"""Calls of one update, in order."""
 CALLS["vllm"] += ["weight_info", "is_paused"]
 SERVING, BEHIND, PAUSED, GONE = ServerState
 
@@ -42,7 +42,7 @@ Client = VLLMServer | SGLangServer
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    """Of the servers; a test may say another one."""
+    """Kind of the servers. A test may override it."""
     return getattr(request, "param", "vllm")
 
 
@@ -58,7 +58,7 @@ def clients(fakes: list[FakeServer], kind: str = "vllm", timeout_s: float = LIMI
 
 
 def check_served(fakes: list[FakeServer], folder: Path, version: int, kind: str = "vllm") -> None:
-    """All say that they serve the folder, and a completion comes from it."""
+    """Check that all servers report the folder, and that a completion comes from it."""
     request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=4), seed=1)
     for fake, client in zip(fakes, clients(fakes, kind), strict=True):
         assert client.status() == ServerStatus(weights_label(folder, version), paused=False)
@@ -186,7 +186,7 @@ def test_a_server_that_lies_about_an_update_gets_no_requests_until_it_is_right(t
 
 
 def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(tmp_path: Path) -> None:
-    """It would take the whole limit of an update, and the thread of the prober with it."""
+    """The call would last the whole limit of an update and block the prober's thread."""
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
         server = VLLMServer(fake.url, timeout_s=stretched(300), status_timeout_s=stretched(0.5))

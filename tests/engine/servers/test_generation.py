@@ -1,4 +1,4 @@
-"""Completions of token ids: tokens, log-probabilities and versions are those of the server's own record."""
+"""Completions of token ids: tokens, log-probabilities and versions agree with the server's own record."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def generated(fake: FakeServer, tokens: int) -> None:
-    """Wait until so many tokens have been sampled."""
+    """Wait until ``tokens`` tokens have been sampled."""
     await until(lambda: len(fake.tokens()) >= tokens)
 
 
@@ -119,7 +119,7 @@ def test_a_request_to_a_paused_server_is_answered_by_the_next_version(
     assert asyncio.run(wait_and_update()).output_versions == [2] * 8
 
 
-def test_what_is_no_completion_is_an_error_that_names_the_server(
+def test_an_invalid_completion_is_an_error_that_names_the_server(
     kind: str, server: VLLMServer | SGLangServer, fake: FakeServer
 ) -> None:
     fake.tell(fail={GENERATE[kind]: 1})
@@ -159,7 +159,7 @@ def test_a_completion_that_is_cut_off_is_asked_for_again(
         await asyncio.to_thread(fake.restart)
         return await flying
 
-    with pytest.raises(ServerError):  # of the restarted one, that serves nothing published
+    with pytest.raises(ServerError):  # from the restarted server, which serves no published weights
         asyncio.run(kill_meanwhile())
     server.update_weights_from_disk(folder, 2)
     assert asyncio.run(server.agenerate(request())).output_versions == [2] * 8

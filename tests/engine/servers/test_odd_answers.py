@@ -1,4 +1,4 @@
-"""Between a client and its server: gateways, certificates, names that move, and answers that are not the server's."""
+"""Trouble between a client and its server: gateways, certificates, names that move, and answers of other parties."""
 
 import asyncio
 import re
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def check_use(server: VLLMServer, folder: str) -> None:
-    """Update it, and ask it for two completions."""
+    """Update the server and ask it for two completions."""
     assert server.update_weights_from_disk(folder, 1) == 1
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
@@ -145,7 +145,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("answer", ODD, ids=lambda answer: answer.__name__)
-def test_what_no_server_answers_is_quoted_and_nothing_more_is_done(answer: Any, folder: str) -> None:
+def test_an_unexpected_answer_is_quoted_and_ends_the_update(answer: Any, folder: str) -> None:
     with Gateway(answer=answer) as gateway:
         server = VLLMServer(gateway.url)
         with pytest.raises(PublishError, match=ODD[answer]) as caught:
@@ -252,7 +252,7 @@ def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent
         assert not isinstance(caught.value, NoServerError)
 
 
-def test_a_publication_says_how_long_a_server_without_a_limit_of_its_own_may_take(tmp_path: Path) -> None:
+def test_a_publication_limits_servers_that_have_no_time_limit(tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path) as fake:
         folder = publish_hashed(tmp_path / "w", 1)
         patient, hasty = VLLMServer(fake.url), VLLMServer(fake.url, timeout_s=0.3)
@@ -267,7 +267,7 @@ def test_a_publication_says_how_long_a_server_without_a_limit_of_its_own_may_tak
 
 
 def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: FakeServer, tmp_path: Path) -> None:
-    """Nobody knows whose weights it has then."""
+    """The client cannot know whose weights the server has then."""
     mine, theirs = (publish_hashed(tmp_path / name, version) for name, version in (("a", 1), ("b", 2)))
     failures: list[PublishError] = []
 
@@ -282,7 +282,7 @@ def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: F
     first = threading.Thread(target=publish, args=(mine, 1))
     first.start()
     wait_until(lambda: fake.calls().count("POST /resume") > before)
-    publish(theirs, 2)  # up to its label while the first one resumes
+    publish(theirs, 2)  # runs until its label is set while the first one resumes
     first.join(stretched(20))
     fake.tell()
     expected = r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose weights it has"
@@ -305,6 +305,6 @@ def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(folder
     "url",
     ["127.0.0.1:8000", "http://", "ftp://host", "http://:80", "http://[::1", "http://h:99999", "http://h:8000?key=1"],
 )
-def test_what_is_no_url_of_a_server_is_refused_before_it_is_used(url: str) -> None:
+def test_an_invalid_server_url_is_refused_before_it_is_used(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         VLLMServer(url)

@@ -91,7 +91,7 @@ def test_a_file_that_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
-    """Three versions in bfloat16: a step apart, and the last with the weights of the one before."""
+    """Three versions in bfloat16: one step apart, and the last with the weights of the second."""
     model, paths = tiny_model(), []
     for version, lr in ((1, 0.0), (2, 1e-5), (3, 0.0)):
         step(model, lr)

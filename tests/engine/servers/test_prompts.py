@@ -1,4 +1,4 @@
-"""Prompts that a server cannot complete are refused before they are sent: a real one might die of them."""
+"""Prompts that a server cannot complete are refused before they are sent, because a real server might die of them."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def refusal(server: Client, ids: Sequence[Any], **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
 def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(kind: str, tmp_path: Path) -> None:
-    folder = publish_model(tmp_path / "w", 1, tiny_model())  # of 64 words
+    folder = publish_model(tmp_path / "w", 1, tiny_model())  # a vocabulary of 64
     with FakeServer(kind, tmp_path, dtype="float32", folder=folder, max_model_len=40) as fake:
         server = CLIENTS[kind](fake.url)
         server.update_weights_from_disk(folder, 1)
@@ -64,7 +64,7 @@ def test_limits_are_asked_for_once_and_again_when_a_prompt_breaks_them(tmp_path:
             asyncio.run(server.agenerate(request([1, 2])))
         assert small.calls().count("GET /v1/models") == 1
         refusal(server, [1] * 8)
-        small._options["max_model_len"] = 9  # it is started again with a larger one
+        small._options["max_model_len"] = 9  # restarted with a larger limit
         small.restart()
         server.update_weights_from_disk(folder, 1)
         asyncio.run(server.agenerate(request([1] * 8)))
@@ -111,7 +111,7 @@ def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: 
 
 
 def test_a_rollout_with_such_a_prompt_ends_at_once_and_names_the_sample(tmp_path: Path) -> None:
-    """No other server is asked: it would die next."""
+    """No other server is asked, because it would die next."""
     folder = publish_hashed(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path, max_model_len=2) as fake:
         server = VLLMServer(fake.url)

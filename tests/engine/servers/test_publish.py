@@ -1,4 +1,4 @@
-"""A version is complete before any server hears of it, and no failure takes the one before away."""
+"""A version is complete before any server hears about it, and no failure removes the previous one."""
 
 import os
 import resource
@@ -37,7 +37,7 @@ from tests.limits import stretched
 
 
 class Server:
-    """Checks what it is told to load at the moment it is told, as a real one would."""
+    """Checks the folder when it is told to load it, like a real server."""
 
     def __init__(self, off_by: int = 0, fails: bool = False) -> None:
         self.off_by, self.fails = off_by, fails
@@ -84,7 +84,7 @@ def names_of_threads() -> list[str]:
 
 
 def check_contents(engine: FSDPEngine, path: Path) -> None:
-    """A folder that stands by itself: the live weights, and a tokenizer."""
+    """Check that a folder is complete by itself: the live weights, and a tokenizer."""
     live = full_state_dict(engine.model)
     if engine.data_parallel_rank == 0:
         published = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
@@ -122,7 +122,7 @@ def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: 
         pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="File too large"),
     ):
         publish(engine, 3)
-    dist.barrier()  # rank 0 clears up after it has reported
+    dist.barrier()  # rank 0 cleans up after it has reported
     assert sorted(os.listdir(root)) == ["v00000001", "v00000002"]
     assert good.told == ([1, 2] if rank == 0 else [])
 
@@ -136,7 +136,7 @@ def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: 
         publish(engine, 4)
     assert published_versions(root) == [1, 2, 3, 4]
     wanted, end = [3, 4] if rank == 0 else [], time.monotonic() + 10
-    while late.told != wanted and time.monotonic() < end:  # its thread may get its turn after another's has failed
+    while late.told != wanted and time.monotonic() < end:  # its thread may run only after another server's has failed
         time.sleep(0.01)
     assert late.told == wanted, "all are told at once"
     for version in published_versions(root):
@@ -148,11 +148,11 @@ def _a_recovered_run_replaces_what_it_had_published(rank: int, world_size: int, 
     engine.connect_engine([server], WeightUpdateMeta("disk", root))
     for version in (5, 6, 7):
         publish(engine, version)
-    if rank == 0:  # what a publisher killed while it wrote, and one killed while it removed, leave
+    if rank == 0:  # leftovers of publishers killed during a write and during a removal
         for leftover in (".staging-v00000008-0123456789ab", ".retired-v00000005-0123456789ab"):
             (Path(root) / leftover / "part").mkdir(parents=True)
     dist.barrier()
-    publish(engine, 6)  # restored to step 6, with other weights than the first life's
+    publish(engine, 6)  # restored to step 6, with weights other than the first life's
     assert sorted(os.listdir(root)) == ["v00000006"]
     check_contents(engine, version_path(root, 6))
     publish(engine, 7)
@@ -168,7 +168,7 @@ def _all(rank: int, world_size: int, folder: str, root: str) -> tuple[list[int],
 
 
 class SlowServer:
-    """Needs some seconds to load a version; None: for ever."""
+    """Takes some seconds to load a version. None: forever."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -282,7 +282,7 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         engine.destroy()
         if rank == 0:
             lost.restart()
-            wait_until(lambda: lost.label == label)  # who made the fleet closes it
+            wait_until(lambda: lost.label == label)  # the fleet's owner closes it
 
 
 def _servers_that_were_named_are_looked_after(rank: int, world_size: int, folder: str, root: str) -> None:
@@ -326,7 +326,7 @@ def _all_of_a_fleet(rank: int, world_size: int, folder: str, root: str) -> Publi
     _what_goes_along_is_sealed(rank, world_size, folder, f"{root}/d")
     engine = make_engine(folder)
     engine.connect_engine([], WeightUpdateMeta("disk", f"{root}/e", version=5))
-    return engine.update_weights()  # for a driver to tell the servers of
+    return engine.update_weights()  # the driver tells the servers
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""An SGLang server, after a fake that follows its source: what it refuses keeps it paused until a load succeeds."""
+"""An SGLang server (a fake after its source): a refused load keeps it paused until a load succeeds."""
 
 import asyncio
 import shutil
@@ -66,7 +66,7 @@ def test_versions_are_served_and_a_skipped_update_is_found(dtype: str, tmp_path:
 def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
     trouble: str, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a 400 for a flush the weights are loaded, and the label is the old one."""
+    """If the flush fails with 400, the weights are loaded, but the label is the old one."""
     server, first = SGLangServer(fake.url), publish_hashed(tmp_path / "w", 1)
     server.update_weights_from_disk(first, 1)
     second = publish_hashed(tmp_path / "w", 2)

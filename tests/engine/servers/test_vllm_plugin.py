@@ -1,4 +1,4 @@
-"""A vLLM server with the plugin: what it refuses changes nothing, and an update that was left open is closed."""
+"""A vLLM server with the plugin: refused updates change nothing, and an update left open is closed."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeServer]:
-    """One with ``holdfast_disk``."""
+    """A vLLM with ``holdfast_disk``."""
     with FakeServer("vllm", tmp_path, plugin=True) as server:
         yield server
 
@@ -101,7 +101,7 @@ def test_weights_of_a_folder_arrive_with_their_digest(fake: FakeServer, tmp_path
 
 @pytest.fixture
 def receiver(tmp_path: Path) -> Iterator[FakeServer]:
-    """One with ``holdfast_broadcast``, that serves a model."""
+    """A vLLM with ``holdfast_broadcast`` that serves a model."""
     base = publish_model(tmp_path / "base", 0, tiny_model())
     with FakeServer("vllm", tmp_path, plugin=True, dtype="float32", folder=base) as server:
         yield server

@@ -1,4 +1,4 @@
-"""A vLLM server serves the weights that it was told to, or the publisher hears what is wrong; none is resumed torn."""
+"""A vLLM server serves the published weights, or the publisher gets an error. It never resumes with partial weights."""
 
 import asyncio
 import pickle
@@ -49,14 +49,14 @@ CYCLE = [
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeServer]:
-    """One that needs no model."""
+    """A vLLM without a model."""
     with FakeServer("vllm", tmp_path) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
-    """One that computes in bfloat16."""
+    """A vLLM that computes in bfloat16."""
     with FakeServer("vllm", tmp_path_factory.mktemp("record"), dtype="bfloat16") as server:
         yield server
 
@@ -106,7 +106,7 @@ def test_a_server_that_keeps_its_old_weights_is_found_and_paused(tmp_path: Path)
         step(model, 1e-4)
         folder = publish_model(tmp_path / "w", 2, model)
         fake.tell(lie=1)
-        server = VLLMServer(fake.url)  # of another publisher, that remembers no answer
+        server = VLLMServer(fake.url)  # a client of another publisher, without remembered answers
         with pytest.raises(
             WrongContentError, match=r"from the trainer's by \S+ on average, in float32 by at most 2e-05"
         ):
@@ -131,7 +131,7 @@ def test_a_skipped_update_is_found_in_bfloat16(case: int, tmp_path: Path, bfloat
     assert server.status().paused
     bfloat16.tell()
     server.update_weights_from_disk(folder, 2)
-    server.update_weights_from_disk(folder, 2)  # the same answer of the same weights is right
+    server.update_weights_from_disk(folder, 2)  # the same answer from the same weights is correct
     assert serves(server, folder, 2)
 
 
@@ -186,14 +186,14 @@ def test_a_prefix_cache_that_is_not_reset_keeps_the_server_paused(tmp_path: Path
     with FakeServer("vllm", tmp_path, token_s=0.001) as fake:
         server = VLLMServer(fake.url)
         server.update_weights_from_disk(folder, 1)
-        fake.tell(keep_caches=True)  # the requests in flight keep theirs, which takes blocks
+        fake.tell(keep_caches=True)  # the requests in flight keep their caches, which take blocks
         asyncio.run(publish_meanwhile(fake, server))
         assert server.status().paused and fake.calls()[-3] == "POST /reset_prefix_cache"
         server.update_weights_from_disk(folder, 1)
         assert serves(server, folder, 1)
 
 
-def test_what_cannot_be_reached_or_is_too_slow_is_told_apart(fake: FakeServer, tmp_path: Path) -> None:
+def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_path: Path) -> None:
     folder = publish_hashed(tmp_path / "w", 1)
     hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
     fake.tell(slow={"/collective_rpc": 60.0})
@@ -246,7 +246,9 @@ def test_an_answer_of_another_label_or_of_no_vllm_is_refused(fake: FakeServer, t
         ({"api_key": "key"}, r"answered with 401 .* give the client its api_key"),
     ],
 )
-def test_a_server_started_without_what_is_needed_says_so(options: Any, expected: str, tmp_path: Path) -> None:
+def test_a_server_started_without_a_needed_option_is_refused_with_advice(
+    options: Any, expected: str, tmp_path: Path
+) -> None:
     folder = publish_model(tmp_path / "w", 1, tiny_model())
     with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)

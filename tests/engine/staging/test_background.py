@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: what they hold, who is told when they fail, what is left of them."""
+"""Saves written while training goes on: their contents, the reports of failures, and the leftovers."""
 
 import resource
 import subprocess
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(100)
 
 
 class Gate:
-    """Holds what is written in the background until it is opened; whoever waits for a save opens it first."""
+    """Blocks background writes until it is opened. Open it before you wait for a save."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -80,7 +80,7 @@ def _metas(root: Path, kind: str) -> list[SaveLoadMeta]:
 
 
 def _settled_fds(expected: int) -> int:
-    """Open files of this process; gloo closes a connection when it hears that the other end did."""
+    """Open files of this process. gloo closes a connection when it notices that the other end is closed."""
     deadline = time.monotonic() + stretched(20)
     while (found := psutil.Process().num_fds()) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
         engine.save(in_background, blocking=False)
         engine.model.config.vocab_size = 99
         with torch.no_grad():
-            engine.forward_batch(make_batch([1, 2]))  # FSDP2 has the root's parameters gathered after this
+            engine.forward_batch(make_batch([1, 2]))  # after this FSDP2 holds the gathered parameters of the root
         assert not Path(in_background.path).exists()
         threading.Timer(0.2, gate.open).start()
         _train(engine, 3)
@@ -111,7 +111,7 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
     engine.destroy()
     assert Path(last.path).is_dir(), "destroy waits"
     assert [thread.name for thread in threading.enumerate() if "save" in thread.name or "staging" in thread.name] == []
-    expected = -1  # of an engine that saved nothing in the background
+    expected = -1  # an engine that saved nothing in the background
     for number, blocking in enumerate((True, False, False)):
         engine = make_engine(model)
         engine.save(SaveLoadMeta(str(root / f"again{number}"), "hf", False), blocking=blocking)
@@ -122,7 +122,7 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
         assert _settled_fds(expected) == expected
 
 
-def test_what_is_written_is_what_was_staged_however_training_goes_on(tmp_path: Path) -> None:
+def test_written_values_are_the_staged_ones_while_training_goes_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     shm = shared_memory()
     run_ranks(_saves_while_training, 2, str(tmp_path / "model"), tmp_path)
@@ -134,7 +134,7 @@ def test_what_is_written_is_what_was_staged_however_training_goes_on(tmp_path: P
 
 
 def _every_sharding(rank: int, world_size: int, root: Path) -> str:
-    """Gathered spans, fused experts, tied weights and conversions; in a world that makes collectives meanwhile."""
+    """Gathered spans, fused experts, tied weights and conversions, while other collectives run in the same world."""
     shard_ranges.BLOCK_BYTES = 1000
     dist.barrier()
     n_fds = psutil.Process().num_fds()
@@ -204,7 +204,7 @@ def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
     telling(lambda: engine.save(SaveLoadMeta(str(root / "next"), "dcp", True)))
     begin("full", 3000)
     telling(engine.wait_for_save)
-    engine.wait_for_save()  # told once
+    engine.wait_for_save()  # reported once
     begin("good", 0)
     begin("good", 0)
     with pytest.raises(CheckpointExistsError):

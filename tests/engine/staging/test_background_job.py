@@ -1,4 +1,4 @@
-"""What a background job says of its tasks, while they run and afterwards."""
+"""Reports of a background job about its tasks, during the run and afterwards."""
 
 import threading
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 def _job(*runs: object) -> BackgroundJob:
-    """Of tasks that return what they are given, or raise it."""
+    """A job with tasks that return the given values, or raise them."""
 
     def task(number: int, outcome: object) -> Task:
         def run() -> object:

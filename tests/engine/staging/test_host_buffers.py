@@ -1,4 +1,4 @@
-"""The memory that snapshots are staged in: one piece, pinned as a whole, given back with the last tensor in it."""
+"""Host memory of snapshots: one piece, pinned as a whole, freed with the last tensor in it."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ SHAPES = ((), (3,), (0, 4), (5, 7), (1,))
 
 
 def rss_bytes() -> int:
-    gc.collect()  # what other tests have left must not go away meanwhile
+    gc.collect()  # so that leftovers of other tests do not go away during this test
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) << 10
 
@@ -78,11 +78,11 @@ def test_staging_takes_one_piece_and_gives_it_back_when_released() -> None:
     assert rss_bytes() - before < 0.1 * shard_bytes
 
 
-def test_a_forked_process_gets_none_of_it_and_cannot_change_it() -> None:
+def test_a_forked_process_sees_zeros_and_cannot_change_the_memory() -> None:
     copy = host_copies_of({"a": torch.empty(8 << 20, dtype=torch.uint8)})["a"]
     copy.fill_(7)
-    if (pid := os.fork()) == 0:  # as a dataloader's workers are; the kernel copies pinned pages for a child
-        values = copy.numpy()  # torch's threads are the parent's
+    if (pid := os.fork()) == 0:  # like a dataloader's workers, because the kernel copies pinned pages for a child
+        values = copy.numpy()  # torch's threads exist only in the parent
         wiped = not values.any()
         values[:] = 1
         os._exit(not wiped)
@@ -91,7 +91,7 @@ def test_a_forked_process_gets_none_of_it_and_cannot_change_it() -> None:
 
 
 class Cudart:
-    """What CUDA's runtime is asked for, and whether it agrees."""
+    """The requests to CUDA's runtime, and whether it grants them."""
 
     def __init__(self, error: int = 0) -> None:
         self.error, self.calls = error, list[tuple[str, int, int]]()
@@ -103,7 +103,7 @@ class Cudart:
         return self.error
 
     def launch(self, *size: int, device: torch.device) -> None:
-        """What torch does after it has launched a kernel: ask for the last error, of whatever call, and clear it."""
+        """Do what torch does after a kernel launch: ask for the last error of any call, and clear it."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -125,7 +125,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
-    """What the allocation asks of a tensor, as one on a GPU would answer; there need not be a GPU."""
+    """Wrap a tensor so that it reports a GPU as its device to the allocation. No GPU is needed."""
     return SimpleNamespace(device=torch.device("cuda", 0), nbytes=tensor.nbytes, dtype=tensor.dtype, shape=tensor.shape)
 
 
@@ -136,7 +136,7 @@ def test_it_is_pinned_once_and_unpinned_before_it_is_unmapped(cudart: Cudart) ->
     assert address == copies["a"].data_ptr() and 12 << 20 <= n_bytes < (12 << 20) + 8192
     assert address <= copies["b"].data_ptr() < address + n_bytes
     assert not address <= copies["host"].data_ptr() < address + n_bytes
-    if (pid := os.fork()) == 0:  # as a dataloader's workers are
+    if (pid := os.fork()) == 0:  # like a dataloader's workers
         copies.clear()
         os._exit(len(cudart.calls) != 1)
     assert os.waitpid(pid, 0)[1] == 0
@@ -149,7 +149,7 @@ def test_it_is_pinned_once_and_unpinned_before_it_is_unmapped(cudart: Cudart) ->
     assert cudart.calls[1:] == [("unregister", address, True)]
 
 
-def test_what_cuda_cannot_pin_is_told_and_fails_no_later_kernel(
+def test_memory_that_cuda_cannot_pin_is_reported_and_fails_no_later_kernel(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart.error, wanted = 2, on_gpu(torch.ones(2))

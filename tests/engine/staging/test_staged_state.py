@@ -1,4 +1,4 @@
-"""The host copy that a snapshot is written from: what was staged stays what it was."""
+"""The host copy of a snapshot: staged values never change."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> Non
 
 
 class Gate:
-    """Holds the copy of what may be copied later, until it is opened."""
+    """Blocks the delayed copies until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
@@ -96,7 +96,7 @@ def test_without_a_promise_all_of_it_is_copied_at_once(monkeypatch: pytest.Monke
     assert_same(staged, before)
 
 
-def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
+def test_buffers_are_kept_while_they_fit_and_freed_on_request() -> None:
     state = trained()
     staging = Staging(state.model)
 
@@ -115,7 +115,7 @@ def test_buffers_are_kept_while_they_fit_and_given_up_when_told_to() -> None:
     assert state.optimizer is not None and not state.optimizer._optimizer_step_pre_hooks
 
 
-def test_a_copy_that_fails_is_told_its_reader_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_raises_for_its_reader_and_not_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
@@ -147,7 +147,7 @@ def test_a_load_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def _stage_shards(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))  # of the last one a rank holds nothing
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))  # one rank has an empty shard of the last layer
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters())
     state = DCPState(model, optimizer, changes_only_in_step=True)
@@ -170,7 +170,7 @@ def test_a_staged_shard_is_a_shard_in_memory_of_its_own() -> None:
 
 
 def test_a_thread_waits_for_a_devices_copy_with_that_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, seen = [0], []  # a new thread's is 0, which CUDA would make a context on
+    current, seen = [0], []  # a new thread starts at device 0, on which CUDA would create a context
 
     @contextmanager
     def device(chosen: torch.device) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Weights that are changed outside of a step while a snapshot copies them: that waits, or the snapshot fails."""
+"""Weights changed outside of a step while a snapshot copies them: the change waits, or the snapshot fails."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def differing(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
 
 @contextmanager
 def held_copies(*seconds: float) -> Iterator[threading.Event]:
-    """The threads that copy what may be copied later wait for the event; each for so long at most."""
+    """Let the threads of delayed copies wait for the event, each at most the given number of seconds."""
     gate, copy, waits = threading.Event(), staged_state._copy_in_thread, iter(seconds)
 
     def held(*args: Any) -> Any:
@@ -159,7 +159,7 @@ def test_the_guard_knows_models_by_parts_and_parts_by_models() -> None:
         staging.finish()
 
 
-def test_what_is_staged_inside_of_the_guard_is_copied_at_once() -> None:
+def test_state_staged_inside_the_guard_is_copied_at_once() -> None:
     state = make_state()
     staging = Staging(state.model)
     with changing_weights(state.model), torch.no_grad(), held_copies():
@@ -169,7 +169,7 @@ def test_what_is_staged_inside_of_the_guard_is_copied_at_once() -> None:
         WAYS["in place"](state)
         staging.finish()
     assert differing(values_of(staged), before) == []
-    with held_copies() as gate, pytest.raises(TornSnapshotError):  # outside of it, it is not, as before
+    with held_copies() as gate, pytest.raises(TornSnapshotError):  # without the guard the snapshot is torn
         staging.stage(state)
         with torch.no_grad():
             WAYS["in place"](state)

@@ -31,11 +31,11 @@ def test_a_number_is_rounded_to_a_neighbour_and_is_right_in_the_mean() -> None:
 
 
 LARGEST = (2 - 2**-7) * 2.0**127
-"""Of bfloat16."""
+"""Largest number of bfloat16."""
 
 
 def allowed_roundings(value: float) -> list[float]:
-    """Both neighbours in bfloat16, by exact fractions. Infinity only from half a step above the largest number on."""
+    """Both neighbours in bfloat16, by exact fractions. Infinity only from half a step above the largest number."""
     if math.isnan(value) or math.isinf(value):
         return [value]
     exponent = max(math.frexp(value)[1] - 1, -126) if value else -126
@@ -77,7 +77,7 @@ def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:
 
 
 def test_a_second_moment_falls_when_gradients_do() -> None:
-    """To the nearest, 0.999 of a number of bfloat16 is the number itself."""
+    """Rounded to nearest, 0.999 times a bfloat16 number is the number itself."""
     assert torch.equal(torch.full((1,), 1.0).bfloat16().mul_(0.999), torch.full((1,), 1.0).bfloat16())
     param = nn.Parameter(torch.zeros(1024))
     optimizer = AdamBF16([param], lr=0.0)

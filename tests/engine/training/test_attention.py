@@ -1,4 +1,4 @@
-"""Packed sequences attend each within itself, as alone, in memory that does not grow with the square of the row."""
+"""Packed sequences attend only within themselves, in memory that does not grow with the square of the row."""
 
 import copy
 import json
@@ -96,7 +96,7 @@ def _attend(inputs: Sequence[torch.Tensor], mask: PackedRow | None, **options: A
 
 
 def _by_hand(query: Any, key: Any, value: Any, row: PackedRow, scale: float) -> torch.Tensor:
-    """The formula, of all pairs of tokens in float64: ``[1, T, heads, dim]``."""
+    """The formula over all pairs of tokens in float64: ``[1, T, heads, dim]``."""
     sequence = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
     age = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
     seen = (sequence[:, None] == sequence) & (age >= 0) & (age < (row.window or len(sequence)))
@@ -134,7 +134,7 @@ def test_dropped_weights_are_drawn_from_torchs_generator() -> None:
     assert not torch.equal(outs[0], outs[2]) and not torch.equal(outs[0], outs[3])
 
 
-def test_what_packed_attention_does_not_know_is_an_error() -> None:
+def test_an_option_unknown_to_packed_attention_is_an_error() -> None:
     row, inputs = _row(LENGTHS), [torch.randn(1, 2, sum(LENGTHS), 8) for _ in range(3)]
     for mask in (row, None):
         for name in ("softcap", "s_aux"):
@@ -177,13 +177,13 @@ def test_gradients_are_those_of_each_sequence_alone(name: str, lengths: tuple[in
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     packed = model_output(model, mb, packed=True)
-    (packed * upstream).sum().backward()  # outside of packed_row, where checkpointing computes blocks once more
+    (packed * upstream).sum().backward()  # outside of packed_row, where checkpointing recomputes blocks
     assert torch.allclose(packed, alone, atol=1e-5 * float(alone.detach().abs().max()))
     assert _largest_difference(_gradients(model), expected) < 1e-6
 
 
 class _LargestTensor(TorchDispatchMode):
-    """How many elements the largest tensor has that any operation makes."""
+    """Number of elements of the largest tensor that any operation makes."""
 
     n_elements = 0
 
@@ -196,7 +196,7 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_no_tensor_of_a_step_has_an_element_for_each_pair_of_tokens(name: str) -> None:
-    """Neither forward nor backward make one, nor does a row of one sequence under a window."""
+    """Covers forward and backward, and a row of one sequence under a window."""
     config = LlamaConfig(**SIZES) if name == "llama" else SLIDING[name]
     mb, n_tokens = _micro_batch((300, 1, 900, 400, 447)), 2048
     largest = {}
@@ -230,7 +230,7 @@ def test_a_model_called_outside_of_packed_rows_masks_padding_as_sdpa_does() -> N
 
 
 class ReadsItsMask(LlamaForCausalLM):
-    """Its layers do something with the mask besides handing it on."""
+    """Its layers read the mask in addition to passing it on."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -271,7 +271,7 @@ def test_packed_attention_is_not_asked_for_without_packing() -> None:
 
 
 def test_the_check_compares_with_what_transformers_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that gets lost on the way to ours is no leak: alone, the sequence would come out wrong all the same."""
+    """A lost window is no leak between sequences: a sequence alone would be wrong as well."""
     config = MistralConfig(**SIZES, sliding_window=32)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PACKED_ATTENTION)
     check_packing(model, CPU)

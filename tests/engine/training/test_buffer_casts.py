@@ -1,4 +1,4 @@
-"""Buffers that are stored in float32 and computed with in bfloat16: what is written to them is kept."""
+"""Buffers stored in float32 and cast to bfloat16 for compute: writes to them are kept."""
 
 import copy
 from collections.abc import Callable
@@ -22,11 +22,11 @@ CAST = {
     "kimi_linear": "e_score_correction_bias",
     "minimax_m2": "e_score_correction_bias",
 }
-"""Model type -> the end of the name of buffers that transformers keeps in the model's dtype."""
+"""Model type -> last part of the names of buffers that transformers keeps in the model's dtype."""
 
 
 def write_folder(folder: Path, model_type: str) -> None:
-    """A model whose buffers that are cast have values that bfloat16 rounds."""
+    """A model whose cast buffers have values that bfloat16 rounds."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
     for name, buffer in model.named_buffers():
@@ -110,7 +110,7 @@ def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(model_
 
 
 class Router(nn.Module):
-    """A module with two buffers, one of them no tensor; ``forward`` does what it is told."""
+    """A module with a buffer that is a tensor and one that is None. ``forward`` calls a given function."""
 
     bias: torch.Tensor
     absent: None
@@ -144,7 +144,7 @@ def test_a_forward_that_fails_leaves_the_stored_buffer(error: type[BaseException
     assert torch.equal(module.bias, stored) and module.absent is None
 
 
-def test_what_a_forward_writes_to_its_buffer_keeps_the_stored_dtype() -> None:
+def test_a_write_of_a_forward_to_its_buffer_keeps_the_stored_dtype() -> None:
     module = router()
     stored = module.bias
     module(lambda module: module.bias.mul_(2))

@@ -76,7 +76,7 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
     generator = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(7, 4, generator=generator)
     bias = torch.randn(7, generator=generator)
-    bias[5] = -math.inf  # a word that is never chosen
+    bias[5] = -math.inf  # a token that is never chosen
     tokens = torch.tensor([0, 1, 2, 3, 4, 6, 0, 1, 2])
     weights = torch.randn(2, 9, generator=generator) * torch.tensor([[asked != "entropy"], [asked != "logprobs"]])
     inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
@@ -91,7 +91,7 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
         torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-6)
     for found, true in zip(inputs, reference, strict=True):
         assert found.grad is not None and true.grad is not None
-        # Logits of about 8 are computed twice, in products of two shapes: some of their last bits, 1e-6, differ.
+        # Logits of about 8 are computed twice, in products of two shapes. Some of their last bits, 1e-6, differ.
         torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
 
 

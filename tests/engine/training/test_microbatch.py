@@ -1,4 +1,4 @@
-"""Micro-batching: nothing lost, balanced, deterministic, equal on every rank, and undone by unpack."""
+"""Micro-batching: nothing is lost, parts are balanced, deterministic and equal on every rank, and unpack undoes it."""
 
 import random
 from typing import Any
@@ -158,7 +158,7 @@ def test_partition_is_balanced_and_never_leaves_a_bin_empty(algorithm: str) -> N
 
 
 def test_karmarkar_karp_finds_the_even_partition_that_longest_first_misses() -> None:
-    lengths = [8, 7, 6, 5, 4]  # both known from Korf, "A complete anytime algorithm for number partitioning", 1998
+    lengths = [8, 7, 6, 5, 4]  # both from Korf, "A complete anytime algorithm for number partitioning", 1998
     spread = {}
     for algorithm in ("ffd", "kk"):
         sums = [sum(lengths[i] for i in rows) for rows in partition(lengths, 2, algorithm)]
@@ -179,7 +179,7 @@ def test_split_batch_fills_up_with_dummies_when_there_are_too_few_sequences() ->
 
 
 class _Copies(TorchFunctionMode):
-    """Notes which copies are not waited for; makes none."""
+    """Records asynchronous copies, and makes none."""
 
     def __init__(self) -> None:
         self.non_blocking: set[bool] = set()

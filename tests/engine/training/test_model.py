@@ -70,7 +70,7 @@ def build(folder: Path, name: str, config: PretrainedConfig, **changes: Any) -> 
 
 
 def fill(model: PreTrainedModel, skeleton: PreTrainedModel, spread: float = 0.0) -> PreTrainedModel:
-    """Give memory, buffers and seeded weights, ``spread`` wider than transformers draws them."""
+    """Give memory, buffers and seeded weights, ``spread`` wider than in transformers."""
     give_memory(model, skeleton, CPU)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_buffers_are_those_of_a_model_built_normally(name: str, tmp_path: Path) 
 
 
 class _Unwritten(nn.Module):
-    """Computes a buffer where it is built, as the meta device forgets, and nowhere else."""
+    """Computes a buffer only in its constructor, which has no effect on the meta device."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_buffer_that_nothing_computes_is_an_error_rather_than_garbage(dtype: t
 
 
 def with_dropout(config: PretrainedConfig) -> dict[str, float]:
-    """Turn on every dropout that a config knows; returns the keys and values."""
+    """Turn on every dropout option of a config. Returns the keys and values."""
     probabilities = {key: 0.5 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
     for key in probabilities:
         setattr(config, key, 0.5)

@@ -1,4 +1,4 @@
-"""What loss functions are given: log-probabilities without logits, equal to those from logits; logits for who asks."""
+"""Inputs of loss functions: log-probabilities without logits, equal to those from logits, and logits on request."""
 
 import logging
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def from_output(output: Any, mb: Batch) -> torch.Tensor:
 
 
 def from_logits(output: Any, mb: Batch) -> torch.Tensor:
-    """As a loss that knows nothing of outputs computes it."""
+    """Compute the values from logits, like a loss that knows only logits."""
     log_p = torch.log_softmax(output.float() / TEMPERATURE, dim=-1)
     picked = log_p[:-1].gather(1, mb["input_ids"][1:, None].long()).squeeze(1)
     entropy = -(log_p.exp() * log_p).sum(-1)[:-1]
@@ -60,7 +60,7 @@ def _of(logprobs: torch.Tensor, entropy: torch.Tensor, mb: Batch) -> torch.Tenso
 
 
 def _gradients_both_ways(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    logprobs_module._CHUNK_ELEMENTS = 40  # several chunks, of tokens and of words
+    logprobs_module._CHUNK_ELEMENTS = 40  # several chunks of tokens and of words
     differences = {}
     for packed in (True, False):
         engine = make_engine(
@@ -73,7 +73,7 @@ def _gradients_both_ways(rank: int, world_size: int, folder: str) -> dict[str, f
         )
         assert engine._scoring_head is not None
         captured = capture_gradients(engine)
-        share = rows(make_batch(masked_rows=(0, 1, 2, 3)), slice(rank * 4, rank * 4 + 4))  # nothing counts on rank 0
+        share = rows(make_batch(masked_rows=(0, 1, 2, 3)), slice(rank * 4, rank * 4 + 4))  # rank 0 has no loss tokens
         both = []
         for loss_fn in (from_output, from_logits):
             stats = engine.train_batch(share, loss_fn, loss_tokens)
@@ -97,7 +97,7 @@ def test_gradients_without_logits_equal_those_with_them(tmp_path: Path, tied: bo
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers how many elements the largest tensor had that anything made."""
+    """Remembers the size of the largest tensor that any operation made."""
 
     def __init__(self) -> None:
         super().__init__()

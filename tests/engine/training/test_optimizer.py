@@ -1,4 +1,4 @@
-"""The schedule against formulas written another way, and optimizer state that is made without a step."""
+"""The schedule against independent formulas, and optimizer state that is created without a step."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,8 @@ LR = 3e-3
 
 def expected_rates(kind: str, warmup: int, min_ratio: float) -> np.ndarray:
     """The rate at steps 0 to 49: straight lines between corners (a warm-up is at 0 one step before the first), and the
-    half-angle form of the cosine."""
+    half-angle form of the cosine.
+    """
     steps = np.arange(TOTAL + 10)
     end = 1.0 if kind == "constant" else min_ratio
     rates = np.interp(steps, [-1, warmup, TOTAL], [0.0, 1.0, end])
@@ -85,7 +86,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "dampened momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
 }
-STATELESS = ("sgd of the config", "dampened momentum")  # the latter's first buffer is the gradient, whatever was there
+# the latter's first buffer is the gradient, whatever the state was
+STATELESS = ("sgd of the config", "dampened momentum")
 
 
 def make_params() -> list[nn.Parameter]:
@@ -134,7 +136,7 @@ def test_state_made_without_a_step_is_what_a_step_starts_from(name: str) -> None
 
 
 def describe(state: dict[str, Any]) -> dict[str, Any]:
-    """Values, dtypes and devices of a parameter's state; an empty momentum buffer is no state."""
+    """Values, dtypes and devices of a parameter's state. An empty momentum buffer counts as no state."""
     return {k: (t.tolist(), t.dtype, t.device) for k, t in state.items() if t is not None}
 
 

@@ -1,4 +1,4 @@
-"""Packed and padded forwards agree, and a model whose packed sequences would see each other is refused."""
+"""Packed and padded forwards agree, and models that would mix packed sequences are refused."""
 
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_a_model_whose_packed_sequences_see_each_other_is_always_refused(
 
 
 def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
-    """Reformer takes rows of whole chunks only."""
+    """Reformer accepts only rows of whole chunks."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architectures.tiny_config("reformer"), dtype=torch.float32)
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
 
 
 class RowChunks(LlamaForCausalLM):
-    """Attends within chunks that are counted from the start of the row, as Llama4 did in older transformers."""
+    """Attends within chunks counted from the start of the row, like Llama4 in older transformers."""
 
     def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         if position_ids is None:
@@ -194,7 +194,7 @@ def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None
 
 
 def _sharded_check(rank: int, world_size: int) -> list[str]:
-    """Of models that have no memory yet: a sound one, and one that leaks in a convolution."""
+    """Check models without memory: a valid one, and one that leaks through a convolution."""
     verdicts = []
     for config in (tiny_config("qwen3_tied"), LEAKY["short convolutions"]):
         with torch.device("meta"):

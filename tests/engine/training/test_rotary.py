@@ -1,4 +1,4 @@
-"""Log-probabilities of a sequence do not depend on its neighbours where models choose rotary frequencies by length.
+"""Log-probabilities of a sequence do not depend on its neighbours in models that choose rotary frequencies by length.
 
 The reference is transformers with a rotary module of this file, which computes the rules of the papers and of vLLM.
 """
@@ -51,7 +51,7 @@ _LENGTHS = {"max_position_embeddings": MOST, "original_max_position_embeddings":
 
 
 def _longrope(pairs: int) -> dict[str, Any]:
-    """The range of the factors of Phi-3-mini-128k-instruct, for heads of a few dimensions."""
+    """Factors in the range of Phi-3-mini-128k-instruct, for heads of a few dimensions."""
     short = [1.05, 1.1, 1.3, 1.55, 1.9, 2.2, 2.6, 3.0][:pairs]
     return {
         "rope_type": "longrope",
@@ -118,7 +118,7 @@ CONFIGS: dict[str, Any] = {
 
 
 class FixedRotary(nn.Module):
-    """One set of frequencies, by the formulas of LongRoPE and of dynamic NTK scaling at the length that vLLM takes."""
+    """One set of frequencies, by the formulas of LongRoPE and of dynamic NTK scaling at vLLM's length."""
 
     def __init__(self, scalings: dict[str | None, dict[str, Any]], dim: int, is_long: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def make_reference(folder: Path, is_long: bool) -> PreTrainedModel:
     given = model.config.rope_parameters
     dim = 2 * next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")).shape[-1]
     model.model.rotary_emb = FixedRotary(given if "full_attention" in given else {None: given}, dim, is_long)
-    for module in getattr(model.model, "rotary_embs", ()):  # of Granite, one for each base
+    for module in getattr(model.model, "rotary_embs", ()):  # Granite has one for each base
         module.forward = FixedRotary({None: module.config.rope_parameters}, dim, is_long).forward
     return model.eval()
 
@@ -226,7 +226,7 @@ def test_a_sequence_that_the_servers_would_not_take_is_refused(
 
 
 class Unfixed(Phi3ForCausalLM):
-    """Takes the frequencies of the longest sequence, whatever its rotary module was given."""
+    """Uses the frequencies of the longest sequence and ignores its rotary module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.model.rotary_emb.config = self.config

@@ -1,4 +1,4 @@
-"""A step waits for the device once, however it is cut; micro-batches of weight 0 change nothing, whatever they give."""
+"""A step waits for the device once, however it is cut. Micro-batches of weight 0 change nothing."""
 
 import logging
 import math
@@ -39,8 +39,10 @@ def engine(folder: Path) -> Iterator[FSDPEngine]:
 
 
 class NumbersRead(TorchDispatchMode):
-    """Counts the tensors whose value Holdfast asks for (transformers asks whether a row is packed): with a GPU, each
-    waits until everything before is computed."""
+    """Counts tensors whose value Holdfast reads (transformers reads whether a row is packed).
+
+    On a GPU, each read waits until everything before is computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class NumbersRead(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             callers = [frame.filename for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-            self.count += "/site-packages/" not in callers[-2]  # behind this very method
+            self.count += "/site-packages/" not in callers[-2]  # the caller of this method
         return func(*args, **(kwargs or {}))
 
 
@@ -76,7 +78,7 @@ def test_a_plain_number_as_weight_counts_as_one_in_a_tensor(engine: FSDPEngine) 
 
 
 def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(folder: Path, engine: FSDPEngine) -> None:
-    """They give what is not finite: a token whose embedding overflowed, a part of the vocabulary that is masked out."""
+    """Such rows have values that are not finite: an embedding that overflowed, a masked-out part of the vocabulary."""
     batch, twin = make_batch((5, 5, 5), masked_rows=(2,)), make_engine(folder)
     batch["input_ids"][batch["input_ids"] == 7] = 6
     batch["input_ids"][2, 1:] = 7
@@ -125,12 +127,12 @@ def each(mb: Any) -> torch.Tensor:
 
 
 def _steps_of_micro_batches_that_count_alike(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Rank 1 hears that there are three micro-batches when it has told that its one weighs 0.1."""
+    """Rank 1 learns that there are three micro-batches after it has reported that its only one weighs 0.1."""
     batch, results = make_batch((8, 8, 7) if rank == 0 else (2, 3, 2)), {}
     batch["loss_mask"] = batch["attention_mask"]
     specs = {"cut twice": MicroBatchSpec(max_tokens_per_mb=8), "cut once": MicroBatchSpec(n_mbs=3)}
     for name, spec in specs.items():
-        sgd = OptimizerConfig(type="sgd", lr=1.0, gradient_clipping=0.1)  # nothing that small differences grow in
+        sgd = OptimizerConfig(type="sgd", lr=1.0, gradient_clipping=0.1)  # no small differences grow with it
         engine = make_engine(folder, mb_spec=spec, optimizer=sgd)
         loss = float(engine.eval_batch(batch, nll, each))
         stats = engine.train_batch(batch, nll, each)
@@ -206,7 +208,7 @@ def test_a_long_unlimited_row_is_warned_about_once_for_each_doubling(
     unlimited = MicroBatchSpec(max_tokens_per_mb=None)
     with caplog.at_level(logging.WARNING):
         split_batch(long_batch([4000] * 4), unlimited)
-        split_batch(long_batch([40000]), unlimited)  # cannot be cut
+        split_batch(long_batch([40000]), unlimited)  # too long to cut
         assert not caplog.records
         for _ in range(3):
             split_batch(long_batch([4000] * 5), unlimited)

@@ -1,4 +1,4 @@
-"""Lists of trajectories are the padded batch they join to; what cannot be joined is refused with its number and key."""
+"""Lists of trajectories equal the padded batch they are joined to. Others are refused with their number and key."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
         ({"extra": torch.ones(1)}, r"trajectory 1 has the keys .*'extra'"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(change: dict[str, Any], message: str) -> None:
+def test_trajectories_that_cannot_be_joined_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         join_trajectories([trajectory(1, 3), {**trajectory(1, 2), **change}])
 

@@ -1,4 +1,4 @@
-"""Twins ask the architecture, whatever the configs hold and however the process computes, and are small."""
+"""Twins probe the architecture, independently of config values and of how the process computes, and are small."""
 
 import gc
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def test_a_config_with_a_number_of_experts_for_each_layer_starts(tmp_path: Path)
 
 @contextmanager
 def most_elements() -> Iterator[dict[str, int]]:
-    """Elements of all parameters that have memory, the most at any forward of a module."""
+    """Yield the largest number of parameter elements in memory at any forward of a module."""
     found = {"parameters": 0}
 
     def count(*_: Any) -> None:

@@ -1,6 +1,6 @@
 """Ranks that reach different parameters in a backward: experts, towers, adapters.
 
-The reference is the same model without sharding, on one process that computes every rank's micro-batches.
+The reference is the same model without sharding, in one process that computes every rank's micro-batches.
 """
 
 import copy
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(60)
 
 MAX_NORM = 0.5
 STEPS: list[list[list[str]]] = [
-    [["a", "ab"], ["a", "ct"]],  # by rank, then by micro-batch: the experts that it reaches besides s, and t, a tower
+    [["a", "ab"], ["a", "ct"]],  # by rank, then micro-batch: the experts it reaches in addition to s and t, a tower
     [["ae", ""], ["e!", ""]],  # one loss is not finite
     [["d", ""], ["", "z"]],
     [["", "be"], ["", "b"]],
 ]
-"""No backward of the first step reaches d; z has a gradient of zeros, which is a gradient."""
+"""No backward of the first step reaches d. z has a gradient of zeros, which counts as a gradient."""
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def inputs_of(step: int, rank: int, index: int) -> torch.Tensor:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and moments; a parameter that was never updated has no moments."""
+    """Weights and moments. A parameter that was never updated has no moments."""
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -59,7 +59,7 @@ def divide_by_zero(worker: Worker) -> float:
 
 
 def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[float], cause: str) -> None:
-    """The call raises WorkerLost within two seconds of the strike, when every process is gone."""
+    """Check that the call raises WorkerLost within two seconds of the strike, after the end of every process."""
     with pytest.raises(WorkerLost, match=cause) as caught:
         call()
     assert time.monotonic() - moment[0] < 2
@@ -74,7 +74,7 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
 
 
 @pytest.mark.slow
-def test_work_aside_runs_beside_other_calls_and_shares_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
+def test_background_calls_run_next_to_other_calls_and_share_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "go"), 5)
         assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
@@ -148,7 +148,7 @@ def test_a_rank_killed_while_idle_is_lost_at_the_next_call(pair: WorkerGroup) ->
 def test_ranks_that_hang_far_from_the_dead_one_are_killed(placement: Placement) -> None:
     group = WorkerGroup(Worker, world_size=3, name="ring", placement=placement)
     moment = kill_after(0.5, group.pids()[2])
-    # Rank 1 is well but never comes to the collective, so only Ray can tell that rank 2 is dead.
+    # Rank 1 is alive but never joins the collective, so only Ray can tell that rank 2 is dead.
     assert_lost(group, [2], lambda: group.call_all("reduce_except", 1), moment, "died")
 
 
@@ -198,7 +198,7 @@ def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: Placement) 
 @pytest.mark.slow
 def test_building_has_a_bound_of_its_own(placement: Placement, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    bound_s = stretched(2.0)  # its process has to start
+    bound_s = stretched(2.0)  # its process must start first
     options = {"placement": placement, "process_group": False, "build_timeout_s": bound_s}
     with pytest.raises(WorkerLost, match=rf"no answer to the constructor within {bound_s:g} s"):
         WorkerGroup(SlowToBuild, args=(str(pid_file),), **options)
@@ -225,7 +225,7 @@ def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
 
 @pytest.mark.slow
 def test_the_answers_of_many_ranks_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray looks at every call that it is asked about: to ask once for each answer would cost the ranks' square."""
+    """Ray looks at every pending call of a query, so one query per answer would cost the square of the ranks."""
     wait, asked = ray.wait, list[int]()
 
     def counting(refs: list[Any], **options: Any) -> Any:
@@ -246,7 +246,7 @@ def test_an_error_without_a_message_has_a_headline() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before this one left
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # independent of earlier tests
     group = WorkerGroup(Worker, process_group=False)
     kill_after(0.3, os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -264,7 +264,7 @@ def test_an_error_in_the_constructor_keeps_its_type(placement: Placement) -> Non
 
 
 class Named:
-    """Takes arguments that a group has too."""
+    """Takes arguments whose names a group uses too."""
 
     def __init__(self, world_size: int, *, name: str, env: dict[str, str]) -> None:
         self.given = (world_size, name, env)
@@ -281,7 +281,7 @@ def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placeme
     group.kill()
 
 
-def test_misplaced_arguments_of_a_worker_are_told_where_to_go() -> None:
+def test_misplaced_worker_arguments_are_refused_with_their_right_place() -> None:
     where = r"goes apart: WorkerGroup\(Worker, args=\(...\), kwargs=\{...\}, ...\)"
     with pytest.raises(ConfigError, match=rf"takes no 10, colour=...; .* {where}"):
         WorkerGroup(Worker, 10, world_size=2, colour="red")

@@ -1,4 +1,4 @@
-"""Ranks that live but will never answer: each is found, told as a loss, and gone. Slow ones are left alone."""
+"""Ranks that are alive but never answer: each is found, reported as lost, and killed. Slow ranks are left alone."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def placement(local_ray: None) -> Iterator[Placement]:
 
 @pytest.fixture
 def start(placement: Placement) -> Iterator[StartGroup]:
-    """Starts the group of a test, quick to find a hang, and ends it."""
+    """Starts the group of a test, which finds hangs quickly, and ends it."""
     started: list[WorkerGroup] = []
 
     def start_group(world_size: int = 2, stall_timeout_s: float = 1.5, **options: Any) -> WorkerGroup:
@@ -50,7 +50,7 @@ def start(placement: Placement) -> Iterator[StartGroup]:
 
 
 def assert_lost(group: WorkerGroup, ranks: list[int], symptom: str, method: str, *args: object) -> None:
-    """The call ends in a loss of just these ranks, in seconds; nobody of the group runs after it."""
+    """Check that the call ends in a loss of just these ranks within seconds, and that the whole group is gone."""
     begun = time.monotonic()
     with pytest.raises(WorkerLost, match=symptom) as caught:
         group.call_all(method, *args)
@@ -91,7 +91,7 @@ def test_a_collective_that_one_rank_never_joins_is_that_ranks_loss(start: StartG
 
 
 @pytest.mark.slow
-def test_a_collective_that_nobody_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
+def test_a_collective_that_no_rank_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
     assert_lost(group, [0, 1], r"nobody could finish a collective of receive_from_peer\(\)", "receive_from_peer")
 
@@ -129,7 +129,7 @@ def test_a_slow_rank_that_beats_lives_on_as_do_its_peers(start: StartGroup) -> N
 def test_a_rank_without_beats_lives_within_the_timeout_an_idle_one_forever(start: StartGroup) -> None:
     group = start(stall_timeout_s=4.0)
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
-    time.sleep(2.0)  # idle: 4.5 s after the last beat at the first look, of which only 2.5 are the call's
+    time.sleep(2.0)  # idle: at the first look the last beat is 4.5 s old, but the call only 2.5 s
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
 
 

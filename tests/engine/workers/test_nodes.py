@@ -1,4 +1,4 @@
-"""Processes of other nodes are looked at, those that take long to die are waited for, dead nodes are passed over."""
+"""Processes of other nodes are checked, slow deaths are waited for, and dead nodes are skipped."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes on this machine, each with room for one rank; the driver is on the first."""
+    """Two nodes on this machine, each with room for one rank. The driver is on the first."""
     with cluster_of(2) as cluster:
         ray.init(
             address=cluster.address,
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Diary:
-    """A worker that keeps writing to a file, which no call waits for."""
+    """A worker that keeps writing to a file, without any call."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder, os.environ["RANK"])
@@ -53,7 +53,7 @@ class Diary:
 
 
 def pid_elsewhere(group: WorkerGroup) -> int:
-    """Of the rank on the node that is not the driver's."""
+    """Process id of the rank that is not on the driver's node."""
     here = ray.get_runtime_context().get_node_id()
     (pid,) = (process.id.pid for process in group._processes if process.node_id != here)
     return pid
@@ -89,11 +89,11 @@ def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: p
 def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster.add_node(**NODE)  # the one of the test before is gone
+    cluster.add_node(**NODE)  # the node of the previous test is gone
     group = WorkerGroup(Diary, args=(str(tmp_path),), world_size=2, process_group=False, hang_timeout_s=4.0)
     elsewhere = pid_elsewhere(group)
     (rank,) = (str(rank) for rank, pid in enumerate(group.pids()) if pid == elsewhere)
-    time.sleep(6.0)  # longer than a lease: it has been renewed
+    time.sleep(6.0)  # longer than a lease, so it has been renewed
     assert running(elsewhere)
     node = node_of(cluster, elsewhere)
     stop_raylet(node)
@@ -105,7 +105,7 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     written = (tmp_path / rank).stat().st_size
     assert not running(elsewhere)
     assert time.monotonic() - began < stretched(10)
-    os.kill(raylet_pid(node), signal.SIGCONT)  # back from the dead
+    os.kill(raylet_pid(node), signal.SIGCONT)  # the node comes back
     time.sleep(1.0)
     assert (tmp_path / rank).stat().st_size == written
     assert "count as gone when their lease is over" in caplog.text
@@ -114,7 +114,7 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
 
 @pytest.mark.slow
 def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(cluster: Cluster) -> None:
-    cluster.add_node(**NODE)  # those of the tests before are gone
+    cluster.add_node(**NODE)  # the nodes of the previous tests are gone
     group = WorkerGroup(Worker, world_size=2, name="pair")
     elsewhere = pid_elsewhere(group)
     threading.Timer(0.5, cluster.remove_node, (node_of(cluster, elsewhere),), {"allow_graceful": False}).start()
@@ -125,7 +125,7 @@ def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(clust
 
 
 class Deathless(ProcessId):
-    """One that SIGKILL does not reach, as when it is in a driver; the test ends it."""
+    """A process that SIGKILL does not reach, as if it hangs in a driver. The test ends it."""
 
     def kill(self) -> None:
         pass

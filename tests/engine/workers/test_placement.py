@@ -1,4 +1,4 @@
-"""Bundles for ranks: waited for, given to fewer ranks, never on a node that is not well."""
+"""Bundles for ranks: waited for, given to fewer ranks, never on an unhealthy node."""
 
 import socket
 import threading
@@ -34,9 +34,9 @@ def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> No
     assert ask_raylets([own["NodeID"]]) == {own["NodeID"]: Raylet.WELL}
     assert nodes_to_avoid() == {}
     with ExitStack() as sockets:
-        mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))  # as a raylet that is stopped
+        mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))  # like a stopped raylet
         gone = sockets.enter_context(socket.socket())
-        gone.bind(("127.0.0.1", 0))  # nobody else can take the port, and nobody listens there
+        gone.bind(("127.0.0.1", 0))  # no process can take the port, and none listens there
         ports = {"mute": mute.getsockname()[1], "gone": gone.getsockname()[1]}
         fakes = [
             {"NodeID": name, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port, "Alive": True, "Resources": {}}
@@ -48,7 +48,7 @@ def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> No
         assert nodes_to_avoid() == {"mute": Raylet.SILENT.value, "gone": Raylet.ENDED.value}
 
 
-def test_what_a_ray_of_the_job_itself_never_has_is_refused_at_once() -> None:
+def test_resources_that_the_jobs_own_ray_never_has_are_refused_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"'big' needs 5 x \{'CPU': 1\} \(PACK\), more than this Ray has, .*room for 4"

@@ -1,4 +1,4 @@
-"""Every example file of AReaL that has an actor loads, or is refused for a reason that is named here."""
+"""Every example file of AReaL that has an actor loads, or is refused for a reason given here."""
 
 import re
 from functools import reduce
@@ -74,7 +74,7 @@ def write(folder: Path, keys: dict[str, Any]) -> Path:
 
 
 def load(name: str, path: Path) -> dict[str, Any]:
-    """Section -> what was read of it."""
+    """Section -> values read from it."""
     if FILES["files"][name]["base"] == "engine":
         cls = DPOConfig if name.endswith("_dpo") else TrainEngineConfig
         return {"actor": load_areal(cls, path), "recover": load_areal(RecoverConfig, path)}
@@ -111,7 +111,7 @@ def test_an_example_file_loads_or_is_refused_for_a_named_reason(name: str, tmp_p
 
 
 def is_same(config: Any, key: str) -> bool:
-    """Whether the table says that the key means here what it means there, and no rule looks at it."""
+    """Whether the table says that a key has the same meaning in both, and no rule reads the key."""
     tables = [KEYS[base.__name__] for base in type(config).__mro__ if base.__name__ in KEYS]
     fate: Fate | None = next((table[key] for table in tables if key in table), None)
     by_rule = ("use_decoupled_loss", "recompute_logprob", "rejection_sampling", "mode", "target_modules")

@@ -1,4 +1,4 @@
-"""An AReaL file is read as AReaL would read it: what means something works, what does not is told once, or refused."""
+"""AReaL's files are read as AReaL reads them. Options that Holdfast lacks are reported once, or refused."""
 
 import logging
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -105,7 +105,7 @@ def test_overrides_and_keys_of_our_own_stand_beside_areals(tmp_path: Path) -> No
     assert (config.kl_ctl, config.entropy_coeff, config.loss_agg_mode) == (0.0, 0.01, "seq-mean-token-mean")
 
 
-def test_what_the_file_leaves_out_is_as_areal_has_it_where_the_mathematics_depend_on_it(tmp_path: Path) -> None:
+def test_omitted_keys_have_areals_defaults_where_the_mathematics_depend_on_them(tmp_path: Path) -> None:
     path = write(tmp_path, actor={"path": "m"}, recover={"fileroot": "r"})
     actor = load_areal(PPOActorConfig, path)
     assert (actor.kl_ctl, actor.disable_dropout, actor.optimizer, actor.max_new_tokens) == (0.1, False, None, 1024)
@@ -176,7 +176,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
     ],
     ids=str,
 )
-def test_what_would_change_the_mathematics_is_refused_with_key_and_reason(
+def test_keys_that_would_change_the_mathematics_are_refused_with_the_reason(
     keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""docs/areal.md has the tables that files are read by; ``python -m tests.integrations.areal.test_page`` writes them."""
+"""docs/areal.md contains the tables used for reading. ``python -m tests.integrations.areal.test_page`` writes them."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def said(value: object) -> str:
-    """A value as YAML has it."""
+    """Format a value as in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Commands called in this process, and in one of their own."""
+"""Commands called in this process, and in a separate one."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ HOLDFAST = Path(sys.executable).with_name("holdfast")
 
 
 def holdfast(*args: str | Path, typed: str = "") -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command that is called in this process."""
+    """Call a command in this process. Returns exit code, stdout and stderr."""
     result = CliRunner().invoke(cli, list(map(str, args)), input=typed, prog_name="holdfast")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -23,20 +23,20 @@ def holdfast(*args: str | Path, typed: str = "") -> tuple[int, str, str]:
 
 
 def answer(*args: str | Path, code: int = 0) -> Any:
-    """What a command prints with ``--json``."""
+    """Return the ``--json`` output of a command."""
     found, out, err = holdfast(*args, "--json")
     assert found == code, out + err
     return json.loads(out)
 
 
 def start(*args: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """A command in a process of its own."""
+    """Start a command in a separate process."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     return subprocess.Popen([str(HOLDFAST), *map(str, args)], **pipes)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of it."""
+    """Exit code, stdout and stderr of a process."""
     out, err = process.communicate(timeout=stretched(60))
     return process.returncode, out, err
 

@@ -1,4 +1,4 @@
-"""One run that all tests of the command line look at; those that change something take a copy."""
+"""One run for all tests of the command line. Tests that change it take a copy."""
 
 import shutil
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def _train(rank: int, world_size: int, root: str, first: int, steps: int) -> Non
     if first:
         handler.close()
     else:
-        handler._saver.settle()  # the ranks end here as by a kill, with a step behind the last generation
+        handler._saver.settle()  # the ranks end here as if killed, one step after the last generation
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
+    """A copy of the run, which may be changed."""
     return Path(shutil.copytree(finished, tmp_path / "e" / "t"))
 
 

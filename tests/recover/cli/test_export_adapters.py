@@ -48,9 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_what_is_exported_merged_are_the_bytes_that_the_run_itself_exported(
-    root: Path, tmp_path: Path, step: int
-) -> None:
+def test_merged_exports_have_the_bytes_that_the_run_itself_exported(root: Path, tmp_path: Path, step: int) -> None:
     done = answer("export", f"{root / 'e/t'}@{step}", "--to", tmp_path / "merged")
     assert done["files"] == len(_contents(tmp_path / "merged"))
     assert _contents(tmp_path / "merged") == _contents(root / f"e/t/hf/global_step_{step}")
@@ -63,9 +61,7 @@ def test_what_is_exported_merged_are_the_bytes_that_the_run_itself_exported(
     torch.testing.assert_close(found, dict(expected), rtol=0, atol=1e-6)
 
 
-def test_what_is_exported_as_peft_are_the_adapters_and_the_config_that_the_run_itself_saves(
-    root: Path, tmp_path: Path
-) -> None:
+def test_exported_peft_folders_equal_the_adapters_and_config_that_the_run_saves(root: Path, tmp_path: Path) -> None:
     answer("export", f"{root / 'e/t'}@1", "--to", tmp_path / "peft", "--adapters", "peft")
     name = "adapter_model.safetensors"
     assert (tmp_path / "peft" / name).read_bytes() == (root / "peft_1" / name).read_bytes()
@@ -83,7 +79,7 @@ def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
     edited = Path(shutil.copytree(root / "base", tmp_path / "edited"))
     weights = load_file(edited / "model.safetensors")
-    weights["model.embed_tokens.weight"].view(-1)[1] += 1e-3  # not one of those that the sample looks at
+    weights["model.embed_tokens.weight"].view(-1)[1] += 1e-3  # not in the sample
     save_file(weights, edited / "model.safetensors", {"format": "pt"})
     code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", edited)
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
@@ -120,9 +116,7 @@ def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(root: P
     assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
-def test_of_several_engines_the_one_that_is_named_is_exported_whatever_the_others_are(
-    root: Path, tmp_path: Path
-) -> None:
+def test_the_named_one_of_several_engines_is_exported(root: Path, tmp_path: Path) -> None:
     def model_of(name: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Commands that must not meet a job, where a lock cannot tell whether there is one; and what ``rm`` reads first."""
+"""Commands that must not run next to a job that no lock can reveal, and the checks of ``rm``."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def note(run: Path, **event: Any) -> None:
-    """Append to the journal what a job would."""
+    """Append an event to the journal, like a job."""
     with open(run / "journal.jsonl", "a") as file:
         file.write(
             json.dumps({**{"event": "attempt", "time": time.time(), "pid": 1, "host": "node-7"}, **event}) + "\n"
@@ -29,7 +29,7 @@ def note(run: Path, **event: Any) -> None:
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without locks, of which none can be mounted here."""
+    """A file system without locks, which cannot be mounted here."""
     control = fcntl.fcntl
 
     def refuse(fd: int, command: int, *args: Any) -> Any:
@@ -42,7 +42,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reach", ["none", "this node"])
-def test_a_job_on_another_node_that_the_lock_cannot_tell_of_keeps_what_it_needs(
+def test_a_job_on_another_node_that_the_lock_does_not_show_keeps_the_generations_it_needs(
     run: Path, store: GenerationStore, reach: str, request: pytest.FixtureRequest
 ) -> None:
     if reach == "none":
@@ -103,7 +103,7 @@ def test_without_locks_a_process_of_this_node_is_asked_for(run: Path) -> None:
 
 def test_rm_reads_what_it_would_leave_as_the_newest_before_it_deletes_any(run: Path, store: GenerationStore) -> None:
     shard = max(store.path_of(7).glob("*/*.distcp"), key=lambda path: path.stat().st_size)
-    flip_byte(shard)  # names and sizes are as they were
+    flip_byte(shard)  # names and sizes stay the same
     for gone in ((f"{run}@5",), (f"{run}@1", f"{run}@3", f"{run}@5")):
         code, _, err = holdfast("rm", "-y", *gone)
         assert code == 2 and "step 5 is the newest sound generation" in err

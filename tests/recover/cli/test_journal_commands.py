@@ -1,4 +1,4 @@
-"""``why`` and ``top``, and the journal they read: of runs that were killed, stopped, and failed."""
+"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped, and failed."""
 
 import json
 import multiprocessing
@@ -83,7 +83,7 @@ def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again
     assert all(attempt["gone_s"] > attempt["load_s"] > 0 for attempt in found["attempts"][1:])
 
 
-def test_an_attempt_without_a_step_hides_none_that_were_trained_again() -> None:
+def test_an_attempt_without_steps_hides_no_repeated_steps() -> None:
     def start(resumed: int | None) -> dict[str, Any]:
         return {"event": "start", "time": 0.0, "step": resumed}
 
@@ -223,7 +223,7 @@ def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Pa
         flip_byte(shard)
     with pytest.raises(CheckpointCorruptError), make_handler(tmp_path, freq_steps=2) as handler:
         handler.load(Tiny().state)
-    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with`, as many have it
+    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with` statement, as in many scripts
         make_handler(tmp_path, hf_freq_steps=1).load(Tiny().state)
     found = answer("why", trial)["attempts"]
     assert [attempt["loaded"] for attempt in found] == [True, False, False]
@@ -241,7 +241,7 @@ def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Pa
     assert code == 0 and "3 attempts, 5 steps; 0 were trained again" in out and "ConfigError" in out
 
 
-def test_attempts_that_end_before_they_have_loaded_are_told_from_workers_that_were_replaced() -> None:
+def test_attempts_that_end_before_a_load_are_distinguished_from_replaced_workers() -> None:
     began, returned = {"event": "attempt", "time": 0.0}, {"event": "returned", "time": 9.0}
     start, lost = {"event": "start", "time": 2.0, "step": None}, {"event": "loss", "time": 1.0, "cause": "died"}
     end = {"event": "end", "time": 3.0, "how": "closed", "error": "WorkerLost: trainer"}

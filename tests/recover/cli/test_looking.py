@@ -1,4 +1,4 @@
-"""Commands that look at generations: ls, show, verify, diff; here, at a URL, damaged, and while they are written."""
+"""Commands that show generations (ls, show, verify, diff): locally, at a URL, damaged, during a write."""
 
 import errno
 import json
@@ -98,7 +98,7 @@ def test_a_generation_that_the_run_deletes_while_it_is_read_is_looked_up_again(
 
 
 class _RetiresStep7(LocalFolder):
-    """A folder that its run removes as soon as a command has found it, if it is of step 7."""
+    """A folder whose step 7 is removed by its run as soon as a command has found it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -123,7 +123,7 @@ def test_a_command_reads_the_next_generation_if_the_newest_is_removed_meanwhile(
 
 
 def test_the_newest_generation_is_looked_up_again_if_it_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = iter([[], [9, 7], [], [7]])  # a listing of the folder is not one moment
+    listed = iter([[], [9, 7], [], [7]])  # listing a folder is not atomic
     monkeypatch.setattr(Run, "steps", lambda _: next(listed))
     assert Run(str(run)).newest().name == "global_step_7"
 
@@ -199,7 +199,7 @@ def test_verify_of_a_file_that_cannot_be_read_goes_on_with_the_other_generations
             raise OSError(errno.EIO, "Input/output error", str(path))
         return file_digest(path)
 
-    monkeypatch.setattr("holdfast.recover.cli.folders.file_digest", digest)  # no disk here can be made to fail
+    monkeypatch.setattr("holdfast.recover.cli.folders.file_digest", digest)  # a failing disk cannot be simulated here
     reports = answer("verify", run, code=1)["folders"]
     assert [len(report["problems"]) for report in reports] == [0, 1, 0, 0]
     assert "Input/output error" in reports[1]["problems"][0]
@@ -234,7 +234,7 @@ def test_diff_tells_one_changed_element_by_how_much(run: Path) -> None:
     found = {one["name"]: one for one in answer("diff", f"{run}@7", other)["differences"]}
     assert found.keys() == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
     assert (found["model.norm.weight"]["elements"], found["model.norm.weight"]["largest"]) == (1, 0.5)
-    assert found["model.layers.0.input_layernorm.weight"]["largest"] is None  # not a number
+    assert found["model.layers.0.input_layernorm.weight"]["largest"] is None  # NaN
 
 
 @pytest.mark.parametrize(

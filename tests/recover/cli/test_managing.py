@@ -38,7 +38,7 @@ def test_rm_deletes_what_it_is_told_to_after_asking(run: Path, store: Generation
 def test_rm_refuses_pinned_generations_and_without_force_the_newest_sound_one(
     run: Path, store: GenerationStore
 ) -> None:
-    flip_byte(store.path_of(7) / "manifest.json", 20)  # so 5 is the newest that is sound
+    flip_byte(store.path_of(7) / "manifest.json", 20)  # so 5 is the newest valid one
     store.pin(3)
     for step in (5, 3):
         code, _, err = holdfast("rm", "-y", f"{run}@{step}")
@@ -110,7 +110,7 @@ def _hold(run: Path) -> Any:
 
 def test_a_pinned_generation_outlives_every_rule_until_it_is_unpinned(run: Path, store: GenerationStore) -> None:
     assert answer("pin", f"{run}@1", f"{run}@3") == {"pinned": [str(store.path_of(1)), str(store.path_of(3))]}
-    assert answer("pin", f"{run}@1")  # twice is once
+    assert answer("pin", f"{run}@1")  # a second pin changes nothing
     store.delete_by_retention(RetentionRules(1))
     assert _steps(store) == [7, 3, 1]
     found = answer("ls", run)["generations"]
@@ -147,7 +147,7 @@ def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> N
     assert info is not None and info.last_step_info.global_step == 1
     assert tiny.digest() == digests[1] and tiny.step() == digests[2]
     handler.close()
-    assert holdfast("mirror", "pull", url, tmp_path / "b" / "e" / "t")[0] == 2  # it is there already
+    assert holdfast("mirror", "pull", url, tmp_path / "b" / "e" / "t")[0] == 2  # it exists already
     assert holdfast("mirror", "pull", url, tmp_path / "c", "--step", "7")[0] == 2
 
 
@@ -163,11 +163,11 @@ def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Pa
     assert code == 2 and "step 3" in err and "another generation" in err and _tree(copies) == before
     assert holdfast("mirror", "push", other, "--step", "2", "--url", url)[0] == 0
     assert _tree(copies).items() >= before.items()
-    assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0  # its own copy again
+    assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0  # the run's own copy, a second time
 
 
 def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(run: Path, store: GenerationStore) -> None:
-    """A file more than the manifest names, and the next start would set the generation aside as damaged."""
+    """With an additional file, the next start would quarantine the generation as damaged."""
     generation, before = store.path_of(3), _tree(run)
     inside = f"is in {generation}, which is committed with a manifest.json"
     for command in (
@@ -318,7 +318,7 @@ def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(tmp
 
 
 def test_resume_from_the_newest_of_a_run_with_a_mirror_says_what_to_set_too(run: Path) -> None:
-    shutil.rmtree(run / "recover" / "global_step_7")  # the mirror still has it, and a start would fetch it
+    shutil.rmtree(run / "recover" / "global_step_7")  # the mirror still has it, so a start would fetch it
     assert answer("resume-from", f"{run}@5")["mirror"].endswith("/mirror/e/t")
     code, out, _ = holdfast("resume-from", f"{run}@5")
     assert code == 0 and f"recover.resume_path={run}/recover/global_step_5" in out and "nothing to set" not in out

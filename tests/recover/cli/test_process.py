@@ -1,4 +1,4 @@
-"""The command as a process: how fast it starts, what it imports, how it ends."""
+"""The command as a process: its start time, its imports, its end."""
 
 import os
 import pickle
@@ -102,7 +102,7 @@ def test_nothing_that_is_read_is_run(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ls_survives_generations_that_come_and_go_while_it_looks(run: Path, tmp_path: Path) -> None:
-    """Another process commits and deletes as fast as it can."""
+    """Another process commits and deletes as fast as possible."""
     script = (
         "import sys, shutil, os\n"
         "source, root = sys.argv[1:]\n"
@@ -137,7 +137,7 @@ def test_every_command_has_help_with_its_arguments_and_json() -> None:
     assert holdfast("--version")[1].startswith("holdfast, version")
 
 
-def test_bash_is_told_how_to_complete_commands() -> None:
+def test_bash_gets_a_completion_script() -> None:
     script = subprocess.run(
         [HOLDFAST], env={**os.environ, "_HOLDFAST_COMPLETE": "bash_source"}, capture_output=True, text=True
     )

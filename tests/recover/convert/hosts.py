@@ -1,4 +1,4 @@
-"""Somebody else's training: a tiny Qwen3 with tied weights, its optimizer and schedule, and how hosts save them."""
+"""Training with other libraries: a tiny Qwen3 with tied weights, its optimizer and schedule, and their ways to save."""
 
 import hashlib
 import json
@@ -42,11 +42,11 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 class Host:
-    """Model, AdamW and a schedule; on ranks the model is sharded layer by layer, as verl does.
+    """Model, AdamW and a schedule. On ranks the model is sharded layer by layer, like in verl.
 
     Args:
-        seed: of the weights; another one where they are to be loaded.
-        ranks: whether there is a world to shard over.
+        seed: seed of the weights. Use another one for a host that loads.
+        ranks: whether to shard over the default group.
         groups: whether the optimizer has two groups.
     """
 
@@ -66,7 +66,7 @@ class Host:
         return DCPState(self.model, self.optimizer, self.scheduler)
 
     def step(self) -> None:
-        """Train on ids that the generators draw, with dropout: a generator that is off is another step."""
+        """Train on ids drawn by the generators, with dropout, so that a wrong generator state changes the step."""
         ids = torch.randint(0, 33, (2, 7))
         self.model.train()
         self.model(input_ids=ids, labels=ids).loss.backward()
@@ -81,14 +81,14 @@ class Host:
         return self
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer, whole; all ranks call it."""
+        """All tensors of model and optimizer, whole. All ranks call it."""
         return {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
             for name, tensor in self.state.live_tensors().items()
         }
 
     def digest(self) -> str:
-        """SHA-256 of these and the rates."""
+        """SHA-256 of the tensors and the learning rates."""
         found = hashlib.sha256()
         for name, tensor in sorted(self.tensors().items()):
             found.update(name.encode() + tensor.numpy().tobytes())
@@ -112,14 +112,14 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @dataclass
 class FSDPConfig:
-    """What verl writes to fsdp_config.json."""
+    """The contents of verl's fsdp_config.json."""
 
     FSDP_version: int
     world_size: int
 
 
 def save_as_verl(host: Host, folder: Path, *, version: int = 2) -> None:
-    """The files of verl's FSDPCheckpointManager, by the same calls; all ranks call it."""
+    """Write the files of verl's FSDPCheckpointManager, with the same calls. All ranks call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -135,7 +135,7 @@ def save_as_verl(host: Host, folder: Path, *, version: int = 2) -> None:
 
 
 def load_as_verl(host: Host, folder: Path) -> None:
-    """verl's loader, by the same calls."""
+    """Load like verl, with the same calls."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def read(kind: str) -> Any:

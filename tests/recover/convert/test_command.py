@@ -1,4 +1,4 @@
-"""``holdfast convert``: what it prints, and what it refuses."""
+"""``holdfast convert``: its output, and its refusals."""
 
 from pathlib import Path
 

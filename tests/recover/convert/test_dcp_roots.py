@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 class ArealState(Stateful):
-    """What AReaL's engine saves and loads: torch's own state of model and optimizer."""
+    """The state that AReaL's engine saves and loads: torch's own state of model and optimizer."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -57,13 +57,13 @@ def save_app(host: Host, folder: Path) -> None:
 
 
 def save_plain(host: Host, folder: Path) -> None:
-    """A script: names of the model at one place, the optimizer by numbers."""
+    """Save like a plain script: the model's names in one place, the optimizer by numbers."""
     state = {"model": host.model.state_dict(), "optimizer": host.optimizer.state_dict(), "step": 3}
     dcp.save(state, checkpoint_id=str(folder))
 
 
 def save_titan(host: Host, folder: Path) -> None:
-    """As torchtitan nests them: parameters at the top, a flattened optimizer, the schedule, its step."""
+    """Save in torchtitan's layout: parameters at the top, a flattened optimizer, the schedule, its step."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {
         **get_model_state_dict(host.model),
@@ -111,7 +111,7 @@ def test_a_model_whose_own_names_begin_with_model_is_found_at_the_top_and_below_
     assert_same({f"model.{n}": p.detach() for n, p in other.model.named_parameters()}, weights)
 
 
-def test_roots_are_seen_by_what_stands_beside_a_model() -> None:
+def test_roots_are_recognised_by_the_entries_next_to_a_model() -> None:
     assert find_roots(["app.model.w", "app.optim.state.w.step", "app.rng"]) == [Root("app", "app.model.", "app.optim.")]
     assert find_roots(["model.w", "optimizer.state.0.step"]) == [Root("", "model.", "optimizer.")]
     assert find_roots(["a.model.w", "b.model.w"]) == [Root("a", "a.model.", None), Root("b", "b.model.", None)]
@@ -187,7 +187,7 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Pickles to a call that leaves a folder behind when it is run."""
+    """Pickles to a call that creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""Weights of folders that transformers, its Trainer and Accelerate write; what else is in them is named, not opened."""
+"""Weights in folders of transformers, its Trainer and Accelerate. Other files are named, but not opened."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tiny_experts() -> Qwen3MoeConfig:
-    """A model whose experts are one tensor each in memory and many in its files."""
+    """A model whose experts are one tensor in memory and many in its files."""
     config = Qwen3MoeConfig(
         vocab_size=33,
         hidden_size=16,
@@ -52,12 +52,12 @@ def weights_of(model: torch.nn.Module) -> Tensors:
 
 
 def save_with_accelerate(model: PreTrainedModel, folder: Path, *, sharded: bool = False, safe: bool = True) -> Tensors:
-    """What ``Accelerator.save_state`` makes of a model after a step, and the weights at that moment."""
+    """Save a model with ``Accelerator.save_state`` after a step, and return its weights."""
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(cpu=True)
-    if sharded:  # which Accelerate leaves out on a CPU
+    if sharded:  # Accelerate leaves it out on a CPU
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="transformer_based_wrap"
         )
@@ -95,7 +95,7 @@ def loaded(folder: Path) -> Tensors:
         pytest.param(2, True, True, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_of_accelerate_with_a_config_gives_its_weights_and_names_what_stays(
+def test_a_folder_of_accelerate_with_a_config_gives_its_weights_and_names_other_files(
     world_size: int, sharded: bool, safe: bool, experts: bool, tmp_path: Path
 ) -> None:
     source = tmp_path / "state"
@@ -152,7 +152,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Bomb:
-    """Pickles to a call that leaves a folder behind when it is run."""
+    """Pickles to a call that creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -229,7 +229,7 @@ def test_weights_of_another_model_than_the_config_are_refused(tmp_path: Path) ->
         convert(tmp_path / "state", tmp_path / "c", to="dcp")
 
 
-def test_what_is_no_checkpoint_is_refused_by_what_is_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused_with_its_contents(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=r"it holds \['notes\.txt'\]\. Looked for: model_world_size_<N>"):
         convert(tmp_path, tmp_path / "c", to="dcp")

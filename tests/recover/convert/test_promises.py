@@ -1,4 +1,4 @@
-"""What every conversion promises: all or nothing, compared at the end, in bounded memory, whatever the source is."""
+"""Promises of every conversion: all or nothing, compared at the end, in bounded memory, for every kind of source."""
 
 import json
 import logging
@@ -86,13 +86,13 @@ def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_i
     assert_same(loaded.tensors(), host.tensors())
 
 
-def test_a_target_that_does_not_hold_what_was_read_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
     write = targets.write_entries
 
     def damage(folder: Path, *args: Any) -> Any:
         files = write(folder, *args)
-        with open(folder / "__0_0.distcp", "r+b") as file:  # a disk that gives other bytes than it was given
+        with open(folder / "__0_0.distcp", "r+b") as file:  # a disk that returns other bytes than were written
             file.seek(2000)
             byte = file.read(1)[0]
             file.seek(2000)
@@ -125,7 +125,7 @@ def test_a_model_folder_with_a_manifest_is_verified_before_it_is_read(tmp_path: 
         convert(folder, tmp_path / "d", to="dcp")
 
 
-def test_what_was_trained_without_its_base_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_frozen_base_is_refused_with_advice(tmp_path: Path) -> None:
     model = Host().model
     for name, param in model.named_parameters():
         param.requires_grad = "norm" in name
@@ -182,7 +182,9 @@ def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) 
         convert(tmp_path / "source", tmp_path / "e" / "t", to="generation")
 
 
-def test_what_a_source_lacks_is_told_and_the_run_starts_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_parts_of_a_source_are_reported_and_the_run_starts_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     host = Host().train(3)
     areal, target, config_of_model = tmp_path / "areal", tmp_path / "e" / "t", config_folder(tmp_path)
     save_dcp(tmp_path / "ours", DCPState(host.model, host.optimizer))
@@ -206,7 +208,7 @@ def test_what_a_source_lacks_is_told_and_the_run_starts_there(tmp_path: Path, ca
 
 
 class _Loader:
-    """A dataloader with a state, which must be left alone."""
+    """A dataloader with a state that must not be used."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": 0}
@@ -304,7 +306,7 @@ def test_memory_is_a_few_blocks_however_large_the_source_is(tmp_path: Path) -> N
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "d")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(100))
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 5  # blocks of 64 MiB; the source has 24
+    assert float(done.stdout) < 5  # blocks of 64 MiB, while the source has 24
 
 
 def test_json_of_a_conversion_is_plain(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _next_step_of_the_generation(rank: int, world_size: int, root: str, engine: 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A step of verl on two ranks, and what was in it."""
+    """A step of verl on two ranks, and its tensors."""
     root = tmp_path_factory.mktemp("verl")
     return root, run_ranks(_train_and_save, 2, str(root))[0]
 
@@ -183,7 +183,7 @@ def test_an_engine_of_several_must_be_named(saved: tuple[Path, dict[str, torch.T
 
 
 def _copy_renamed(source: Path, target: Path, kinds: tuple[str, ...], swap: tuple[int, int]) -> Path:
-    """A copy of the files of a worker in which two ranks have each other's names on files of these kinds."""
+    """Copy the files of a worker, but swap the names of two ranks on files of these kinds."""
     shutil.copytree(source, target)
     for kind in kinds:
         one, other = (target / f"{kind}_world_size_2_rank_{rank}.pt" for rank in swap)
@@ -204,7 +204,7 @@ def test_files_of_ranks_that_have_each_others_names_are_refused(
 
 
 def _save_without_coordinates(rank: int, world_size: int, root: str) -> None:
-    """As a version of torch would whose meshes do not say which rank saved them."""
+    """Save like a version of torch whose meshes do not contain the coordinates of the rank."""
     host = Host(ranks=True)
     state = host.model.state_dict()
     for tensor in state.values():
@@ -213,7 +213,7 @@ def _save_without_coordinates(rank: int, world_size: int, root: str) -> None:
 
 
 def test_shards_of_other_sizes_than_fsdp_cuts_are_refused(tmp_path: Path) -> None:
-    """33 rows on two ranks are 17 and 16, as torch.chunk cuts them: 16 and 17 are the files of other ranks."""
+    """torch.chunk cuts 33 rows on two ranks into 17 and 16. Files with 16 and 17 belong to other ranks."""
     (tmp_path / "actor").mkdir()
     run_ranks(_save_without_coordinates, 2, str(tmp_path / "actor"))
     convert(tmp_path / "actor", tmp_path / "c", to="dcp")

@@ -1,4 +1,4 @@
-"""Loaders whose sampler is told the epoch: a resumed epoch goes on in its own order, or the run is stopped."""
+"""Loaders whose sampler is told the epoch: a resumed epoch continues in its own order, or the run is stopped."""
 
 import os
 import shutil
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_
 
 LAST = SPEC.total_train_steps - 1
 KILLED_AFTER = (1, 5, 8, 11, 15, LAST)
-"""In the middle of each epoch of six steps, and at its end."""
+"""Steps in the middle of each epoch of six steps, and at its end."""
 
 
 class Script:
-    """A plain fully_shard script as most people write it, with dropout, so that one draw too many shows."""
+    """A typical fully_shard script, with dropout, so that one random draw too many changes the result."""
 
     def __init__(self, root: Path | str, rank: int, world_size: int, workers: int = 0, shuffle: bool = True) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Script:
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None, async_save=False)
 
     def train(self) -> Iterator[tuple[int, list[int]]]:
-        """Resume, if there is something, and yield each step with its batch, once it is snapshotted."""
+        """Resume if there is a generation, and yield each step with its batch after its snapshot."""
         info = self.handler.load(self.state, self.loader)
         step = step_info(0) if info is None else info.last_step_info.next()
         for epoch in range(step.epoch, SPEC.total_train_epochs):
@@ -84,7 +84,7 @@ def _killed_after_every_step(rank: int, world_size: int, root: str, workers: int
 
 
 def _cut_after(last: int, root: str, rank: int) -> Path:
-    """A folder of runs with one that is as the untouched one was after step ``last``."""
+    """A folder of runs in the state of the undisturbed run after step ``last``."""
     name, again = f"global_step_{last}", Path(root, str(last))
     if rank == 0:
         shutil.copytree(_generations(Path(root, "untouched")) / name, _generations(again) / name)
@@ -141,7 +141,7 @@ def _until(rank: int, world_size: int, root: str, killed_after: int) -> tuple[li
     script, batches = Script(root, rank, world_size), []
     for step, batch in script.train():
         batches.append((step, batch))
-        if step == killed_after:  # the snapshot is committed: both ranks have agreed on it
+        if step == killed_after:  # the snapshot is committed, because both ranks have agreed on it
             os.kill(os.getpid(), signal.SIGKILL)
     return batches, script.digest()
 

@@ -1,4 +1,4 @@
-"""A dataset is told from another by values alone, in every process."""
+"""A fingerprint depends only on the values of a dataset, in every process."""
 
 import subprocess
 import sys

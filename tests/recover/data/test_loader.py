@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whatever happens in between: restarts, other world sizes."""
+"""Every sample once per epoch, despite restarts and other world sizes."""
 
 from collections import Counter
 from itertools import chain, islice, repeat
@@ -22,7 +22,7 @@ from tests.recover.runs import step_info
 
 
 def make_group(samples: int, world_size: int, **options: Any) -> list[ResumableDataLoader]:
-    """One loader a rank over ``range(samples)``."""
+    """One loader per rank over ``range(samples)``."""
     options = {"batch_size": 4, "seed": 3} | options
     return [
         ResumableDataLoader(list(range(samples)), rank=rank, world_size=world_size, **options)
@@ -84,7 +84,7 @@ def test_epochs_have_orders_of_their_own_that_seed_and_epoch_decide() -> None:
     assert first == orders(1)
     assert len({tuple(order) for order in [*first, *orders(2)]}) == 6
     assert all(order != list(range(32)) for order in first)
-    # The first shuffle of seed 3 is fixed for ever: a change would reorder runs in the middle of an epoch.
+    # The first shuffle of seed 3 is fixed. A change would reorder runs in the middle of an epoch.
     assert walk(make_group(10, 1, seed=3, batch_size=10), 1) == [(0, [9, 1, 0, 8, 2, 4, 3, 5, 7, 6])]
 
 
@@ -220,7 +220,7 @@ class Squares(Dataset):
 
 
 def make_torchdata(num_workers: int, own_sampler: bool) -> StatefulDataLoader:
-    """As most people write it, or, as verl does, with a sampler that has a generator of its own."""
+    """A plain loader, or one with a sampler that has its own generator, as in verl."""
     if not own_sampler:
         return StatefulDataLoader(Squares(), batch_size=4, shuffle=True, num_workers=num_workers)
     sampler = RandomSampler(Squares(), generator=torch.Generator().manual_seed(5))

@@ -1,4 +1,4 @@
-"""A restored loader gives the batches, and leaves the draws, of one that was never stopped; else it is refused."""
+"""A restored loader gives the batches and random draws of one that never stopped, or it is refused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def sampler(shuffle: bool = True, seed: int = 5) -> DistributedSampler:
 
 
 SEEDS = count()
-"""Of processes that are seeded otherwise each time."""
+"""Seeds for processes with different random states."""
 
 
 def seeded_by_the_process(**options: Any) -> StatefulDataLoader:
@@ -48,7 +48,7 @@ def seeded_by_the_process(**options: Any) -> StatefulDataLoader:
 
 
 class Batches:
-    """A batch sampler of a user, around no sampler."""
+    """A user's batch sampler, without a sampler in it."""
 
     def __init__(self) -> None:
         self.order = np.random.default_rng(next(SEEDS))
@@ -80,7 +80,7 @@ def torchdatas_own(**options: Any) -> StatefulDataLoader:
 
 
 class Advancing(DistributedSampler):
-    """Goes on to the next epoch by itself, as accelerate's ``SeedableRandomSampler`` does."""
+    """Changes to the next epoch by itself, like Accelerate's ``SeedableRandomSampler``."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -92,7 +92,7 @@ def advancing(**options: Any) -> StatefulDataLoader:
 
 
 def drawn(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
-    """Loaders with the sampler that ``make`` makes of a generator, its own or torch's."""
+    """A function that makes loaders with a sampler of ``make``, on the sampler's own generator or torch's."""
 
     def loader(**options: Any) -> StatefulDataLoader:
         generator = torch.Generator().manual_seed(5) if own else None
@@ -131,7 +131,7 @@ def one_generator_for_both(**options: Any) -> StatefulDataLoader:
 
 
 class Stream(IterableDataset):
-    """Samples in the order of an epoch, as streaming datasets have it; knows its place."""
+    """Samples in the order of an epoch, like a streaming dataset. Knows its position."""
 
     def __init__(self) -> None:
         self.epoch = self.at = 0
@@ -159,7 +159,7 @@ def stream(**options: Any) -> StatefulDataLoader:
 
 @dataclass
 class Stop:
-    """Where a run was after a step."""
+    """State of a run after a step."""
 
     state: bytes
     order: EpochOrder
@@ -179,13 +179,13 @@ class Stop:
 
 
 def teller(loader: Any) -> Any:
-    """What is told the epoch."""
+    """Return the object that must be told the epoch."""
     told = loader.batch_sampler.sampler if loader.batch_sampler is not None else None
     return told if hasattr(told, "set_epoch") else loader.dataset
 
 
 def run(loader: Any, first: StepInfo, tell: bool = True) -> Iterator[tuple[StepInfo, list[int], float]]:
-    """A loop over epochs; every step with its batch, and a draw as dropout would make it."""
+    """Loop over epochs, yielding every step with its batch and a draw like dropout's."""
     note_order(loader)
     step = first
     for epoch in range(first.epoch, SPEC.total_train_epochs):
@@ -224,7 +224,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
 }
 QUICK = [name for name, (_, options, _) in VARIANTS.items() if not options]
 QUICK += ["draws, workers", "a stream, a worker", "persistent workers"]
-"""Those without processes of their own, and some with."""
+"""Loaders without worker processes, and some with."""
 
 
 @pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
@@ -252,7 +252,7 @@ def test_a_restored_loader_goes_on_as_if_it_had_never_stopped(variant: str) -> N
 
 
 def _stopped_after(last: int, make: Callable[..., Any] = plain, tell: bool = True) -> tuple[Stop, list[list[int]]]:
-    """Where a run is after step ``last``, and the batches of the rest of it."""
+    """State of a run after step ``last``, and its remaining batches."""
     loader = make()
     records = run(loader, step_info(0), tell)
     *_, _ = islice(records, last + 1)
@@ -285,7 +285,7 @@ def test_a_script_without_epochs_silently_resumes_no_generation_without_them() -
 def test_a_script_without_epochs_can_resume_a_generation_without_them() -> None:
     stop, rest = _stopped_after(8, tell=False)
     resumed = plain()
-    teller(resumed).set_epoch = None  # the way out that the refusal tells
+    teller(resumed).set_epoch = None  # the workaround in the error message
     assert stop.restore(resumed, step_info(8), order_known=False) is None
     assert [batch for _, batch, _ in run(resumed, step_info(9), tell=False)] == rest
 
@@ -360,11 +360,11 @@ def test_a_run_killed_in_a_drawn_epoch_trains_each_sample_once(tmp_path: Path, o
     assert [batch for _ in range(3) for batch in live(tmp_path / "killed", 8)] == untouched
 
 
-# What is still wrong is refused
+# Remaining errors are refused
 
 
 class AdvancingWithState(torchdata_sampler.StatefulDistributedSampler):
-    """Advances by itself, and is not noted."""
+    """Advances by itself, but saves no epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -440,14 +440,14 @@ def test_a_sampler_that_does_not_shuffle_may_be_at_any_epoch() -> None:
 
 
 class _Deaf(StatefulDataLoader):
-    """Its state goes nowhere."""
+    """Ignores its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
 
 
 class _Counter(Meter):
-    """A loader that is only stateful; forgets, or is late to say, what it was given."""
+    """A stateful object instead of a loader. With ``deaf``, it ignores the state to load."""
 
     def __init__(self, deaf: bool = False) -> None:
         super().__init__()
@@ -491,7 +491,7 @@ def test_a_loader_elsewhere_is_refused_before_an_engine_is_touched(
 
 
 class _Driven:
-    """The ranks of a driver, one of them, in the driver's process."""
+    """All ranks of a driver (only one), in the driver's process."""
 
     world_size = 1
 

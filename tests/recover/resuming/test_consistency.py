@@ -1,4 +1,4 @@
-"""After a restore the handler looks at what is there, and says it."""
+"""After a restore the handler checks the state and logs the result."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def test_a_generation_remembers_steps_rate_schedule_samples_and_generators(tmp_p
     assert facts.fingerprints.keys() == {"model", "optim"} and info.rng.keys() == {"rank_00000"}
 
 
-def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_restored_state_is_logged_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_until(tmp_path, 3)
     with caplog.at_level(logging.INFO):
         make_handler(tmp_path).load(Tiny().state)
@@ -45,7 +45,7 @@ def test_what_was_restored_is_said_in_one_table(tmp_path: Path, caplog: pytest.L
 
 
 def _plain_sgd() -> DCPState:
-    """A model whose optimizer keeps no state, so that only ``requires_grad`` tells what is trained."""
+    """A model whose optimizer has no state, so that only ``requires_grad`` tells which weights are trained."""
     model = Tiny().model
     return DCPState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -107,7 +107,7 @@ def test_a_generation_of_an_older_version_without_switches_loads_without_a_warni
 
 
 class _Forgetful(DCPState):
-    """Loses something while it is loaded, as other systems have done without a word."""
+    """Loses a value while it is loaded, as other systems have done silently."""
 
     lost = ""
 
@@ -145,7 +145,7 @@ def test_a_restore_that_lost_something_stops_the_run(
 
 
 class _Draws(Meter):
-    """A user's object that draws when it is put back; generators come last, so that it changes nothing."""
+    """A user's object that draws random numbers when it is restored. Generators come last, so nothing changes."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -249,7 +249,7 @@ def test_an_unreadable_snapshot_fails_and_those_before_it_stay(tmp_path: Path) -
 
 @pytest.mark.parametrize(("field", "value"), [("weight_versions", "v2"), ("engines", 0.1)])
 def test_a_generation_with_other_types_ends_the_start_and_stays(tmp_path: Path, field: str, value: Any) -> None:
-    """Its digests fit: another version wrote it, and may read it."""
+    """The digests fit, so another version wrote it and may read it."""
     run_until(tmp_path, 2)
     folder = newest(tmp_path)
     info = json.loads((folder / "recover_info.json").read_text())

@@ -1,4 +1,4 @@
-"""Resume with another number of ranks: every value bit for bit, every sample once, new ranks' generators by rule."""
+"""Resume with another number of ranks: equal bits, each sample once, generators of new ranks by a fixed rule."""
 
 import os
 import random
@@ -37,7 +37,7 @@ WORLD_SIZES = (2, 1, 3, 4, 2)
 
 
 def _values(job: Job) -> dict[str, bytes]:
-    """Every parameter and moment, whole, and the bytes of schedule, hyperparameters and counters; no generators."""
+    """Everything but generators: whole parameters and moments, bytes of schedule, hyperparameters and counters."""
     found = {}
     for name, tensor in flatten(job.engines["default"].dcp_state().state_dict()):
         if not name.startswith("rng."):
@@ -55,7 +55,7 @@ def _as_bytes(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def _stage(rank: int, world_size: int, model: str, root: str, step: int) -> dict[str, Any]:
-    """Resume, look, train a step, snapshot."""
+    """Resume, record the state, train a step, take a snapshot."""
     seed_rng(1000 * step, rank)
     loader, job, handler = make_loader("own", rank, world_size), Job(model), make_handler(root)
     handler.register("meter", job.meter)
@@ -147,7 +147,7 @@ def _random_kills(rank: int, world_size: int, root: str, seed: int, kills_wanted
 
 
 def _in_a_child(run: Run, life: Life, root: str, number: int) -> int:
-    """The status that a process which lives ``life`` ends with."""
+    """Run ``life`` in a process and return its exit status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -160,7 +160,7 @@ def _in_a_child(run: Run, life: Life, root: str, number: int) -> int:
 
 
 def _possible_outcomes(life: Life, start: int) -> set[int]:
-    """The steps that may be committed when a life from step ``start`` on has been killed: one, or one of two."""
+    """The steps that may be committed after the kill of a life that began at step ``start``: one, or one of two."""
     assert life.steps is not None
     last = start + life.steps - 1
     due = [step for step in range(start, last + 1) if (step + 1) % life.freq_steps == 0]

@@ -1,4 +1,4 @@
-"""What a host is told before and after `load`: the step that will be restored, and the generators that were."""
+"""Information for a host before and after `load`: the step to be restored, and the restored generators."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def files(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Path -> bytes and time of change, of every file."""
+    """Path -> bytes and modification time of every file."""
     found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     return {str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
@@ -74,7 +74,9 @@ def test_peek_knows_the_mode_and_the_generation_to_go_back_to(tmp_path: Path) ->
         handler.peek()
 
 
-def test_what_is_bad_by_name_or_size_is_skipped_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_generations_with_bad_names_or_sizes_are_skipped_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_until(tmp_path, 3)
     (newest(tmp_path) / "default" / "__0_0.distcp").unlink()
     handler = make_handler(tmp_path)
@@ -91,7 +93,7 @@ def test_what_is_bad_by_name_or_size_is_skipped_and_left(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("peeked", [True, False])
-def test_a_load_of_another_step_than_peek_told_does_not_happen(tmp_path: Path, peeked: bool) -> None:
+def test_a_load_never_restores_another_step_than_peek_has_named(tmp_path: Path, peeked: bool) -> None:
     run_until(tmp_path, 3)
     flip(newest(tmp_path) / "default" / "__0_0.distcp")
     handler, tiny = make_handler(tmp_path), Tiny()
@@ -128,7 +130,7 @@ def test_a_fresh_run_that_peeked_can_load_once_it_has_snapshots(tmp_path: Path) 
         assert info and info.last_step_info == step_info(0)
 
 
-def test_a_newer_copy_at_the_mirror_is_told_of_not_fetched(tmp_path: Path) -> None:
+def test_a_newer_copy_at_the_mirror_is_reported_and_not_fetched(tmp_path: Path) -> None:
     run_until(tmp_path / "run", 3, mirror_url=f"file://{tmp_path}/mirror", mirror_max_to_keep=None)
     for name in names(tmp_path / "run"):
         shutil.rmtree(newest(tmp_path / "run").with_name(name))
@@ -224,7 +226,7 @@ def _restored_draws(rank: int, world_size: int, root: str) -> list[Any]:
     seed_rng(7, rank)
     if handler.load(tiny.state) is None:
         handler.dump(tiny.state, step_info(0))
-    elif rank == 0:  # each for itself
+    elif rank == 0:  # each rank for itself
         draw()
         handler.restore_rng()
     return [draw(), draw()]
@@ -238,7 +240,7 @@ def test_each_rank_gets_its_generators_back_and_so_does_new_ones(tmp_path: Path)
 
 @pytest.mark.slow
 def test_peek_is_quick_enough_for_the_top_of_a_script(tmp_path: Path) -> None:
-    """It neither needs nor starts a process group, in a process that has imported nothing else."""
+    """It neither needs nor starts a process group, in a process without other imports."""
     run_until(tmp_path, 1)
     script = f"""
 import torch

@@ -1,4 +1,4 @@
-"""Which rank verifies which files of a generation: its own first, and every file by one rank."""
+"""Which rank verifies which files of a generation: each rank its own files first, and each file by one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def generation(ranks: int, engines: int = 1) -> dict[str, int]:
-    """Names and sizes of the files of one that ``ranks`` wrote; the shards of higher ranks are larger."""
+    """Names and sizes of the files of a generation with ``ranks`` ranks. Shards of higher ranks are larger."""
     shards = {f"engine{e}/__{r}_0.distcp": 1000 * (r + 1) for e in range(engines) for r in range(ranks)}
     small = {f"state/rank_{r:05d}.pt": 20 for r in range(ranks)} | {f"engine{e}/.metadata": 300 for e in range(engines)}
     return shards | small | {"recover_info.json": 50, "data.pt": 700, "state/driver.pt": 20}

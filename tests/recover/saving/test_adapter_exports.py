@@ -1,4 +1,4 @@
-"""Exports of models with adapters through the handler: merged or as folders of PEFT, of engines and of PeftModels."""
+"""Exports of models with adapters through the handler, merged or as PEFT folders, from engines and from PeftModels."""
 
 import copy
 from pathlib import Path
@@ -46,7 +46,7 @@ def peft_model(**options: Any) -> PeftModel:
 
 
 class Host:
-    """Somebody else's loop over a ``PeftModel``; gives the handler its model and optimizer."""
+    """A loop outside of Holdfast over a ``PeftModel``, which gives the handler its model and optimizer."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -69,7 +69,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def loaded(folder: Path) -> Any:
-    """The model that an export of either form gives, as its users load it."""
+    """Load an export of either form as its users do."""
     if (folder / "config.json").exists():
         return AutoModelForCausalLM.from_pretrained(folder)
     return PeftModel.from_pretrained(build_reference(tiny_qwen3()), str(folder))
@@ -99,7 +99,7 @@ def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(tmp
         assert not torch.equal(logits(loaded(export(tmp_path, form, 0))), logits(loaded(export(tmp_path, form, 2))))
 
 
-def test_what_cannot_be_merged_is_exported_as_peft_stores_it_or_refused_before_training(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(tmp_path: Path) -> None:
     dora = peft_model(use_dora=True, modules_to_save=["norm"])
     host = Host(dora)
     with (
@@ -134,7 +134,7 @@ def test_forms_that_a_model_cannot_have_are_refused_at_load_with_the_reason(tmp_
 
 
 def _sharded(rank: int, world_size: int, root: Path) -> None:
-    """Both forms of an engine, of a model in DDP, and of one under FSDP2, that train on while they are written."""
+    """Export in both forms from an engine, a DDP model and an FSDP2 model, which train on meanwhile."""
     torch.set_num_threads(1)
     engine = lora_engine(root / "base")
     for form in FORMS:

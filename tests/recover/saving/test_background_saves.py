@@ -1,4 +1,4 @@
-"""Snapshots that are written while training goes on: what they hold, when they are told of, what is left of them."""
+"""Snapshots written while training goes on: their contents, the reports about them, and the leftovers."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def make(root: Path | str, **options: Any) -> RecoverHandler:
 
 
 class Gate:
-    """Holds what is written in the background until it is opened."""
+    """Blocks background writes until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -118,7 +118,7 @@ def test_a_due_snapshot_is_skipped_when_told_but_never_if_forced(tmp_path: Path,
 
 
 def _spoil(root: Path) -> Path:
-    """Nothing can be written any more: a file stands where the folder of the generations was."""
+    """Prevent all writes by a file in place of the folder of generations."""
     recover = root / "e" / "t" / "recover"
     if recover.exists():
         os.rename(recover, recover.with_name("elsewhere"))
@@ -127,7 +127,7 @@ def _spoil(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("by", ["dump", "forced", "wait", "close"])
-def test_a_failure_in_the_background_is_told_by_the_next_call(
+def test_a_failure_in_the_background_is_reported_by_the_next_call(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
     tiny, handler = Tiny(), make(tmp_path)
@@ -366,7 +366,7 @@ def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(tmp_path: Path,
     assert names(tmp_path) == ["global_step_0"] and passed_on == [signal.SIGUSR1]
 
 
-def test_metrics_are_those_of_the_step(tmp_path: Path, gate: Gate) -> None:
+def test_metrics_are_copied_at_the_dump(tmp_path: Path, gate: Gate) -> None:
     tiny, handler, metrics = Tiny(), make(tmp_path), {"reward": 0.5}
     handler.load(tiny.state)
     handler.dump(tiny.state, step_info(0), metrics=metrics)
@@ -395,7 +395,7 @@ def _one_cannot_stage(rank: int, world_size: int, root: str) -> list[bool]:
     handler, tiny, seen = make(root), Tiny(), []
     bad = nn.Linear(1, 1)
     if rank == 1:
-        bad.weight = nn.Parameter(torch.zeros(1).expand(2))  # found when memory for it is to be taken
+        bad.weight = nn.Parameter(torch.zeros(1).expand(2))  # found when memory is allocated for it
     engines = {"first": tiny.state, "second": DCPState(bad, torch.optim.AdamW(bad.parameters()))}
     with pytest.raises((ConfigError, PeerError)):
         handler.load(engines)

@@ -1,4 +1,4 @@
-"""Processes that end without `close` while a snapshot is being written: it is there, or their exit is an error."""
+"""Processes that end without `close` during a write: the snapshot is there, or the exit code reports an error."""
 
 import subprocess
 import sys
@@ -51,11 +51,11 @@ if __name__ == "__main__":
 
 
 IN_THE_WAY = "shutil.rmtree(f'{root}/e/t/recover', ignore_errors=True); open(f'{root}/e/t/recover', 'w').close()"
-"""A file where the generations are; the thread that writes may have made the folder already."""
+"""Replaces the folder of generations by a file. The writing thread may have created the folder already."""
 
 
 def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[int, str]:
-    """Run a job that ends as ``end`` says, under torchrun if it has several ranks; its exit code and what it said."""
+    """Run a job that ends as ``end`` says, under torchrun if it has several ranks. Returns exit code and output."""
     (root / "job.py").write_text(JOB)
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={n_ranks}", f"--master-port={free_port()}"]
     command = [sys.executable, *(torchrun if n_ranks > 1 else []), "job.py", str(root), str(write_s), end]
@@ -72,7 +72,7 @@ def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[i
     ],
 )
 def test_ranks_that_end_finish_their_snapshot_and_keep_their_exit_code(tmp_path: Path, how: str, code: int) -> None:
-    n_ranks = 2 if code == 0 else 1  # torchrun has exit codes of its own
+    n_ranks = 2 if code == 0 else 1  # torchrun has its own exit codes
     found, said = end(tmp_path, how, n_ranks=n_ranks)
     assert found == code, said
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
@@ -85,7 +85,7 @@ def test_ranks_that_leave_their_group_before_the_snapshot_end_badly(tmp_path: Pa
     assert said.count("step 0: the process ends without its snapshot (") == 2
     assert (
         "(ValueError: Default process group has not" in said
-    )  # or the peer that found it so has closed the connection
+    )  # or its peer, which noticed this, has closed the connection
     assert "before torch.distributed or the engine is destroyed" in said
 
 
@@ -101,7 +101,7 @@ def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_p
 def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int, found: list[str]
 ) -> None:
-    """Before Python 3.13 it calls nothing that is registered with ``atexit``."""
+    """Before Python 3.13 such a process does not call functions registered with ``atexit``."""
     monkeypatch.setenv("FORKED", "1")
     assert end(tmp_path, how, write_s=2.0)[0] == code and names(tmp_path) == found
 
@@ -130,7 +130,7 @@ handler.dump(state, StepInfo(0, 1, 1, 6))
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "handler.wait()", "handler.close()"])
 def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_path: Path, how: str) -> None:
-    """torch ends the process with SIGABRT when such a thread wants the interpreter back."""
+    """torch ends the process with SIGABRT if such a thread asks for the interpreter."""
     code, said = end(tmp_path, SLOW_TO_END + how, write_s=0.0)
     assert code == 0, said
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
@@ -146,7 +146,7 @@ def hang(*args, reached=reached):
     time.sleep(60)
 """
 LAST = "handler.dump(state, StepInfo(0, 1, 1, 6)); reached.wait(); print('the end', flush=True)\n"
-"""A dump whose commit, or whose writer and then the look at what it writes, does not come back."""
+"""A dump in which the commit, or the writer and then the check of its progress, never returns."""
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str,
 
 
 def _grow(seconds: float) -> Callable[..., Any]:
-    """A writer that has much to write."""
+    """A writer with much to write."""
     write = RankSession.write_snapshot
 
     def slow(session: RankSession, holder: Any, folder: str, in_background: bool) -> Any:

@@ -1,4 +1,4 @@
-"""A snapshot that fails, or repeats the one before, is reported; training goes on, but not for ever."""
+"""A failed snapshot, or one equal to the previous, is reported. Training goes on, but not for ever."""
 
 import copy
 import logging
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def _in_the_way(root: Path, there: bool) -> None:
-    """A file where the folder of the generations should be, or its removal."""
+    """Put a file in place of the folder of generations, or remove it."""
     recover = root / "e" / "t" / "recover"
     if there:
         os.rename(recover, recover.with_name("elsewhere"))
@@ -121,7 +121,7 @@ def test_a_rank_with_a_bug_ends_all_ranks_at_once(tmp_path: Path) -> None:
 
 
 class _StaleState(DCPState):
-    """Always the tensors of the first time it was asked, as a staging buffer that is never filled again."""
+    """Always returns the tensors of its first call, like a staging buffer that is never filled again."""
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "_staged"):
@@ -157,7 +157,7 @@ def test_a_stale_snapshot_is_noticed_after_a_restart_too(tmp_path: Path) -> None
 
 
 def test_steps_that_change_nothing_yet_are_no_stale_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All rewards equal: no advantage, no gradient, moments of zero; and a learning rate of zero later."""
+    """All rewards are equal, so advantage, gradient and moments are zero. Later the learning rate is zero."""
     tiny = Tiny()
     for group in tiny.optimizer.param_groups:
         group["weight_decay"] = 0.0

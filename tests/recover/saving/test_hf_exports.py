@@ -1,4 +1,4 @@
-"""Hugging Face exports through the handler: when, from which copy, told of how, and what a run that goes back does."""
+"""Hugging Face exports through the handler: their schedule, their source, reports about them, and runs that go back."""
 
 import os
 import resource
@@ -43,7 +43,7 @@ def make(root: Path | str, **options: Any) -> RecoverHandler:
 
 
 class Trainer:
-    """A transformers model in one process, and what a blocking export of it gives after each step."""
+    """A transformers model in one process, and blocking exports of it after each step."""
 
     def __init__(self, root: Path) -> None:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def exports(root: Path, hidden: bool = False) -> list[str]:
 
 
 class Gate:
-    """Holds exports that are written in the background until it is opened."""
+    """Blocks background exports until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -99,7 +99,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every copy that is staged, whether it is of the weights alone."""
+    """For every staged copy, whether it has only the weights."""
     copies: list[bool] = []
     stage = Staging.stage
 
@@ -163,13 +163,13 @@ def test_a_run_that_goes_back_renames_exports_and_makes_the_lost_one(
         for step in range(5):
             trainer.step(step)
             handler.dump(trainer.state, step_info(step))
-    os.rename(tmp_path / "e/t/hf/global_step_3", tmp_path / "before")  # as if killed after the snapshot's commit
+    os.rename(tmp_path / "e/t/hf/global_step_3", tmp_path / "before")  # as if killed after the commit of the snapshot
     (tmp_path / "e/t/hf/.staging-3-0123456789ab").mkdir()
     again = Trainer(tmp_path)
     with make(tmp_path, freq_steps=2) as handler:
         info = handler.load(again.state)
         assert info is not None and info.last_step_info.global_step == 3
-        found = exports(tmp_path, hidden=True)  # with the staging folder of step 3, while that is written
+        found = exports(tmp_path, hidden=True)  # includes the staging folder of step 3 during its write
         assert ".staging-3-0123456789ab" not in found
         (quarantined,) = (name for name in found if not name.startswith(".staging-3-"))
         assert quarantined.startswith(".rejected-global_step_4-the-run-went-back")
@@ -340,7 +340,7 @@ def test_after_a_kill_before_the_commit_the_next_start_exports(tmp_path: Path) -
 
 
 def _sharded(rank: int, world_size: int, model: str, root: Path) -> tuple[str, int]:
-    """Two engines that train on while the actor is exported; then rank 1 has no room, and it is told everywhere."""
+    """Two engines train on during an export of the actor. Then rank 1 has no space, which all ranks report."""
     job = Job(model, ("actor", "critic"))
     handler = make(root, freq_steps=2, hf_engine="actor", save_failures_allowed=0, tokenizer=_tokenizer())
     handler.load(job.engine)
@@ -354,7 +354,7 @@ def _sharded(rank: int, world_size: int, model: str, root: Path) -> tuple[str, i
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000 if rank == 1 else soft, hard))
     step, error = 4, "none"
     try:
-        for step in range(4, 20, 2):  # exports alone
+        for step in range(4, 20, 2):  # steps with exports only
             handler.dump(job.engine, step_info(step))
             job.train([step])
     except (CheckpointWriteError, PeerError) as caught:

@@ -1,4 +1,4 @@
-"""Generations on disk: what is listed, verified, quarantined, swept and deleted."""
+"""Generations on disk: listed, verified, quarantined, cleaned up and deleted."""
 
 import os
 import stat
@@ -150,7 +150,7 @@ def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) ->
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
 
 
-def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: GenerationStore, tmp_path: Path) -> None:
+def test_a_generation_that_is_a_link_loses_only_the_link(store: GenerationStore, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for step in (1, 2):
@@ -159,7 +159,7 @@ def test_of_a_generation_that_is_a_link_only_the_link_is_removed(store: Generati
     commit(store, 3)
     assert [g.step for g in store.generations()] == [3, 2, 1]
     assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
-    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # as older versions left it
+    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # like older versions left it
     store.delete_by_retention(RetentionRules(1))
     store.sweep()
     assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]
@@ -173,7 +173,7 @@ def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) ->
     store.commit(staging, step, file_entries(staging, [INFO_NAME]), {})
 
 
-def test_what_stays_is_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
+def test_generations_stay_by_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
     rules = RetentionRules(last=2, every_steps=5, best=1, metric="reward")
     for step, reward in enumerate((0.1, 0.9, 0.3, 0.2, 0.5, 0.6, 0.4, 0.7)):
         commit_with(GenerationStore(store.root), step, {"reward": reward})

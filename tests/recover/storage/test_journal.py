@@ -1,4 +1,4 @@
-"""The journal of a run: a disk that is full for a while costs lines, and neither the run nor the lines after it."""
+"""The journal of a run: a disk that is temporarily full loses lines, but neither the run nor later lines."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server; what is refused."""
+"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server. Refused copies."""
 
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> GenerationStore:
 
 @pytest.fixture
 def back(tmp_path: Path) -> GenerationStore:
-    """The store of a machine that lost everything."""
+    """The store of a machine that has lost all files."""
     return GenerationStore(tmp_path / "back")
 
 
@@ -82,7 +82,7 @@ def test_a_generation_comes_back_as_it_was(url: str, store: GenerationStore, bac
 
 @pytest.mark.slow
 def test_a_large_file_travels_in_parts(s3_url: str, store: GenerationStore, back: GenerationStore) -> None:
-    generation = commit(store, 0, sizes=[101 << 20])  # s3fs puts up to 100 MiB at once
+    generation = commit(store, 0, sizes=[101 << 20])  # s3fs uploads up to 100 MiB in one request
     mirror = Mirror(s3_url, 1)
     copy(mirror, generation)
     verify_folder(mirror.fetch(0, back).path)
@@ -146,7 +146,7 @@ def test_steps_are_numbers_and_other_names_are_left_alone(url: str, store: Gener
     assert mirror.steps() == [] and listing(url) == others
 
 
-def test_what_is_there_is_not_put_again(s3_url: str, server: S3Server, store: GenerationStore) -> None:
+def test_existing_files_are_not_uploaded_again(s3_url: str, server: S3Server, store: GenerationStore) -> None:
     generation = commit(store, 3)
     copy(Mirror(s3_url, 2), generation)
     server.clear()
@@ -231,9 +231,7 @@ def test_a_damaged_copy_is_refused_and_an_older_one_serves(
     verify_folder(mirror.fetch(0, back).path)
 
 
-def test_what_the_manifest_does_not_name_is_not_fetched(
-    url: str, store: GenerationStore, back: GenerationStore
-) -> None:
+def test_files_outside_of_the_manifest_are_not_fetched(url: str, store: GenerationStore, back: GenerationStore) -> None:
     generation = commit(store, 0)
     copy(mirror := Mirror(url, 1), generation)
     fs, root = storage(url)
@@ -242,7 +240,7 @@ def test_what_the_manifest_does_not_name_is_not_fetched(
 
 
 def forge(url: str, step: int, folder: Path, facts: dict[str, int], names: Iterable[str] = ()) -> None:
-    """Put a well-formed manifest in place of that of a copy."""
+    """Put a well-formed manifest in place of the manifest of a copy."""
     folder.mkdir()
     write_manifest(folder, [FileEntry(name, 0, "xxh3_128:0") for name in names], facts)
     fs, root = storage(url)
@@ -270,13 +268,13 @@ def test_a_newer_format_is_not_called_damage(
     assert back.generations() == [] and not list(back.root.glob(".*"))
 
 
-def test_what_exists_here_is_not_fetched_over(url: str, store: GenerationStore) -> None:
+def test_a_fetch_overwrites_no_existing_generation(url: str, store: GenerationStore) -> None:
     copy(mirror := Mirror(url, 1), commit(store, 0))
     with pytest.raises(CheckpointExistsError, match="global_step_0 exists already"):
         mirror.fetch(0, store)
 
 
-def test_what_rotted_here_does_not_reach_the_mirror(url: str, store: GenerationStore) -> None:
+def test_a_locally_corrupted_file_does_not_reach_the_mirror(url: str, store: GenerationStore) -> None:
     mirror, generation = Mirror(url, 1), commit(store, 0)
     path = generation.path / "default" / "shard_0"
     path.write_bytes(damage_flip(path.read_bytes()))

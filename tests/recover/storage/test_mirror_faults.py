@@ -1,4 +1,4 @@
-"""A mirror that is killed, down, hanging or overtaken: it is never wrong, and never in the way of the training."""
+"""A mirror that is killed, down, hanging or overtaken: it is never wrong and never blocks the training."""
 
 import os
 import resource
@@ -103,7 +103,7 @@ def test_a_killed_copy_does_not_count_and_the_next_completes_it(
 def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
     s3_url: str, server: S3Server, store: GenerationStore, tmp_path: Path
 ) -> None:
-    """The copy of step 1 takes the place of that of step 0; the process is killed before each of its requests."""
+    """The copy of step 1 replaces the copy of step 0. The process is killed before each of its requests."""
     old, new = commit(store, 0, sizes=(10, 20)), commit(store, 1, sizes=(10, 20))
     outcomes: list[list[int]] = []
     mirror = Mirror(s3_url, 1)
@@ -190,7 +190,7 @@ def test_a_newer_generation_takes_the_turn_of_one_that_waits(
         mirror.submit(generation)
     assert time.monotonic() - started < 0.5
     assert mirror.pinned() == {0, 3} and not mirror.wait(0.1)
-    with path.open("wb"):  # the reader sees an empty file, as it was, and so does who reads it again
+    with path.open("wb"):  # both readers see an empty file
         path.unlink()
         path.touch()
     assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [3, 0]
@@ -213,7 +213,7 @@ def test_a_generation_that_is_retired_while_it_is_copied_is_skipped(
     assert not any("global_step_0" in name for name in listing(url))
 
 
-def test_close_waits_for_what_is_under_way(url: str, store: GenerationStore) -> None:
+def test_close_waits_for_the_copy_under_way(url: str, store: GenerationStore) -> None:
     mirror = Mirror(url, 2)
     mirror.submit(commit(store, 0))
     mirror.close(30)

@@ -46,7 +46,7 @@ def test_a_snapshot_whose_copy_cannot_begin_is_copied_at_next_start(
 ) -> None:
     start = threading.Thread.start
 
-    def refuse_copies(thread: threading.Thread) -> None:  # as Python 3.12 does at its end
+    def refuse_copies(thread: threading.Thread) -> None:  # like Python 3.12 at its end
         if thread.name == "mirror":
             raise RuntimeError("can't create new thread at interpreter shutdown")
         start(thread)
@@ -191,7 +191,7 @@ def test_going_back_with_resume_path_also_forgets_the_newer_copies(tmp_path: Pat
 
 
 def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path) -> None:
-    run_until(tmp_path / "run", 2)  # as if killed before anything was copied
+    run_until(tmp_path / "run", 2)  # as if killed before any copy
     handler = _mirrored(tmp_path)
     handler.load(Tiny().state)
     handler.close()

@@ -1,4 +1,4 @@
-"""Which generations stay: the union of the rules, and never fewer than a look at the whole history would keep."""
+"""Which generations stay: the union of the rules, and never fewer than rules over the whole history would keep."""
 
 import math
 import random
@@ -13,7 +13,7 @@ History = dict[int, dict[str, float]]
 
 
 def history(**values: float | None) -> History:
-    """``s3=0.5``: step 3 with reward 0.5; None: without a reward."""
+    """``s3=0.5``: step 3 with reward 0.5. None: without a reward."""
     return {int(step[1:]): {} if value is None else {"reward": value} for step, value in values.items()}
 
 
@@ -22,7 +22,7 @@ def plain(steps: range) -> History:
 
 
 def random_history(rng: random.Random) -> History:
-    """Steps with gaps; few distinct values, so that there are ties; some NaN, infinite or missing."""
+    """Steps with gaps and few distinct values, so that there are ties. Some are NaN, infinite or missing."""
     steps = sorted(rng.sample(range(200), rng.randint(1, 40)))
     values = [0.0, 0.25, 0.5, 0.75, 1.0, -1.0, math.nan, math.inf, None]
     return {s: {"other": 1.0} | ({} if (v := rng.choice(values)) is None else {"reward": v}) for s in steps}
@@ -46,7 +46,7 @@ def cases() -> Iterator[tuple[History, RetentionRules]]:
 
 
 def kept_commit_by_commit(whole: History, rules: RetentionRules, have: History | None = None) -> set[int]:
-    """What is on disk in the end, when the rules are applied after every commit to what is on disk then."""
+    """The final generations if the rules are applied after every commit to the generations that still exist."""
     disk: History = dict(have or {})
     for step in sorted(whole):
         disk[step] = whole[step]
@@ -80,7 +80,7 @@ def test_of_equals_the_newer_is_better() -> None:
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_one_without_the_metric_or_with_nan_is_never_best(mode: str) -> None:
+def test_a_generation_without_the_metric_or_with_nan_is_never_best(mode: str) -> None:
     generations = history(s0=math.nan, s1=0.3, s2=None, s3=math.nan, s4=None)
     assert steps_to_keep(generations, RetentionRules(1, best=3, metric="reward", mode=mode)) == {1, 4}
 
@@ -90,7 +90,7 @@ def test_a_generation_stays_when_any_rule_wants_it() -> None:
     assert steps_to_keep(generations, RetentionRules(2, every_steps=3, best=1, metric="reward")) == {0, 2, 4, 5}
 
 
-def test_nothing_is_kept_of_nothing() -> None:
+def test_an_empty_history_keeps_nothing() -> None:
     assert steps_to_keep({}, RetentionRules(2, every_steps=3, best=1, metric="reward")) == set()
 
 
@@ -131,12 +131,12 @@ def test_more_generous_rules_keep_all_that_stricter_ones_do() -> None:
             assert kept <= steps_to_keep(generations, generous)
 
 
-def test_rules_applied_at_every_commit_keep_what_they_keep_at_once() -> None:
+def test_rules_applied_at_every_commit_keep_the_same_as_rules_applied_once() -> None:
     for generations, rules in cases():
         assert kept_commit_by_commit(generations, rules) == steps_to_keep(generations, rules)
 
 
-def test_after_a_restart_with_other_rules_what_both_keep_stays() -> None:
+def test_after_a_restart_with_other_rules_generations_kept_by_both_stay() -> None:
     rng = random.Random(2)
     for generations, before in cases():
         after, cut = random_rules(rng), rng.choice(sorted(generations))

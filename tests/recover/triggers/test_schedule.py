@@ -1,4 +1,4 @@
-"""A snapshot is due every so many epochs, steps or seconds, and asking does not change the answer."""
+"""A snapshot is due every N epochs, steps or seconds, and the query does not change the answer."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from holdfast.utils.errors import ConfigError
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock controlled by the test."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -26,7 +26,7 @@ def steps(count: int, steps_per_epoch: int) -> list[StepInfo]:
 
 
 def due_steps(schedule: SnapshotSchedule, infos: list[StepInfo]) -> list[int]:
-    """The steps that were due, marking each as the handler does."""
+    """The due steps, each marked like in the handler."""
     due = []
     for info in infos:
         if schedule.due(info):
@@ -64,7 +64,7 @@ def test_seconds_run_from_the_last_snapshot_whatever_made_it_due() -> None:
         if schedule.due(info):
             schedule.mark(info)
             due.append(info.global_step)
-    # 12 s at step 2; step 4 by count restarts the clock; 12 s later step 7; step 9 by count
+    # 12 s have passed at step 2. Step 4 is due by count, which restarts the clock. 12 s later step 7. Step 9 by count.
     assert due == [2, 4, 7, 9]
 
 

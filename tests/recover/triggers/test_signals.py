@@ -37,7 +37,7 @@ ALL_SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT"]
 
 
 class Clock:
-    """Unix time that the test moves."""
+    """Unix time controlled by the test."""
 
     def __init__(self) -> None:
         self.now_s = time.time()
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Job:
-    """A process that runs a function with a pipe to the test; its standard error goes to a file."""
+    """A process that runs a function with a pipe to the test. Its standard error goes to a file."""
 
     def __init__(self, run: Callable[[Connection], None], stderr: Path) -> None:
         context = mp.get_context("forkserver")
@@ -68,7 +68,7 @@ class Job:
 
 
 def _run(run: Callable[[Connection], None], pipe: Connection, stderr: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # independent of the parent of the tests
     file = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
@@ -87,7 +87,7 @@ def job(run: Callable[[Connection], None], folder: Path) -> Iterator[Job]:
 
 
 def train_until_asked(pipe: Connection) -> None:
-    """Steps that write to standard error, then a snapshot."""
+    """Train with output to standard error, then take a snapshot."""
     stop = StopRequests(ALL_SIGNALS, None)
     stop.install()
     pipe.send("training")
@@ -103,7 +103,7 @@ def train_until_asked(pipe: Connection) -> None:
 
 
 def fork_a_child(pipe: Connection, work: Callable[[], object] = lambda: time.sleep(60)) -> None:
-    """A job with a child, as a data loader has workers. The child works, and then exits with 0."""
+    """A job with a child, like a data loader's worker. The child works, and then exits with 0."""
     stop = StopRequests(ALL_SIGNALS, None)
     stop.install()
     if (pid := os.fork()) == 0:
@@ -151,7 +151,7 @@ def test_a_signal_stops_the_run_at_the_next_step_boundary(tmp_path: Path, name: 
         assert not running.pipe.poll(0.1)
         running.send_signal(getattr(signal, name))
         assert running.receive(timeout_s=2) == name
-        running.send_signal(getattr(signal, name))  # schedulers repeat themselves
+        running.send_signal(getattr(signal, name))  # schedulers repeat signals
         running.pipe.send("saved")
         assert running.receive() == "saved"
     assert set(running.stderr.read_text().splitlines()) == {"step"}
@@ -175,7 +175,7 @@ def test_ctrl_c_while_the_run_writes_to_a_full_pipe_is_harmless(tmp_path: Path) 
         assert running.receive() == "training"
         _wait_for(lambda: _unread_bytes(reader) > 0.99 * fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ))
         time.sleep(0.1)
-        running.send_signal(signal.SIGINT)  # a handler that used sys.stderr would enter it a second time, and raise
+        running.send_signal(signal.SIGINT)  # a handler that used sys.stderr would enter it twice and raise
         time.sleep(0.2)
         _wait_for(lambda: bool(os.read(reader, 1 << 16)) and running.pipe.poll(0.01))
         assert running.receive() == "SIGINT"
@@ -225,7 +225,7 @@ def test_a_child_forked_after_the_handlers_were_given_back_has_those_of_its_pare
 
 
 def test_a_forked_child_goes_on_ignoring_what_its_parent_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup
     stop = StopRequests(["SIGHUP"], None)
     stop.install()
     try:
@@ -259,7 +259,7 @@ def _child_of(running: Job) -> int:
 
 @pytest.fixture
 def usr1_handler() -> Iterator[list[int]]:
-    """A handler of SIGUSR1 that was there before; the signals it has seen."""
+    """Install an earlier handler of SIGUSR1, and yield the signals that it gets."""
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     yield seen
@@ -340,7 +340,7 @@ def test_signals_that_come_after_another_thread_has_uninstalled_reach_the_handle
     stop.install()
     signal.raise_signal(signal.SIGUSR1)
     assert stop.due(0, 0) == "SIGUSR1" and len(usr1_handler) == 2
-    stop.uninstall()  # here the signal is passed on
+    stop.uninstall()  # passes the signal on
     signal.raise_signal(signal.SIGUSR1)
     assert len(usr1_handler) == 4
 
@@ -471,7 +471,7 @@ def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPat
      "3:30", "3:60:00", "1:2:3:4:5", "1:00:30:00", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan",
      "2031-01-01", "2031-13-01T00:00", "18:00", "2031-01-01T18:00 tomorrow", "m", "\u0663m"],
 )  # fmt: skip
-def test_what_is_no_deadline_is_refused_with_the_forms_that_are(text: str) -> None:
+def test_an_invalid_deadline_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         StopRequests([], text)
     assert f"'recover.must_save_by' is {text!r}; expected" in str(caught.value)
