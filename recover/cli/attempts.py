@@ -1,16 +1,39 @@
-"""What the journal of a run says of its attempts: each from its beginning, before `load`, to whatever ended it."""
+"""The attempts in a run's journal, and whether a job uses the run now.
 
+An attempt goes from its beginning, before `load`, to whatever ended it.
+
+The lock of a run does not always tell whether a job uses it. A file system without locks says nothing. On some file
+systems (NFS with ``nolock``, some FUSE ones) a lock stays on its node, so another node sees it as free. `use_of`
+therefore reads the journal too: if a job on another node wrote to it recently and noted no end, the use is unknown.
+"""
+
+import os
+import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import CheckpointNotFoundError
+import click
+
+from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ...utils.folder_lock import probe_lock
+from ..storage.generations import LOCK_NAME
 from ..storage.journal import JOURNAL_NAME, last_start, read_journal
-from .places import Run
+from .output import seconds_text
+
+FRESH_S = 900.0
+"""A job on another node counts as gone after writing nothing for this long. One step may take several minutes."""
 
 _BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
 EVENTS = (*_BOUNDS, "step", "save")
+
+no_job_option = click.option(
+    "--no-job",
+    is_flag=True,
+    help="Confirm that no job uses the run. Needed where the lock of the run cannot tell.",
+)
 
 
 @dataclass
@@ -18,23 +41,27 @@ class Attempt:
     """One attempt.
 
     Attributes:
-        number: from 0.
-        began: when `load` had returned, or the attempt began, in seconds of the epoch.
-        host, pid, world_size: who; no ranks as long as nothing was loaded.
+        number: number of the attempt, from 0.
+        began: when `load` returned, or the attempt began, in seconds since the epoch.
+        host: host of the leader.
+        pid: process of the leader.
+        world_size: number of ranks. 0 before anything is loaded.
         loaded: whether `load` has returned.
-        resumed: the step it was restored to; None: it began afresh.
-        load_s: seconds that took.
-        process_started: when its process began.
-        first, last: steps it has trained; None: none.
-        first_at, last_at: when the dumps of these were called.
-        ended: when; None: no end was noted.
-        stop: why it was asked to stop.
-        error: what ended it.
+        resumed: step that was restored. None for a fresh start.
+        load_s: seconds that `load` took.
+        process_started: when the process began.
+        first: first trained step, None if there is none.
+        first_at: when `dump` was called for the first step.
+        last: last trained step, None if there is none.
+        last_at: when `dump` was called for the last step.
+        ended: when the attempt ended. None if the journal has no end.
+        stop: why the attempt was asked to stop.
+        error: error that ended the attempt.
         closed: whether the handler was closed.
-        given_up: what made the supervisor begin no other attempt.
-        losses: workers that the supervisor has lost meanwhile.
-        redone: steps that had been trained before, and were trained again.
-        gone_s: from the last step of the attempt before to the first one of this: what its end has cost.
+        given_up: why the supervisor began no other attempt.
+        losses: number of worker losses during the attempt.
+        redone: steps that an earlier attempt had trained already.
+        gone_s: seconds from the last step of the previous attempt to the first step of this one.
     """
 
     number: int
@@ -60,7 +87,7 @@ class Attempt:
     gone_s: float | None = None
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
-        """What ended it, in words; ``in_use`` says whether a job uses the run now, None that this is not known."""
+        """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
         begins = "" if self.loaded else "before it had loaded: "
         given_up = f"; given up: {self.given_up}" if self.given_up else ""
         if self.ended is None and is_last and in_use is not False:
@@ -78,18 +105,13 @@ class Attempt:
         return "the handler was closed" if self.closed else "the process ended without closing the handler"
 
 
-def read_attempts(run: Run) -> list[Attempt]:
-    """The attempts of a run on this machine, oldest first.
-
-    Raises:
-        ConfigError: it is at a URL.
-        CheckpointNotFoundError: it has no journal.
-    """
-    if not (path := run.trial_root / JOURNAL_NAME).exists():
+def read_attempts(trial_root: Path) -> list[Attempt]:
+    """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no journal."""
+    if not (path := trial_root / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
             f"there is no {path}: nothing is known of the attempts of this run, which an older version has written"
         )
-    return list_attempts(read_journal(run.trial_root, (*_BOUNDS, "step"), ends_of="step"))
+    return list_attempts(read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step"))
 
 
 def last_attempt(trial_root: Path) -> Attempt | None:
@@ -100,13 +122,13 @@ def last_attempt(trial_root: Path) -> Attempt | None:
 
 
 def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
-    """The attempts in the events of a journal. One that ended well before it loaded anything is left out."""
+    """Group the events of a journal into attempts. An attempt that ended well before it loaded is left out."""
     attempts: list[Attempt] = []
-    begins = False  # whether nothing else is known of the last one yet
+    begins = False  # whether the last attempt has only its beginning so far
     for event in events:
         match event["event"]:
             case "attempt":
-                if not begins:  # both supervisor and handler tell of it
+                if not begins:  # both the supervisor and the handler write this event
                     attempts.append(_begin(len(attempts), event, loaded=False))
                 begins = True
             case "start":
@@ -126,13 +148,12 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
 
 
 def _was_restarted(attempt: Attempt) -> bool:
-    """Whether an attempt that began lost a worker group, which was then started again alone."""
+    """Whether an attempt that had not loaded lost a worker group that was then started again alone."""
     return not attempt.loaded and attempt.losses > 0
 
 
 def _count_redone(attempts: list[Attempt]) -> None:
-    """Count by what all attempts before have reached: the last of them may have ended before its first step."""
-    reached = -1
+    reached = -1  # by all earlier attempts: the last one may have ended before its first step
     for attempt in attempts:
         if attempt.first is not None and attempt.last is not None:
             attempt.redone = max(0, min(attempt.last, reached) - attempt.first + 1)
@@ -178,3 +199,63 @@ def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:
         case "end":
             attempt.ended, attempt.error = event["time"], attempt.error or event.get("error")
             attempt.closed = event.get("how") == "closed"
+
+
+@dataclass(frozen=True)
+class Use:
+    """Whether a job uses a run, as far as it is known.
+
+    Attributes:
+        held: a job uses the run.
+        doubt: why the lock cannot tell. None if it can.
+    """
+
+    held: bool
+    doubt: str | None = None
+
+    @property
+    def known(self) -> bool | None:
+        """Whether a job uses the run. None if that is unknown."""
+        return True if self.held else None if self.doubt else False
+
+
+def use_of(trial_root: Path) -> Use:
+    """Ask the lock and the journal of a run, without changing or locking anything."""
+    if locked := probe_lock(trial_root / LOCK_NAME):
+        return Use(True)
+    last, no_locks = last_attempt(trial_root), locked is None
+    where = f"the lock in {trial_root} cannot be asked" if no_locks else f"the lock in {trial_root} is free"
+    if last is None:
+        unknown = no_locks and not (trial_root / JOURNAL_NAME).exists()
+        return Use(False, f"{where}, and there is no journal" if unknown else None)
+    if last.ended is not None:
+        return Use(False)
+    if last.host == socket.gethostname():
+        if no_locks and _runs(last.pid):
+            return Use(True, f"{where}, and pid {last.pid}, that of the last job, runs on this node")
+        return Use(False)
+    age_s = time.time() - (trial_root / JOURNAL_NAME).stat().st_mtime
+    if not no_locks and age_s > FRESH_S:
+        return Use(False)
+    reach = "" if no_locks else ", which may not reach other nodes"
+    return Use(
+        False,
+        f"{where}{reach}, and a job on {last.host} (pid {last.pid}) has written to {JOURNAL_NAME} "
+        f"{seconds_text(max(age_s, 0.0))} ago, and nothing of its end",
+    )
+
+
+def require_unused(trial_root: Path, no_job: bool) -> None:
+    """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms that none does."""
+    if not no_job and (doubt := use_of(trial_root).doubt) is not None:
+        raise ConfigError(f"whether a job uses the run cannot be known: {doubt}. If none does, say so with --no-job")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the process of another user
+        return True
+    return pid > 0

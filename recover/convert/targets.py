@@ -24,7 +24,7 @@ from ...utils.safe_json import pack_json
 from ...utils.safe_torch import pack_plain
 from ..info import INFO_NAME, EngineFacts, RecoverInfo
 from ..process_state import rank_state_name, write_process
-from ..storage.generations import GenerationStore
+from ..storage.generations import LOCK_NAME, GenerationStore
 from .checkpoint import Checkpoint
 
 Seen = Callable[[str, int, torch.Tensor], None]
@@ -151,7 +151,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
         FolderInUseError: a job uses the run.
         CheckpointExistsError: the run holds generations already.
     """
-    store, lock = GenerationStore(run / "recover"), FolderLock(run / "recover.lock")
+    store, lock = GenerationStore(run / "recover"), FolderLock(run / LOCK_NAME)
     had_lock = lock.path.exists()
     lock.acquire(_LOCK_WAIT_S)
 

@@ -45,6 +45,8 @@ from .retention import RetentionRules, steps_to_keep
 
 logger = get_logger(__name__)
 
+LOCK_NAME = "recover.lock"
+"""Name of a run's lock file, next to the folder of generations. See `RecoverConfig.lock_path`."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _GENERATION = re.compile(r"global_step_(\d+)")
 _PIN = re.compile(r"\.pinned-global_step_(\d+)")
