@@ -30,61 +30,35 @@ _BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
 EVENTS = (*_BOUNDS, "step", "save")
 
 no_job_option = click.option(
-    "--no-job",
-    is_flag=True,
-    help="Confirm that no job uses the run. Needed where the lock of the run cannot tell.",
+    "--no-job", is_flag=True, help="Confirm that no job uses the run. Needed where the lock of the run cannot tell."
 )
 
 
 @dataclass
 class Attempt:
-    """One attempt.
+    """One attempt."""
 
-    Attributes:
-        number: number of the attempt, from 0.
-        began: when `load` returned, or the attempt began, in seconds since the epoch.
-        host: host of the leader.
-        pid: process of the leader.
-        world_size: number of ranks. 0 before anything is loaded.
-        loaded: whether `load` has returned.
-        resumed: step that was restored. None for a fresh start.
-        load_s: seconds that `load` took.
-        process_started: when the process began.
-        first: first trained step, None if there is none.
-        first_at: when `dump` was called for the first step.
-        last: last trained step, None if there is none.
-        last_at: when `dump` was called for the last step.
-        ended: when the attempt ended. None if the journal has no end.
-        stop: why the attempt was asked to stop.
-        error: error that ended the attempt.
-        closed: whether the handler was closed.
-        given_up: why the supervisor began no other attempt.
-        losses: number of worker losses during the attempt.
-        redone: steps that an earlier attempt had trained already.
-        gone_s: seconds from the last step of the previous attempt to the first step of this one.
-    """
-
-    number: int
-    began: float
-    host: str
-    pid: int
-    world_size: int
-    resumed: int | None
-    load_s: float
-    process_started: float
-    first: int | None = None
-    first_at: float | None = None
-    last: int | None = None
-    last_at: float | None = None
-    ended: float | None = None
-    stop: str | None = None
-    error: str | None = None
-    closed: bool = False
-    loaded: bool = True
-    given_up: str | None = None
-    losses: int = 0
-    redone: int = 0
-    gone_s: float | None = None
+    number: int  # from 0
+    began: float  # when `load` returned, or the attempt began, in seconds since the epoch
+    host: str  # of the leader
+    pid: int  # of the leader
+    world_size: int  # 0 before anything is loaded
+    resumed: int | None  # step that was restored. None for a fresh start
+    load_s: float  # seconds that `load` took
+    process_started: float  # when the process began
+    first: int | None = None  # first trained step, None if there is none
+    first_at: float | None = None  # when `dump` was called for the first step
+    last: int | None = None  # last trained step, None if there is none
+    last_at: float | None = None  # when `dump` was called for the last step
+    ended: float | None = None  # when the attempt ended. None if the journal has no end
+    stop: str | None = None  # why the attempt was asked to stop
+    error: str | None = None  # error that ended the attempt
+    closed: bool = False  # whether the handler was closed
+    loaded: bool = True  # whether `load` has returned
+    given_up: str | None = None  # why the supervisor began no other attempt
+    losses: int = 0  # number of worker losses during the attempt
+    redone: int = 0  # steps that an earlier attempt had trained already
+    gone_s: float | None = None  # seconds from the last step of the previous attempt to the first step of this one
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
         """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
@@ -203,15 +177,10 @@ def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """Whether a job uses a run, as far as it is known.
+    """Whether a job uses a run, as far as it is known."""
 
-    Attributes:
-        held: a job uses the run.
-        doubt: why the lock cannot tell. None if it can.
-    """
-
-    held: bool
-    doubt: str | None = None
+    held: bool  # a job uses the run
+    doubt: str | None = None  # why the lock cannot tell. None if it can
 
     @property
     def known(self) -> bool | None:

@@ -24,26 +24,16 @@ BLOCK_BYTES = 16 << 20
 
 @dataclass
 class Difference:
-    """Difference between two tensors of the same name.
-
-    Attributes:
-        name: name of the tensor.
-        kind: ``values``, ``bits`` (values equal in float64: 0 and -0, NaNs, large integers), ``shape``, ``dtype``
-            (equal values in another dtype), ``only in A`` or ``only in B``.
-        elements: number of elements that differ.
-        of: number of elements.
-        largest: largest absolute difference. NaN if only one of two elements is a NaN.
-        relative: norm of the difference divided by the norm of A.
-        note: the two shapes or dtypes, if they differ.
-    """
+    """Difference between two tensors of the same name."""
 
     name: str
+    # values, bits (equal in float64, for example 0 and -0), shape, dtype (equal values), only in A, only in B
     kind: str
-    elements: int = 0
-    of: int = 0
-    largest: float = 0.0
-    relative: float = 0.0
-    note: str = ""
+    elements: int = 0  # number of elements that differ
+    of: int = 0  # number of elements
+    largest: float = 0.0  # largest absolute difference. NaN if only one of two elements is a NaN
+    relative: float = 0.0  # norm of the difference divided by the norm of A
+    note: str = ""  # the two shapes or dtypes, if they differ
 
 
 class Tensors(ABC):

@@ -59,12 +59,7 @@ class Folder(ABC):
         return name in self.sizes()
 
     def manifest(self) -> dict[str, Any]:
-        """Read the manifest and compare it with the names and sizes of the files.
-
-        Raises:
-            CheckpointCorruptError: something is wrong. The message names the first problem.
-            CheckpointMismatchError: another version of Holdfast wrote the folder.
-        """
+        """Read the manifest, and compare it with the names and sizes of the files. Raises as `check_listing`."""
         manifest = self.read_manifest()
         compare_listing(self.sizes(), manifest, self.where)
         return manifest

@@ -33,15 +33,10 @@ from .weights import read_model_folder, store_once
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Stands for the frozen parameters that a checkpoint does not contain.
+    """Stands for the frozen parameters that a checkpoint does not contain."""
 
-    Attributes:
-        description: contents that `describe_base` packed.
-        fingerprint: fingerprint of the parameters, see `base_fingerprint`.
-    """
-
-    description: Mapping[str, Any]
-    fingerprint: str
+    description: Mapping[str, Any]  # contents that `describe_base` packed
+    fingerprint: str  # fingerprint of the parameters, see `base_fingerprint`
 
     @property
     def base(self) -> str | None:
@@ -56,9 +51,6 @@ class StoredAdapters:
         where: the checkpoint, for messages.
         model: tensors of the model in the checkpoint.
         left_out: description of the missing base.
-
-    Raises:
-        ConfigError: the checkpoint does not describe its adapters, or they are not plain LoRA.
     """
 
     def __init__(self, where: Path, model: Mapping[str, LazyTensor], left_out: LeftOut) -> None:
@@ -109,9 +101,6 @@ class StoredAdapters:
         Args:
             architecture: architecture of the base, whose weights are in its folder.
             files: closes the files that are opened.
-
-        Raises:
-            CheckpointMismatchError: the base differs, or the adapters belong to another architecture.
         """
         base = architecture.folder
         found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
@@ -166,10 +155,6 @@ def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str 
 
     Returns:
         the duration in seconds.
-
-    Raises:
-        CheckpointError: as `convert`.
-        ConfigError: see `StoredAdapters.in_folder`.
     """
     began = time.monotonic()
     verify_folder(source)

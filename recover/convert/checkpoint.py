@@ -25,23 +25,14 @@ OptimizerEntries = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names, order and ties of the tensors of a model, from its ``config.json``, without memory for the values.
+    """Names, order and ties of the tensors of a model, from its ``config.json``, without memory for the values."""
 
-    Attributes:
-        model: the model of the config's class, on the meta device in float32.
-        folder: folder of the config.
-    """
-
-    model: PreTrainedModel
-    folder: Path
+    model: PreTrainedModel  # the model of the config's class, on the meta device in float32
+    folder: Path  # folder of the config
 
     @classmethod
     def read(cls, folder: Path) -> "Architecture":
-        """Build the model of ``folder/config.json``. Code in the folder is not run.
-
-        Raises:
-            ConfigError: there is no usable config, or transformers has no such class.
-        """
+        """Build the model of ``folder/config.json``. Code in the folder is not run."""
         names = read_raw_config(folder).get("architectures") or []
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json; name a folder of the model in Hugging Face format")
@@ -79,37 +70,22 @@ class Architecture:
 
 @dataclass
 class Checkpoint:
-    """The training state of one model.
+    """The training state of one model."""
 
-    Attributes:
-        format: format of the source, for messages.
-        model: parameter or buffer -> values. A tied tensor appears once.
-        optimizer: state by parameter. Empty without an optimizer.
-        groups: hyperparameters of each parameter group, with names as ``params``. None without an optimizer.
-        aliases: alias of a tied tensor -> its name in ``model``.
-        scheduler: ``state_dict()`` of the schedule, or None.
-        step: last trained step, counted from 0. None if unknown.
-        epoch_steps: steps per epoch. None if unknown.
-        rng: generators of each rank. Empty if unknown.
-        ranks: number of ranks that wrote the source.
-        architecture: the model without memory. None without a config.
-        states_are_complete: a parameter without state is known to be frozen, as in Holdfast's own folders.
-        ignored: names of other contents of the folder, which are not converted.
-    """
-
-    format: str
-    model: dict[str, LazyTensor]
-    optimizer: OptimizerEntries = field(default_factory=dict)
+    format: str  # format of the source, for messages
+    model: dict[str, LazyTensor]  # parameter or buffer -> values. A tied tensor appears once
+    optimizer: OptimizerEntries = field(default_factory=dict)  # state by parameter. Empty without an optimizer
+    # hyperparameters of each parameter group, with names as ``params``. None without an optimizer
     groups: list[dict[str, Any]] | None = None
-    aliases: dict[str, str] = field(default_factory=dict)
-    scheduler: dict[str, Any] | None = None
-    step: int | None = None
-    epoch_steps: int | None = None
-    rng: list[RngState] = field(default_factory=list)
-    ranks: int = 1
-    architecture: Architecture | None = None
-    states_are_complete: bool = False
-    ignored: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # alias of a tied tensor -> its name in ``model``
+    scheduler: dict[str, Any] | None = None  # ``state_dict()`` of the schedule, or None
+    step: int | None = None  # last trained step, counted from 0. None if unknown
+    epoch_steps: int | None = None  # steps per epoch. None if unknown
+    rng: list[RngState] = field(default_factory=list)  # generators of each rank. Empty if unknown
+    ranks: int = 1  # number of ranks that wrote the source
+    architecture: Architecture | None = None  # the model without memory. None without a config
+    states_are_complete: bool = False  # a parameter without state is known to be frozen, as in Holdfast's own folders
+    ignored: list[str] = field(default_factory=list)  # names of other contents of the folder, which are not converted
 
     def set_optimizer(self, what: str, state: OptimizerEntries, groups: list[dict[str, Any]]) -> None:
         """Add the optimizer of another trainer, by parameter names.
@@ -118,9 +94,6 @@ class Checkpoint:
             what: the source, for messages.
             state: state by parameter.
             groups: hyperparameters of each group, with names as ``params``.
-
-        Raises:
-            CheckpointMismatchError: the state does not fit this model.
         """
         grouped = {name for group in groups for name in group["params"]}
         if strangers := [name for name in state if name not in self.model or name not in grouped]:
@@ -160,20 +133,11 @@ _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Arguments of a reader besides the folder.
+    """Arguments of a reader besides the folder."""
 
-    Attributes:
-        root: root of DCP data (see `holdfast.engine.dcp.roots`). None takes the only one.
-        config: folder with the model's ``config.json``. None takes the config in the source, if there is one.
-        files: closes the files that a reader opens.
-        merge: merge adapters into their base, and leave out optimizer state.
-        base: folder of that base. None takes the folder that the source names.
-        engine: the only engine to read. None, or an unknown name, reads all.
-    """
-
-    root: str | None
-    config: Path | None
-    files: ExitStack
-    merge: bool = False
-    base: Path | None = None
-    engine: str | None = None
+    root: str | None  # root of DCP data (see `holdfast.engine.dcp.roots`). None takes the only one
+    config: Path | None  # folder with the model's ``config.json``. None takes the config in the source, if there is one
+    files: ExitStack  # closes the files that a reader opens
+    merge: bool = False  # merge adapters into their base, and leave out optimizer state
+    base: Path | None = None  # folder of that base. None takes the folder that the source names
+    engine: str | None = None  # the only engine to read. None, or an unknown name, reads all

@@ -260,7 +260,7 @@ def _without_optimizer(checkpoint: Checkpoint, to: str) -> list[str]:
 def _to_folder(
     checkpoint: Checkpoint, final: Path, to: str, dtype: torch.dtype | None, options: ReadOptions, bar: "_Bar"
 ) -> None:
-    written, entries = Digests(bar.advance), list[FileEntry]()
+    written, entries = Digests(bar.count), list[FileEntry]()
     with staged_folder(final) as staging:
         if to == "hf":
             write_hf(checkpoint, staging, dtype, written.seen)
@@ -284,7 +284,7 @@ def _to_generation(
     last, how = last_step(checkpoints, *place)
     lacks = what_starts_anew(checkpoints, place[1])
     with staged_generation(final, last.global_step) as (staging, commit):
-        written = {name: Digests(bar.advance) for name in checkpoints}
+        written = {name: Digests(bar.count) for name in checkpoints}
         seen: dict[str, Seen] = {name: digests.seen for name, digests in written.items()}
         info, entries = write_generation(checkpoints, staging, last, lacks, seen)
         bar.say("comparing")
@@ -311,34 +311,21 @@ def _compare(
     with ExitStack() as files:
         again = replace(options, root=None, config=config, files=files)
         (target,) = _read_source(staging, again).values()
-        compare(what, checkpoint, written.values(), target, Digests(bar.advance))
+        compare(what, checkpoint, written.values(), target, Digests(bar.count))
         if plain:
             compare_plain(what, checkpoint, target)
 
 
-class _Bar:
+class _Bar(Progress):
     """A progress bar on stderr, which prints nothing unless it is ``shown``."""
 
     def __init__(self, shown: bool, what: str, n_bytes: int) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
-        self._what, self._task = what, self._progress.add_task(what, total=n_bytes)
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        super().__init__(TextColumn("{task.description}"), *columns, console=Console(stderr=True), disable=not shown)
+        self._what, self._bytes = what, self.add_task(what, total=n_bytes)
 
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, n_bytes: int) -> None:
-        self._progress.advance(self._task, n_bytes)
+    def count(self, n_bytes: int) -> None:
+        self.advance(self._bytes, n_bytes)
 
     def say(self, doing: str) -> None:
-        self._progress.update(self._task, description=f"{self._what}, {doing}")
+        self.update(self._bytes, description=f"{self._what}, {doing}")

@@ -37,13 +37,7 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Read the model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it.
-
-    Raises:
-        ConfigError: the folder has several roots, or holds trained parameters without their base.
-        CheckpointCorruptError: the folder is damaged, or could run code.
-        CheckpointMismatchError: the optimizer belongs to another model.
-    """
+    """Read the model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it."""
     return {"default": _read_folder(folder, options)}
 
 
@@ -180,11 +174,7 @@ def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut
 
 
 def stored_adapters(folder: Path) -> StoredAdapters | None:
-    """Adapters of a folder that holds them without their base. None if the folder holds all weights.
-
-    Raises:
-        ConfigError: see `StoredAdapters`.
-    """
+    """Adapters of a folder that holds them without their base. None if the folder holds all weights."""
     layout = read_layout(folder)
     if (found := _left_out(folder, layout)) is None:
         return None
@@ -231,13 +221,10 @@ def _lazy(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
             read_archives(folder, layout, where)
         return values
 
-    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), _nothing(stored))}).names:
+    planned = torch.empty(shape, dtype=stored.dtype, device="meta")
+    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}).names:
         return LazyTensor(shape, stored.dtype, read)
     return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
-
-
-def _nothing(stored: Any) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _value(folder: Path, layout: FolderLayout, name: str) -> Any:

@@ -33,13 +33,7 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Read the weights of the folder, as ``default``.
-
-    Raises:
-        ConfigError: the folder holds weights twice, an adapter, or files that only Accelerate can put together.
-        CheckpointCorruptError: a file is damaged, or could run code.
-        CheckpointMismatchError: the weights do not fit the model of the config.
-    """
+    """Read the weights of the folder, as ``default``."""
     names = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in names and "config.json" not in names:
         raise ConfigError(

@@ -51,12 +51,7 @@ def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEn
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, seen: Seen) -> None:
-    """Write a folder for ``from_pretrained``, with config, tokenizer and other small files of the model.
-
-    Raises:
-        ConfigError: no config is known.
-        CheckpointMismatchError: the tensors do not fit its model.
-    """
+    """Write a folder for ``from_pretrained``, with config, tokenizer and other small files of the model."""
     if checkpoint.architecture is None:
         raise ConfigError(
             f"a source of format {checkpoint.format} has no config.json; name a folder that has the model's, with its "
@@ -212,11 +207,7 @@ def write_generation(
     lacks: Mapping[str, str],
     seen: Mapping[str, Seen],
 ) -> tuple[RecoverInfo, list[FileEntry]]:
-    """Write all files of a generation except the manifest.
-
-    Raises:
-        ConfigError: the hyperparameters of an optimizer are unknown.
-    """
+    """Write all files of a generation except the manifest."""
     entries: list[FileEntry] = []
     facts: dict[str, EngineFacts] = {}
     first = next(iter(checkpoints.values()))

@@ -37,13 +37,7 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Worker -> its checkpoint. The folder of one worker gives ``default``.
-
-    Raises:
-        CheckpointCorruptError: files are missing, damaged, named after the wrong rank, or could run code.
-        CheckpointMismatchError: the files belong to several models, or to FSDP1.
-        ConfigError: files of several runs are mixed, or the order of the optimizer's parameters is unknown.
-    """
+    """Worker -> its checkpoint. The folder of one worker gives ``default``."""
     return {name: _read_worker(path, options) for name, path in _workers(folder).items()}
 
 

@@ -84,11 +84,7 @@ def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
 
 
 def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack) -> dict[str, LazyTensor]:
-    """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as `from_pretrained` loads them.
-
-    Raises:
-        CheckpointMismatchError: a tensor is missing or unexpected.
-    """
+    """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as ``from_pretrained`` does."""
     reader = files.enter_context(WeightReader(folder))
     slots = reader.layout()
     refuse_quantized(folder, slots)

@@ -39,16 +39,12 @@ class EpochSampler(Protocol):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Origin of the order of the current epoch. Between two epochs, of the next one.
+    """Origin of the order of the current epoch. Between two epochs, of the next one."""
 
-    Attributes:
-        epoch: epoch of the sampler. None if the order does not depend on it, or it is unknown.
-        generator: state of the sampler's generator before its first draw, uint8. None if it has none, or it is unknown.
-        draws: the sampler's seeds, and its generators of other names and kinds. See `draws_of`.
-    """
-
-    epoch: int | None = None
+    epoch: int | None = None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
+    # state of the sampler's generator before its first draw, uint8. None if it has none, or it is unknown
     generator: torch.Tensor | None = None
+    # the sampler's seeds, and its generators of other names and kinds. See `draws_of`
     draws: dict[str, Any] = field(default_factory=dict)
 
 

@@ -26,15 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
-from .epoch_order import (
-    EpochOrder,
-    EpochSampler,
-    OrderNote,
-    batches_given,
-    epoch_sampler,
-    note_order,
-    restore_draws,
-)
+from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order, restore_draws
 
 _END = object()
 
@@ -94,23 +86,14 @@ def restore_dataloader(
 
 @dataclass(frozen=True)
 class RestoredEpoch:
-    """The rest of an epoch that a restored loader still has to yield.
+    """The rest of an epoch that a restored loader still has to yield."""
 
-    Attributes:
-        loader: the loader, whose iterator is built already.
-        sampler: its sampler.
-        note: note of the sampler's order. None if there is none.
-        epoch: epoch of the sampler when the iterator was built.
-        run_epoch: epoch of the run's next step.
-        known: whether ``epoch`` was saved. Otherwise it is the epoch of the run.
-    """
-
-    loader: Stateful
+    loader: Stateful  # its iterator is built already
     sampler: EpochSampler
     note: OrderNote | None
-    epoch: int
-    run_epoch: int
-    known: bool
+    epoch: int  # epoch of the sampler when the iterator was built
+    run_epoch: int  # epoch of the run's next step
+    known: bool  # whether ``epoch`` was saved. Otherwise it is the epoch of the run
 
     def check(self, step: StepInfo) -> None:
         """Check after the first trained step that the script uses the epoch that is being read.

@@ -32,14 +32,7 @@ from ...utils.files import (
     write_durably,
 )
 from ...utils.logging import get_logger
-from ...utils.manifest import (
-    FileEntry,
-    check_listing,
-    read_manifest,
-    verify_file,
-    verify_folder,
-    write_manifest,
-)
+from ...utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
 from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .retention import RetentionRules, steps_to_keep

@@ -37,7 +37,7 @@ _NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9
 
 
 class Mirror:
-    """The copies of one run's generations.
+    """The copies of one run's generations. All methods that ask the mirror raise `MirrorError` if it does not answer.
 
     Example:
 
@@ -94,11 +94,7 @@ class Mirror:
         return self._remote.url
 
     def steps(self, *, damaged: bool = False) -> list[int]:
-        """Steps of the complete copies that are not damaged, newest first. With ``damaged``, steps of the damaged ones.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Steps of the complete and sound copies, newest first, or of the damaged ones."""
         return self._steps_of(self._remote.names(), damaged=damaged)
 
     def _steps_of(self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()) -> list[int]:
@@ -114,19 +110,11 @@ class Mirror:
         return found
 
     def traces(self) -> list[int]:
-        """Steps of complete and incomplete copies, newest first.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Steps of complete and incomplete copies, newest first."""
         return _steps_in(self._remote.names())
 
     def has_other(self, generation: Generation) -> bool:
-        """Whether the mirror has a complete copy of another generation of this step, which `submit` would replace.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Whether the mirror has a complete copy of another generation of this step, which `submit` would replace."""
         found = self._remote.read(_manifest(generation.step))
         return found is not None and found != (generation.path / MANIFEST_NAME).read_bytes()
 
@@ -146,11 +134,7 @@ class Mirror:
             return {generation.step for generation in (self._copying, self._waiting) if generation is not None}
 
     def inspect(self, step: int) -> RecoverInfo:
-        """Check that all files of a generation are there with their sizes, and read its info.
-
-        Raises:
-            CheckpointCorruptError, CheckpointMismatchError, MirrorError: as `fetch`.
-        """
+        """Check that all files of a generation are there with their sizes, and read its info."""
         files, name = self._checked_files(step, self._read_manifest(step)), f"{_folder(step)}/{INFO_NAME}"
         data = self._remote.read(name) if INFO_NAME in files else None
         if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
@@ -184,11 +168,7 @@ class Mirror:
         return generation
 
     def forget_newer(self, step: int) -> None:
-        """Remove all generations newer than ``step``, because the run went back to ``step`` and will make others.
-
-        Raises:
-            MirrorError: the mirror does not answer, or refuses.
-        """
+        """Remove all generations newer than ``step``, because the run went back to ``step`` and will make others."""
         for newer in [found for found in self.traces() if found > step]:
             logger.warning("removing the copy of step %d at %s: the run goes on from step %d", newer, self.url, step)
             self._remove(newer)
