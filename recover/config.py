@@ -15,7 +15,12 @@ _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
 
 @dataclass
 class RecoverConfig:
-    """Where generations are stored, how often they are made, and what happens at the start of a job."""
+    """Where generations are stored, how often they are made, and what happens at the start of a job.
+
+    Example:
+
+        RecoverConfig(fileroot="/shared/runs", experiment_name="grpo", trial_name="seed0", freq_steps=10)
+    """
 
     experiment_name: str = "experiment"
     """Group of trials, and second folder of every path."""

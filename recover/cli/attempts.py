@@ -35,8 +35,8 @@ no_job_option = click.option(
 
 
 @dataclass
-class Attempt:
-    """One attempt."""
+class AttemptRecord:
+    """One attempt as the journal records it."""
 
     number: int  # from 0
     began: float  # when `load` returned, or the attempt began, in seconds since the epoch
@@ -79,7 +79,7 @@ class Attempt:
         return "the handler was closed" if self.closed else "the process ended without closing the handler"
 
 
-def read_attempts(trial_root: Path) -> list[Attempt]:
+def read_attempts(trial_root: Path) -> list[AttemptRecord]:
     """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no journal."""
     if not (path := trial_root / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
@@ -88,16 +88,16 @@ def read_attempts(trial_root: Path) -> list[Attempt]:
     return list_attempts(read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step"))
 
 
-def last_attempt(trial_root: Path) -> Attempt | None:
+def last_attempt(trial_root: Path) -> AttemptRecord | None:
     """The last attempt in a journal, without its steps. Its number counts from the last attempt that has loaded."""
     begin = last_start(trial_root)
     events = read_journal(trial_root, _BOUNDS, since=0 if begin is None else begin[0])
     return next(reversed(list_attempts(events)), None)
 
 
-def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
+def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
     """Group the events of a journal into attempts. An attempt that ended well before it loaded is left out."""
-    attempts: list[Attempt] = []
+    attempts: list[AttemptRecord] = []
     begins = False  # whether the last attempt has only its beginning so far
     for event in events:
         match event["event"]:
@@ -121,12 +121,12 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
     return attempts
 
 
-def _was_restarted(attempt: Attempt) -> bool:
+def _was_restarted(attempt: AttemptRecord) -> bool:
     """Whether an attempt that had not loaded lost a worker group that was then started again alone."""
     return not attempt.loaded and attempt.losses > 0
 
 
-def _count_redone(attempts: list[Attempt]) -> None:
+def _count_redone(attempts: list[AttemptRecord]) -> None:
     reached = -1  # by all earlier attempts: the last one may have ended before its first step
     for attempt in attempts:
         if attempt.first is not None and attempt.last is not None:
@@ -134,8 +134,8 @@ def _count_redone(attempts: list[Attempt]) -> None:
             reached = max(reached, attempt.last)
 
 
-def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> Attempt:
-    return Attempt(
+def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> AttemptRecord:
+    return AttemptRecord(
         number,
         began=event["time"],
         host=event.get("host") or "",
@@ -148,7 +148,7 @@ def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> Attempt:
     )
 
 
-def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:
+def _go_on(attempts: list[AttemptRecord], event: dict[str, Any]) -> None:
     attempt = attempts[-1]
     match event["event"]:
         case "step":

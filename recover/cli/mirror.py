@@ -89,7 +89,7 @@ def mirror_push(
     _tell(done, "copied", there.url, as_json)
 
 
-@mirror_group.command("pull")
+@mirror_group.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
 @click.option("--step", type=int, help="Step to fetch.  [default: the newest sound one]")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .attempts import Attempt, read_attempts, use_of
+from .attempts import AttemptRecord, read_attempts, use_of
 from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
 from .runs import Run, run_argument
 
@@ -40,7 +40,7 @@ def why_command(run: str, as_json: bool) -> None:
     )
 
 
-def _row(one: Attempt, verdict: str) -> list[str]:
+def _row(one: AttemptRecord, verdict: str) -> list[str]:
     return [
         str(one.number),
         time_text(one.began),
@@ -54,7 +54,7 @@ def _row(one: Attempt, verdict: str) -> list[str]:
     ]
 
 
-def _picture(attempts: list[Attempt]) -> Any:
+def _picture(attempts: list[AttemptRecord]) -> Any:
     """Draw one line per attempt, with the steps from left to right."""
     from rich.text import Text
 
