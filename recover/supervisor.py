@@ -104,8 +104,7 @@ class Attempt:
         The group ends with the attempt. Other arguments and exceptions are those of `WorkerGroup`.
 
         Args:
-            worker_cls: see `WorkerGroup`.
-            misplaced: see `WorkerGroup`.
+            worker_cls, misplaced, options: see `WorkerGroup`.
             name: name of the group, unique in the attempt.
             world_size: number of ranks.
             min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of them for
@@ -114,8 +113,6 @@ class Attempt:
             strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
             stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no progress and was
                 lost.
-            options: see `WorkerGroup`.
-
         Raises:
             ConfigError: this attempt already started a group of this name.
             ResourcesUnavailable: the cluster lacked the resources for ``recover.node_wait_s``.

@@ -11,8 +11,7 @@ import click
 from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import remove_folder
 from ...utils.folder_lock import FolderLock
-from ...utils.manifest import read_manifest
-from ..storage.generations import LOCK_NAME, GenerationStore
+from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
 from .attempts import no_job_option, require_unused, use_of
 from .folders import LocalFolder
 from .output import NARROWEST, json_option, print_json, size_text
@@ -146,7 +145,7 @@ def _damage_of(path: Path) -> str | None:
 
 def _bytes(store: GenerationStore, step: int) -> int:
     try:
-        return sum(entry["bytes"] for entry in read_manifest(store.path_of(step))["files"].values())
+        return stored_bytes(store.path_of(step))
     except CheckpointError:
         return 0
 

@@ -10,8 +10,8 @@ import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.folder_lock import FolderLock
-from ...utils.manifest import read_manifest, require_outside_commits
-from ..storage.generations import LOCK_NAME, Generation, GenerationStore
+from ...utils.manifest import require_outside_commits
+from ..storage.generations import LOCK_NAME, Generation, GenerationStore, stored_bytes
 from .attempts import no_job_option, require_unused
 from .folders import open_mirror
 from .output import json_option, print_json, print_table, seconds_text, size_text
@@ -109,7 +109,12 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
     with _locked(store.root.parent, no_job):
         generation = there.fetch(step, store)
-    _tell([_report(generation, _bytes(generation), time.monotonic() - started)], "fetched", str(store.root), as_json)
+    _tell(
+        [_report(generation, stored_bytes(generation.path), time.monotonic() - started)],
+        "fetched",
+        str(store.root),
+        as_json,
+    )
 
 
 @contextmanager
@@ -156,7 +161,7 @@ def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
 def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
     started = time.monotonic()
     try:
-        n_bytes = _bytes(generation)
+        n_bytes = stored_bytes(generation.path)
         there.submit(generation)
         there.wait(_LONGEST_S)
         if there.last_error is not None:
@@ -175,10 +180,6 @@ def _gone(generation: Generation, there: "Mirror") -> CheckpointNotFoundError:
         f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for as "
         "long as it takes"
     )
-
-
-def _bytes(generation: Generation) -> int:
-    return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
 
 
 def _report(generation: Generation, n_bytes: int, seconds: float) -> dict[str, Any]:

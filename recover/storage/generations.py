@@ -54,6 +54,11 @@ class Generation:
     path: Path
 
 
+def stored_bytes(path: Path) -> int:
+    """Bytes of all files of a generation, according to its manifest."""
+    return sum(entry["bytes"] for entry in read_manifest(path)["files"].values())
+
+
 class GenerationStore:
     """The generations of one run.
 
@@ -139,7 +144,7 @@ class GenerationStore:
         """Size of the newest generation, as an estimate for the next one. 0 if there is none."""
         for generation in self.generations():
             with contextlib.suppress(CheckpointError, OSError):
-                return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+                return stored_bytes(generation.path)
         return 0
 
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
