@@ -2,8 +2,7 @@
 
     <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` uploaded last
     <url>/.copying-global_step_120            an unfinished copy: the manifest of its generation
-    <url>/.damaged-global_step_120            a damaged copy: its manifest. Two reads of a file gave the same wrong
-    bytes
+    <url>/.damaged-global_step_120            a copy with the same wrong bytes in two reads of a file: its manifest
 
 A copy is complete when its manifest is there, and a fetch verifies every byte against it. An interrupted copy is
 completed by the next copy of the same generation, and removed by the copy of any other one. A damaged copy is fetched
