@@ -1,4 +1,4 @@
-"""What recovery can be told, under AReaL's names."""
+"""Configuration of recovery, under AReaL's names."""
 
 import os
 from dataclasses import dataclass, field
@@ -10,93 +10,98 @@ from ..utils.errors import ConfigError
 from ..utils.remote import FETCH_FIRST, require_local
 
 _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
-"""AReaL's words -> ours, and what YAML 1.1 makes of ``on`` and ``off`` without quotes."""
+"""Names of AReaL, and the values that YAML 1.1 reads from an unquoted ``on`` or ``off``, with our names."""
 
 
 @dataclass
 class RecoverConfig:
-    """Where generations live, how often one is made, and what happens at the start of a job."""
+    """Where generations are stored, how often they are made, and what happens at the start of a job.
+
+    Example:
+
+        RecoverConfig(fileroot="/shared/runs", experiment_name="grpo", trial_name="seed0", freq_steps=10)
+    """
 
     experiment_name: str = "experiment"
-    """Groups trials; the second folder of every path."""
+    """Group of trials, and second folder of every path."""
     trial_name: str = "trial"
-    """Names one run; the third folder of every path."""
+    """Name of one run, and third folder of every path."""
     fileroot: str = "runs"
-    """First folder of every path; all ranks must see it."""
+    """First folder of every path. All ranks must see it."""
     mode: str = "auto"
-    """``auto``: resume when there is something to resume, else start. ``must``: resume or fail. ``off``: neither resume
+    """``auto``: resume if there is a generation, else start fresh. ``must``: resume or fail. ``off``: neither resume
     nor snapshot nor export. AReaL's ``on`` and ``disabled`` mean ``auto`` and ``off``."""
     resume_path: str | None = None
-    """Resume from this generation instead of the newest. Later ones in this run's folder are quarantined. A restart
-    with the same value goes on from what the run has written since."""
+    """Resume from this generation instead of the newest one. Later generations in the run's folder are quarantined.
+    A restart with the same value continues from the generations that the run has written since."""
     freq_epochs: int | None = None
-    """Snapshot at the end of every so many epochs."""
+    """Snapshot at the end of every N-th epoch."""
     freq_steps: int | None = None
-    """Snapshot every so many steps."""
+    """Snapshot every N steps."""
     freq_secs: float | None = None
-    """Snapshot when so many seconds have passed since the last one."""
+    """Snapshot when this many seconds have passed since the last snapshot."""
     max_ckpt_to_keep: int | None = 2
-    """How many of the newest generations stay; None keeps all. A generation stays when this rule or any of the next two
-    wants it; the newest usable one always does."""
+    """Number of newest generations to keep. None keeps all. A generation stays if this rule or one of the next two
+    keeps it. The newest usable generation always stays."""
     keep_every_steps: int | None = None
-    """Generations of every so many steps stay for good: 100 means steps 99, 199, 299 ..."""
+    """Keep every N-th generation for good. With 100: steps 99, 199, 299 ..."""
     keep_best: int | None = None
-    """How many of the best generations stay, by ``best_metric``."""
+    """Number of best generations to keep, by ``best_metric``."""
     best_metric: str | None = None
-    """A name among the ``metrics`` given to ``dump``."""
+    """Name of one of the ``metrics`` given to ``dump``."""
     best_mode: str = "max"
     """Whether the ``max`` or the ``min`` of ``best_metric`` is best."""
     async_save: bool = True
-    """Whether ``dump`` returns when the state is staged (in host memory, a shard of it) and the rest goes on in the
-    background; else it returns when the snapshot is committed."""
+    """True: ``dump`` returns when the state is copied to host memory, and writes in the background. False: ``dump``
+    returns when the snapshot is committed."""
     on_busy: str = "wait"
-    """What becomes of a snapshot or export that is due while the last one is still being written: ``wait`` for that, or
-    ``skip`` this one."""
+    """What to do if a snapshot or export is due while the previous one is still being written: ``wait`` for the
+    previous one, or ``skip`` the new one."""
     hf_freq_steps: int | None = None
-    """Export the weights in Hugging Face format every so many steps, as ``hf/global_step_<N>`` beside the snapshots; in
-    the background like these, from the same staged copy where both are due. 10 means steps 9, 19, 29 ..."""
+    """Export the weights in Hugging Face format every N steps, to ``hf/global_step_<N>``. With 10: steps 9, 19, 29
+    ... Exports are written in the background like snapshots. If both are due, they share one staged copy."""
     hf_engine: str | None = None
-    """Which of several named engines is exported."""
+    """Name of the engine to export, if there are several."""
     hf_dtype: str | None = None
-    """What floating-point weights are exported as: ``float32``, ``bfloat16`` or ``float16``; None takes the dtype of
-    the folder that the engine's model was made from, and keeps each as it is of a model without an engine."""
+    """Dtype of exported floating-point weights: ``float32``, ``bfloat16`` or ``float16``. None takes the dtype of
+    the folder that the engine's model was made from. Without an engine, None leaves each weight unchanged."""
     hf_adapters: str = "merged"
-    """What exports of a model with adapters are: ``merged`` weights, which load as any model, or folders of ``peft``
-    (``adapter_model.safetensors``, ``adapter_config.json``), which are small, and load beside the base."""
+    """How to export a model with adapters: ``merged`` weights, which load like any model, or small ``peft`` folders
+    (``adapter_model.safetensors``, ``adapter_config.json``), which load on top of the base."""
     hf_max_to_keep: int | None = None
-    """How many of the newest exports stay; None keeps all."""
+    """Number of newest exports to keep. None keeps all."""
     save_timeout_s: float = 1800.0
     """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
-    """How many snapshots in a row may fail (a full disk) before the run ends; 0: the first one ends it. As many exports
-    in a row, which are counted apart. The snapshot before a stop, and a forced one, may never; an export may then, too:
-    the next start makes it."""
+    """Number of snapshots in a row that may fail, for example on a full disk, before the run ends. With 0 the first
+    failure ends it. Exports are counted separately, with the same limit. A forced snapshot and the one before a stop
+    may never fail. An export may fail then, because the next start makes it."""
     lock_timeout_s: float = 10.0
-    """How long to wait for another job that uses the same folder, before this one is refused. A job that was killed
-    a moment ago may need as long to be gone; on NFS, whose host died with it, up to 90 s."""
+    """How long to wait for another job that uses the same folder before this job is refused. A job that was just
+    killed may need this long to disappear. On NFS, if its host died too, that can take 90 s."""
     stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
-    """Signals that lead to a snapshot at the next step boundary and exit code 75; the second SIGINT stops at once."""
+    """Signals that cause a snapshot at the next step boundary and exit code 75. A second SIGINT stops at once."""
     must_save_by: str | None = None
-    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``, ``2d``, ``5400s``) or a
-    time (``2026-11-20T18:00``, local unless it has an offset), which a restart does not shift. The last snapshot is
-    made, and the run stops, as late as is safe before."""
+    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``, ``2d``, ``5400s``)
+    or a time (``2026-11-20T18:00``, local unless it has an offset), which stays the same after a restart. The last
+    snapshot is made as late as is safe before it, and the run stops."""
     mirror_url: str | None = None
-    """Where committed generations are copied in the background, as fsspec has it: ``s3://bucket/runs``, ``gs://``,
-    ``hdfs://``, ``file:///...``; experiment and trial are appended. None: nowhere."""
+    """fsspec URL to which committed generations are copied in the background: ``s3://bucket/runs``, ``gs://``,
+    ``hdfs://``, ``file:///...``. Experiment and trial are appended. None makes no copies."""
     mirror_max_to_keep: int | None = 2
-    """How many of the newest generations stay there; None keeps all."""
+    """Number of newest generations to keep at the mirror. None keeps all."""
     mirror_timeout_s: float = 600.0
-    """How long the end of a run waits for copies that are under way."""
+    """How long the end of a run waits for unfinished copies."""
     retries: int = 3
-    """How often a job may be started again after losing workers, within ``retry_window_s``."""
+    """How often a job may be restarted after losing workers, within ``retry_window_s``."""
     retry_window_s: float = 3600.0
-    """Losses longer ago than this no longer count."""
+    """Losses older than this do not count."""
     node_wait_s: float = 600.0
-    """How long to wait for resources that the Ray cluster lacks, after the loss of a node say; no retry is spent
-    meanwhile. Then the job ends, and the same command resumes."""
+    """How long to wait for resources that the Ray cluster lacks, for example after the loss of a node. The wait uses
+    no retry. Afterwards the job ends, and the same command resumes it."""
     shrink_after_s: float | None = None
-    """How long of that to wait for all ranks of a worker group that may go on with fewer (``min_world_size``); None: as
-    long as ``node_wait_s``."""
+    """How much of ``node_wait_s`` to wait for all ranks of a worker group that may run with fewer
+    (``min_world_size``). None means all of it."""
 
     def __post_init__(self) -> None:
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
@@ -137,34 +142,34 @@ class RecoverConfig:
 
     @property
     def trial_root(self) -> Path:
-        """``<fileroot>/<experiment>/<trial>``; everything of a run is below it."""
+        """Folder of the run, ``<fileroot>/<experiment>/<trial>``."""
         return Path(self.fileroot) / self.experiment_name / self.trial_name
 
     @property
     def recover_root(self) -> Path:
-        """Where the generations are."""
+        """Folder of the generations."""
         return self.trial_root / "recover"
 
     @property
     def hf_root(self) -> Path:
-        """Where the Hugging Face exports are."""
+        """Folder of the Hugging Face exports."""
         return self.trial_root / "hf"
 
     @property
     def lock_path(self) -> Path:
-        """The file whose lock says that a job uses the folder."""
+        """Lock file that a job holds while it uses the folder."""
         return self.trial_root / "recover.lock"
 
     @property
     def mirror_path(self) -> str | None:
-        """Where this trial's generations are copied to, as a URL."""
+        """URL of the copies of this trial, or None."""
         if self.mirror_url is None:
             return None
         return "/".join((self.mirror_url.rstrip("/"), self.experiment_name, self.trial_name))
 
 
 _LONGEST_BYTES = 4096 - 512
-"""Of a path on Linux 4096 bytes, some of which the names of files in a generation take."""
+"""Linux allows 4096 bytes for a path. The rest is for the names of files in a generation."""
 
 
 def _require_short(key: str, path: str) -> None:

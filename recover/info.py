@@ -1,4 +1,4 @@
-"""`RecoverInfo`: what a generation remembers besides tensors, as JSON that a person can read."""
+"""`RecoverInfo`: the JSON file of a generation with everything besides tensors, readable for people."""
 
 import json
 import os
@@ -14,15 +14,15 @@ INFO_NAME = "recover_info.json"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What is remembered of one engine; the same at any world size.
+    """Facts about one engine that are the same at any world size.
 
     Attributes:
-        optimizer_steps: updates made; None without an optimizer.
-        lr: of the first parameter group; None without an optimizer.
-        schedule_step: how often the schedule has advanced, or to which epoch if it is stepped by fractions of one; None
-            without one.
-        fingerprints: ``model``, and with an optimizer ``optim`` -> sampled fingerprint, in hex.
-        moved: whether any sampled moment is not zero; before that steps need not change anything.
+        optimizer_steps: number of updates. None without an optimizer.
+        lr: learning rate of the first parameter group. None without an optimizer.
+        schedule_step: number of schedule steps, or the epoch if the schedule advances by fractions of an epoch. None
+            without a schedule.
+        fingerprints: sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``.
+        moved: whether any sampled moment is not zero. Before that, a step may leave everything unchanged.
     """
 
     optimizer_steps: int | None
@@ -37,21 +37,21 @@ class RecoverInfo:
     """Where the run was, and which run it was.
 
     Attributes:
-        last_step_info: the last step that is in the generation; the run goes on with ``last_step_info.next()``.
-        run_id: made once at the very start of a run, and kept through every resume.
-        world_size: number of ranks that wrote it.
+        last_step_info: last step that is in the generation. The run continues with ``last_step_info.next()``.
+        run_id: id of the run, made at its very first start and kept by every resume.
+        world_size: number of ranks that wrote the generation.
         weight_versions: engine name -> version of its weights.
-        resume_path: the ``resume_path`` that the run was given, so that a restart tells its own generations apart.
-        resume_origin: digest of the manifest of the generation that it led to.
-        metrics: what ``dump`` was given; retention goes by them.
-        engines: engine name -> what it must be after a restore.
-        save_s: how long the snapshot took up to its commit; a deadline is judged by it after a restart.
-        rng: process (``rank_00000`` ..., ``driver``) -> digest of its generators.
-        switches: setting of torch, or ``trained parameters of <engine>`` -> its value in rank 0. Empty if an older
-            version wrote it.
-        converted: of a generation that was made of another trainer's checkpoint: ``from``, what that was, and by the
-            name of each part of a run that it had not (``data``, ``generators``, ``schedule``, ``epochs``), what
-            becomes of that. None: a run wrote it.
+        resume_path: ``resume_path`` of the run. With it, a restart recognises its own generations.
+        resume_origin: digest of the manifest of the generation at ``resume_path``.
+        metrics: metrics given to ``dump``, used by retention.
+        engines: engine name -> facts to check after a restore.
+        save_s: seconds that the snapshot took up to its commit. A deadline is judged by it after a restart.
+        rng: process (``rank_00000`` ..., ``driver``) -> digest of its random generators.
+        switches: torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in generations of
+            older versions.
+        converted: None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source
+            format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without
+            it.
     """
 
     last_step_info: StepInfo
@@ -68,14 +68,14 @@ class RecoverInfo:
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:
-        """Whether it was converted from what had no such part."""
+        """Whether the generation was converted from a checkpoint without this part."""
         return self.converted is not None and part in self.converted
 
     def to_json(self) -> bytes:
-        """UTF-8 JSON that `parse` takes.
+        """Encode as UTF-8 JSON for `parse`.
 
         Raises:
-            ConfigError: a value is not of the type of its field: who resumes would have to refuse it.
+            ConfigError: a value does not have the type of its field, so that a resume would have to refuse it.
         """
         try:
             data = json.dumps(asdict(self), indent=1).encode()
@@ -89,11 +89,11 @@ class RecoverInfo:
 
     @classmethod
     def read(cls, generation: Path) -> "RecoverInfo":
-        """The info of a generation folder; what a newer Holdfast has added to it is left out.
+        """Read the info of a generation folder. Fields that a newer Holdfast has added are ignored.
 
         Raises:
-            CheckpointCorruptError: it is missing or not what `to_json` writes.
-            CheckpointMismatchError: a value has another type than this version gives it: whole, but of another one.
+            CheckpointCorruptError: the file is missing, or `to_json` did not write it.
+            CheckpointMismatchError: a value has a type that this version does not use. The file itself is undamaged.
         """
         path = generation / INFO_NAME
         try:
@@ -103,13 +103,13 @@ class RecoverInfo:
 
     @classmethod
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
-        """What `read` returns of a file with ``data``, which its errors call ``path``."""
+        """Parse the contents of the file. Errors name it ``path``. Raises as `read`."""
         try:
             info = from_json(cls, document := json.loads(data), "info")
-            if "engines" not in document:  # what is restored could not be compared with anything
+            if "engines" not in document:  # a restore could not be checked
                 raise ValueError("info.engines is missing")
             return info
-        except TypeError as error:  # nobody's damage: its digest was compared before
+        except TypeError as error:  # no damage, because its digest was compared before
             raise CheckpointMismatchError(
                 f"{path}: {error}; another version of Holdfast wrote it. Resume with that one, or move the generation "
                 "away to go on from the one before it"

@@ -1,11 +1,9 @@
-"""Run a job, and run it again after workers were lost, in the same places where these can still be used.
+"""Run a job on Ray, and run it again after workers are lost, in the same places if they can still be used.
 
-The job is a function of an `Attempt`; it builds its worker groups through it, restores with `RecoverHandler` and
-trains. When a `WorkerLost` leaves the job, every process of the attempt is killed first (a survivor could still
-write), and the job is called again with the next attempt; after a start that timed out, not at once. A job that can go
-on without a group, one that only samples say, catches its loss and has `Attempt.restart` start that group alone.
-Anything else that leaves the job is a bug, Ctrl-C, or `Preempted`, and is raised at once. The driver itself is not
-watched: one that was killed needs only the same command again. While a job runs, no other can use its folder.
+When a `WorkerLost` leaves the job, every process of the attempt is killed first, because a survivor could still write.
+Then the job is called again with the next `Attempt`. Any other exception is raised at once: a bug, Ctrl-C, `Preempted`.
+A job that can continue without one group catches the loss and restarts only that group with `Attempt.restart`. The
+driver is not watched: after its death, run the same command again. While a job runs, no other job can use its folder.
 """
 
 import threading
@@ -21,13 +19,12 @@ from ray.exceptions import RayError
 
 from ..engine.workers.group import WorkerGroup
 from ..engine.workers.nodes import draining_nodes
-from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources
+from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from ..engine.workers.ray_adapter import headline, require_ray
 from ..utils.errors import AttemptEnded, ClusterLost, ConfigError, RetriesExhausted, WorkerLost
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
-from .placements import Placements
 from .storage.journal import Journal
 from .triggers.signals import StopNotice
 
@@ -36,25 +33,25 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 BACK_OFF_S = 10.0
-"""How long a group that did not come up in time is left alone before it is started again: what starts on an overloaded
-machine loads it further. Twice as long each time, and at most `LONGEST_BACK_OFF_S`."""
+"""Pause before a group that started too late is started again, so that an overloaded machine can recover. The pause
+doubles each time, up to `LONGEST_BACK_OFF_S`."""
 LONGEST_BACK_OFF_S = 300.0
 
 
 @dataclass
 class RecoveryEvent:
-    """One loss, and how long coming back from it took.
+    """One loss of workers, and how long the recovery took.
 
     Attributes:
         group: name of the worker group that lost ranks.
-        ranks: the ranks it lost.
-        cause: what was seen of their end.
-        attempt: number of the attempt it happened in.
-        detected_at: when the supervisor heard of it, seconds since the epoch.
-        torn_down_s: from then until no process was left, of the attempt or of the one group that is started again.
-        placed_s: from then until the newest worker group had its place, or that one group; None while it has none.
-        rebuilt_s: from then until the newest worker group of the next attempt was up, or that one group; None while
-            there is none.
+        ranks: the lost ranks.
+        cause: observed cause of the loss.
+        attempt: number of the attempt that was running.
+        detected_at: when the supervisor noticed the loss, in seconds since the epoch.
+        torn_down_s: seconds until all old processes were gone.
+        placed_s: seconds until the new worker group had its place. None while it has none.
+        rebuilt_s: seconds until the new worker group was up. None while it is not. If the whole attempt is repeated,
+            this and ``placed_s`` refer to the newest group of the next attempt.
     """
 
     group: str
@@ -71,20 +68,20 @@ class RecoveryEvent:
 class Attempt:
     """One run of the job.
 
-    Threads of the job may start and use a worker group each at the same time. One group that still starts when the
-    attempt ends, because another was lost say, ends with it, and its `worker_group` raises `WorkerLost`.
+    Threads of the job may start worker groups in parallel. If the attempt ends while a group still starts, the group
+    ends too, and its `worker_group` call raises `WorkerLost`.
 
     Attributes:
         number: 0 for the first run.
-        last_loss: what ended the attempt before this one; None in the first, and in one that begins with more ranks.
-        event: the same with its times, which go on being filled in; None where there was no loss.
+        last_loss: loss that ended the previous attempt. None if there was no loss.
+        event: event of that loss, whose times are still being filled in. None if there was no loss.
     """
 
     number: int
     last_loss: WorkerLost | None
     event: RecoveryEvent | None
     _supervisor: "Supervisor"
-    _placements: "Placements"
+    _placements: "_Places"
     _groups: dict[str, WorkerGroup] = field(default_factory=dict)
     _starts: dict[str, tuple[PlacementRequest, Callable[[Placement], WorkerGroup]]] = field(default_factory=dict)
     _ended: bool = False
@@ -102,26 +99,23 @@ class Attempt:
         stall_timeout_s: float | None = 1800.0,
         **options: Any,
     ) -> WorkerGroup:
-        """A `WorkerGroup` where the last attempt's group of this name and request was; ended with the attempt.
+        """Start a `WorkerGroup` in the place of the previous attempt's group of the same name and request.
 
-        Takes what `WorkerGroup` takes, ``args`` and ``kwargs`` of the workers included, and raises what it raises.
-        ``stall_timeout_s`` is doubled for every time that a group of this name was lost for want of progress.
+        The group ends with the attempt. Other arguments and exceptions are those of `WorkerGroup`.
 
         Args:
-            worker_cls: see `WorkerGroup`.
-            misplaced: likewise.
-            name: likewise.
+            worker_cls, misplaced, options: see `WorkerGroup`.
+            name: name of the group, unique in the attempt.
             world_size: number of ranks.
-            min_world_size: how few ranks will do when the cluster has not had the resources of all for
-                ``recover.shrink_after_s``; the group's ``world_size`` says how many there are. None: all are needed.
-            resources: what each rank needs; one CPU when None.
+            min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of them for
+                ``recover.shrink_after_s``. The group's ``world_size`` is the actual number. None requires all ranks.
+            resources: resources of each rank. None means one CPU.
             strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-            stall_timeout_s: see `WorkerGroup`.
-            options: likewise.
-
+            stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no progress and was
+                lost.
         Raises:
-            ConfigError: this attempt has, or tried to start, a group of that name already.
-            ResourcesUnavailable: the cluster did not have the resources within ``recover.node_wait_s``.
+            ConfigError: this attempt already started a group of this name.
+            ResourcesUnavailable: the cluster lacked the resources for ``recover.node_wait_s``.
             ClusterLost: Ray's control process is gone.
         """
         request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
@@ -146,15 +140,15 @@ class Attempt:
         return self._build(name, self.event)
 
     def restart(self, loss: WorkerLost) -> WorkerGroup:
-        """Start the group that ``loss`` names again: the same class, arguments and place; all other groups live on.
+        """Start the group that ``loss`` names again, with the same class, arguments and place. Other groups continue.
 
-        Its old processes are gone before the first new one starts. It counts as a retry and is an event like any other
-        loss. Nobody knows the new processes yet: what was obtained from the old group, a `RemoteServer` say, is dead.
+        The restart counts as a retry and adds an event. All old processes are gone before the first new one starts, so
+        handles from the old group, for example a `RemoteServer`, are dead.
 
         Raises:
             ConfigError: this attempt has no group of that name.
-            RetriesExhausted: that was one loss too many.
-            WorkerLost: the group was lost again while it started, and may be started again; or the attempt has ended.
+            RetriesExhausted: there were too many losses.
+            WorkerLost: the group was lost again while it started, and may be restarted again. Or the attempt has ended.
         """
         with self._lock:
             lost = self._groups.get(loss.group)
@@ -167,9 +161,10 @@ class Attempt:
         return self._build(loss.group, event)
 
     def draining(self) -> StopNotice | None:
-        """Ray's notice that a node of this attempt, a worker's or the driver's, is about to go; None without one.
+        """Ray's notice that a node of a worker or of the driver is about to go. None if there is no notice.
 
-        One for `RecoverHandler`'s ``notices``. Costs a round trip to Ray's control process, a millisecond or less.
+        Can be given to `RecoverHandler` as one of its ``notices``. Costs one round trip to Ray's control process, a
+        millisecond or less.
         """
         with self._lock:
             groups = list(self._groups.values())
@@ -180,21 +175,19 @@ class Attempt:
         return StopNotice(f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None))
 
     def can_grow(self) -> bool:
-        """Whether ranks that a group was started without can be had now; `start_again` then begins with them.
-
-        Costs a round trip to Ray's control process where a group has too few ranks, else nothing.
-        """
+        """Whether ranks that a group was started without are available now. Costs at most one round trip to Ray."""
         with self._lock:
             groups = list(self._groups.values())
         return any(group.placement.can_grow() for group in groups)
 
     def start_again(self) -> NoReturn:
-        """End this attempt at a step that is snapshotted, and have the supervisor begin the next with all ranks it can.
+        """End this attempt, so that the supervisor begins the next one with as many ranks as possible.
 
-        That is no loss, and no retry. Call it when `can_grow` says so, after ``dump`` and ``wait`` of the handler.
+        Call it when `can_grow` returns True, after ``dump`` and ``wait`` of the handler. It is neither a loss nor a
+        retry.
 
         Raises:
-            AttemptEnded: always; let it leave the job.
+            AttemptEnded: always. Let it leave the job.
         """
         raise AttemptEnded
 
@@ -216,24 +209,20 @@ class Attempt:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info(
                 "worker group %r has its place %.2f s after the loss, and is up after %.2f s",
-                name, event.placed_s, event.rebuilt_s,
-            )  # fmt: skip
+                name,
+                event.placed_s,
+                event.rebuilt_s,
+            )
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
-        """Take in a group before its processes start, so that whatever becomes of them they end with the attempt."""
+        """Register a group before its processes start, so that they end with the attempt whatever happens."""
         with self._lock:
             if self._ended:
                 raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
             self._groups[group.name] = group
 
-    def _shutdown(self) -> None:
-        self._end(WorkerGroup.shutdown)
-
-    def _kill(self) -> None:
-        self._end(WorkerGroup.kill)
-
-    def _end(self, end: Callable[[WorkerGroup], None]) -> None:
+    def _end(self, end: Callable[[WorkerGroup], None] = WorkerGroup.kill) -> None:
         with self._lock:
             self._ended = True
         with ExitStack() as stack:
@@ -242,35 +231,46 @@ class Attempt:
 
 
 class Supervisor:
-    """Runs a job until it returns, fails, or has lost workers too often.
+    """Runs a job until it returns, fails, or loses workers too often.
+
+    Example:
+
+        supervisor = Supervisor(RecoverConfig(fileroot="runs", retries=3))
+
+        def job(attempt: Attempt) -> None:
+            trainer = attempt.worker_group(Trainer, name="trainer", world_size=2, resources=WorkerResources(gpus=1))
+            handler.load(trainer)  # resume, then train
+
+        supervisor.run(job)
 
     Args:
-        config: its ``retries`` and ``retry_window_s`` say how often that is, ``node_wait_s`` and ``shrink_after_s`` how
-            long resources are waited for, and it names the folder to lock (not with mode ``off``).
+        config: ``retries`` and ``retry_window_s`` limit the losses. ``node_wait_s`` and ``shrink_after_s`` limit the
+            wait for resources. The folder of the run is locked, unless the mode is ``off``. None stands for mode
+            ``off``.
 
     Attributes:
-        events: every loss so far, oldest first.
+        events: all losses so far, oldest first.
     """
 
     def __init__(self, config: RecoverConfig | None = None) -> None:
         self._config = config or RecoverConfig(mode="off")
         self._retried_at: list[float] = []
         self._lock = threading.Lock()
-        self._late_starts: Counter[str] = Counter()  # by name of the group, since the last that came up
+        self._late_starts: Counter[str] = Counter()  # group name -> late starts since its last start in time
         self._stalls: Counter[str] = Counter()
         self.events: list[RecoveryEvent] = []
         self._journal = Journal(self._config.trial_root)
 
     def run(self, job: Callable[[Attempt], T]) -> T:
-        """Call ``job(attempt)`` and return its result; call it again after each `WorkerLost`.
+        """Call ``job(attempt)`` and return its result. Call it again after each `WorkerLost`.
 
-        Worker groups are shut down, and their places given back to Ray, before this returns or raises.
+        Before this returns or raises, all worker groups are shut down and their places are given back to Ray.
 
         Raises:
             ConfigError: Ray is not initialised.
-            FolderInUseError: another job uses the run's folder, and still did after ``lock_timeout_s``.
-            RetriesExhausted: from the last `WorkerLost`, when there were more than the configuration allows.
-            BaseException: whatever else the job raised, `Preempted` among it, unchanged and at once.
+            FolderInUseError: another job still used the folder of the run after ``lock_timeout_s``.
+            RetriesExhausted: there were more losses than the configuration allows. Raised from the last `WorkerLost`.
+            BaseException: any other exception of the job, `Preempted` included, at once and unchanged.
         """
         require_ray()
         with ExitStack() as stack:
@@ -280,34 +280,34 @@ class Supervisor:
                 stack.callback(lock.release)
                 self._journal.open()
                 stack.callback(self._journal.close)
-            placements = Placements(self._config)
+            placements = _Places(self._config)
             stack.callback(placements.remove)
             with self._journal.telling():
                 result = self._run(job, placements)
             self._journal.note("returned")
             return result
 
-    def _run(self, job: Callable[[Attempt], T], placements: Placements) -> T:
+    def _run(self, job: Callable[[Attempt], T], placements: "_Places") -> T:
         attempt = Attempt(0, None, None, self, placements)
         try:
             while True:
                 self._journal.begin()
                 try:
                     result = job(attempt)
-                    attempt._shutdown()
+                    attempt._end(WorkerGroup.shutdown)
                     return result
                 except AttemptEnded:
                     logger.info("attempt %d ends to go on with more ranks", attempt.number)
-                    attempt._shutdown()
+                    attempt._end(WorkerGroup.shutdown)
                     attempt = Attempt(attempt.number + 1, None, None, self, placements)
                 except WorkerLost as loss:
-                    event = self._note_loss(loss, attempt.number, attempt._kill)
+                    event = self._note_loss(loss, attempt.number, attempt._end)
                     logger.warning("attempt %d ended: %s", attempt.number, loss)
                     self._spend_retry(loss)
                     self._learn_from(attempt._groups.get(loss.group))
                     attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
-            attempt._kill()
+            attempt._end()
 
     def _note_loss(self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]) -> RecoveryEvent:
         detected_at = time.time()
@@ -334,23 +334,63 @@ class Supervisor:
             ) from loss
 
     def _learn_from(self, lost: WorkerGroup | None) -> None:
-        """Do not do again at once what has just failed for want of time."""
+        """Allow more time for a step or a start that has just timed out."""
         if lost is not None and lost.stalled:
             self._stalls[lost.name] += 1
             logger.warning(
                 "worker group %r made no progress for its stall_timeout_s; the next one may take %d times as long, in "
-                "case its calls just take long",
-                lost.name, 2 ** self._stalls[lost.name],
+                "case its calls just take long", lost.name, 2 ** self._stalls[lost.name],
             )  # fmt: skip
         if lost is not None and lost.started_late:
             self._late_starts[lost.name] += 1
             pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[lost.name] - 1), LONGEST_BACK_OFF_S)
             logger.warning(
                 "worker group %r did not come up in time: its nodes may have too much to do, and it is started again "
-                "in %g s",
-                lost.name, pause_s,
+                "in %g s", lost.name, pause_s,
             )  # fmt: skip
             time.sleep(pause_s)
 
     def _patience_with(self, name: str, stall_timeout_s: float | None) -> float | None:
         return None if stall_timeout_s is None else stall_timeout_s * 2 ** self._stalls[name]
+
+
+@dataclass
+class _Place:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    placement: Placement | None = None
+
+
+class _Places:
+    """Places of the worker groups of a job, kept from one attempt to the next. Thread-safe."""
+
+    def __init__(self, config: RecoverConfig) -> None:
+        self._config, self._lock, self._removed = config, threading.Lock(), threading.Event()
+        self._places: dict[str, _Place] = {}
+
+    def get(self, request: PlacementRequest) -> Placement:
+        """Return the previous attempt's place, grown if possible, or a new place if it cannot be used any more."""
+        with self._lock:
+            if self._removed.is_set():
+                raise WorkerLost(request.name, range(request.world_size), "the job has ended")
+            at = self._places.setdefault(request.name, _Place())
+        with at.lock:
+            if at.placement is not None and not (at.placement.request == request and at.placement.is_sound()):
+                logger.info("worker group %r is placed anew", request.name)
+                at.placement.remove()
+                at.placement = None
+            if at.placement is None:
+                wait_s, shrink_s = self._config.node_wait_s, self._config.shrink_after_s
+                at.placement = place(request, wait_s, shrink_after_s=shrink_s, stop=self._removed)
+            elif at.placement.can_grow():
+                at.placement.grow()
+            return at.placement
+
+    def remove(self) -> None:
+        """Give all places back to Ray, and end every wait for one."""
+        with self._lock:
+            self._removed.set()
+            places = list(self._places.values())
+        for at in places:
+            with at.lock:
+                if at.placement is not None:
+                    at.placement.remove()

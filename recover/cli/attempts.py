@@ -1,66 +1,67 @@
-"""What the journal of a run says of its attempts: each from its beginning, before `load`, to whatever ended it."""
+"""The attempts in a run's journal, and whether a job uses the run now.
 
+An attempt goes from its beginning, before `load`, to whatever ended it.
+
+The lock of a run does not always tell whether a job uses it. A file system without locks says nothing. On some file
+systems (NFS with ``nolock``, some FUSE ones) a lock stays on its node, so another node sees it as free. `use_of`
+therefore reads the journal too: if a job on another node wrote to it recently and noted no end, the use is unknown.
+"""
+
+import os
+import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import CheckpointNotFoundError
+import click
+
+from ...utils.errors import CheckpointNotFoundError, ConfigError
+from ...utils.folder_lock import probe_lock
+from ..storage.generations import LOCK_NAME
 from ..storage.journal import JOURNAL_NAME, last_start, read_journal
-from .places import Run
+from .output import seconds_text
+
+FRESH_S = 900.0
+"""A job on another node counts as gone after writing nothing for this long. One step may take several minutes."""
 
 _BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
 EVENTS = (*_BOUNDS, "step", "save")
 
+no_job_option = click.option(
+    "--no-job", is_flag=True, help="Confirm that no job uses the run. Needed where the lock of the run cannot tell."
+)
+
 
 @dataclass
-class Attempt:
-    """One attempt.
+class AttemptRecord:
+    """One attempt as the journal records it."""
 
-    Attributes:
-        number: from 0.
-        began: when `load` had returned, or the attempt began, in seconds of the epoch.
-        host, pid, world_size: who; no ranks as long as nothing was loaded.
-        loaded: whether `load` has returned.
-        resumed: the step it was restored to; None: it began afresh.
-        load_s: seconds that took.
-        process_started: when its process began.
-        first, last: steps it has trained; None: none.
-        first_at, last_at: when the dumps of these were called.
-        ended: when; None: no end was noted.
-        stop: why it was asked to stop.
-        error: what ended it.
-        closed: whether the handler was closed.
-        given_up: what made the supervisor begin no other attempt.
-        losses: workers that the supervisor has lost meanwhile.
-        redone: steps that had been trained before, and were trained again.
-        gone_s: from the last step of the attempt before to the first one of this: what its end has cost.
-    """
-
-    number: int
-    began: float
-    host: str
-    pid: int
-    world_size: int
-    resumed: int | None
-    load_s: float
-    process_started: float
-    first: int | None = None
-    first_at: float | None = None
-    last: int | None = None
-    last_at: float | None = None
-    ended: float | None = None
-    stop: str | None = None
-    error: str | None = None
-    closed: bool = False
-    loaded: bool = True
-    given_up: str | None = None
-    losses: int = 0
-    redone: int = 0
-    gone_s: float | None = None
+    number: int  # from 0
+    began: float  # when `load` returned, or the attempt began, in seconds since the epoch
+    host: str  # of the leader
+    pid: int  # of the leader
+    world_size: int  # 0 before anything is loaded
+    resumed: int | None  # step that was restored. None for a fresh start
+    load_s: float  # seconds that `load` took
+    process_started: float  # when the process began
+    first: int | None = None  # first trained step, None if there is none
+    first_at: float | None = None  # when `dump` was called for the first step
+    last: int | None = None  # last trained step, None if there is none
+    last_at: float | None = None  # when `dump` was called for the last step
+    ended: float | None = None  # when the attempt ended. None if the journal has no end
+    stop: str | None = None  # why the attempt was asked to stop
+    error: str | None = None  # error that ended the attempt
+    closed: bool = False  # whether the handler was closed
+    loaded: bool = True  # whether `load` has returned
+    given_up: str | None = None  # why the supervisor began no other attempt
+    losses: int = 0  # number of worker losses during the attempt
+    redone: int = 0  # steps that an earlier attempt had trained already
+    gone_s: float | None = None  # seconds from the last step of the previous attempt to the first step of this one
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
-        """What ended it, in words; ``in_use`` says whether a job uses the run now, None that this is not known."""
+        """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
         begins = "" if self.loaded else "before it had loaded: "
         given_up = f"; given up: {self.given_up}" if self.given_up else ""
         if self.ended is None and is_last and in_use is not False:
@@ -78,35 +79,30 @@ class Attempt:
         return "the handler was closed" if self.closed else "the process ended without closing the handler"
 
 
-def read_attempts(run: Run) -> list[Attempt]:
-    """The attempts of a run on this machine, oldest first.
-
-    Raises:
-        ConfigError: it is at a URL.
-        CheckpointNotFoundError: it has no journal.
-    """
-    if not (path := run.trial_root / JOURNAL_NAME).exists():
+def read_attempts(trial_root: Path) -> list[AttemptRecord]:
+    """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no journal."""
+    if not (path := trial_root / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
             f"there is no {path}: nothing is known of the attempts of this run, which an older version has written"
         )
-    return list_attempts(read_journal(run.trial_root, (*_BOUNDS, "step"), ends_of="step"))
+    return list_attempts(read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step"))
 
 
-def last_attempt(trial_root: Path) -> Attempt | None:
+def last_attempt(trial_root: Path) -> AttemptRecord | None:
     """The last attempt in a journal, without its steps. Its number counts from the last attempt that has loaded."""
     begin = last_start(trial_root)
     events = read_journal(trial_root, _BOUNDS, since=0 if begin is None else begin[0])
     return next(reversed(list_attempts(events)), None)
 
 
-def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
-    """The attempts in the events of a journal. One that ended well before it loaded anything is left out."""
-    attempts: list[Attempt] = []
-    begins = False  # whether nothing else is known of the last one yet
+def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
+    """Group the events of a journal into attempts. An attempt that ended well before it loaded is left out."""
+    attempts: list[AttemptRecord] = []
+    begins = False  # whether the last attempt has only its beginning so far
     for event in events:
         match event["event"]:
             case "attempt":
-                if not begins:  # both supervisor and handler tell of it
+                if not begins:  # both the supervisor and the handler write this event
                     attempts.append(_begin(len(attempts), event, loaded=False))
                 begins = True
             case "start":
@@ -125,22 +121,21 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
     return attempts
 
 
-def _was_restarted(attempt: Attempt) -> bool:
-    """Whether an attempt that began lost a worker group, which was then started again alone."""
+def _was_restarted(attempt: AttemptRecord) -> bool:
+    """Whether an attempt that had not loaded lost a worker group that was then started again alone."""
     return not attempt.loaded and attempt.losses > 0
 
 
-def _count_redone(attempts: list[Attempt]) -> None:
-    """Count by what all attempts before have reached: the last of them may have ended before its first step."""
-    reached = -1
+def _count_redone(attempts: list[AttemptRecord]) -> None:
+    reached = -1  # by all earlier attempts: the last one may have ended before its first step
     for attempt in attempts:
         if attempt.first is not None and attempt.last is not None:
             attempt.redone = max(0, min(attempt.last, reached) - attempt.first + 1)
             reached = max(reached, attempt.last)
 
 
-def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> Attempt:
-    return Attempt(
+def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> AttemptRecord:
+    return AttemptRecord(
         number,
         began=event["time"],
         host=event.get("host") or "",
@@ -153,7 +148,7 @@ def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> Attempt:
     )
 
 
-def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:
+def _go_on(attempts: list[AttemptRecord], event: dict[str, Any]) -> None:
     attempt = attempts[-1]
     match event["event"]:
         case "step":
@@ -178,3 +173,58 @@ def _go_on(attempts: list[Attempt], event: dict[str, Any]) -> None:
         case "end":
             attempt.ended, attempt.error = event["time"], attempt.error or event.get("error")
             attempt.closed = event.get("how") == "closed"
+
+
+@dataclass(frozen=True)
+class Use:
+    """Whether a job uses a run, as far as it is known."""
+
+    held: bool  # a job uses the run
+    doubt: str | None = None  # why the lock cannot tell. None if it can
+
+    @property
+    def known(self) -> bool | None:
+        """Whether a job uses the run. None if that is unknown."""
+        return True if self.held else None if self.doubt else False
+
+
+def use_of(trial_root: Path) -> Use:
+    """Ask the lock and the journal of a run, without changing or locking anything."""
+    if locked := probe_lock(trial_root / LOCK_NAME):
+        return Use(True)
+    last, no_locks = last_attempt(trial_root), locked is None
+    where = f"the lock in {trial_root} cannot be asked" if no_locks else f"the lock in {trial_root} is free"
+    if last is None:
+        unknown = no_locks and not (trial_root / JOURNAL_NAME).exists()
+        return Use(False, f"{where}, and there is no journal" if unknown else None)
+    if last.ended is not None:
+        return Use(False)
+    if last.host == socket.gethostname():
+        if no_locks and _runs(last.pid):
+            return Use(True, f"{where}, and pid {last.pid}, that of the last job, runs on this node")
+        return Use(False)
+    age_s = time.time() - (trial_root / JOURNAL_NAME).stat().st_mtime
+    if not no_locks and age_s > FRESH_S:
+        return Use(False)
+    reach = "" if no_locks else ", which may not reach other nodes"
+    return Use(
+        False,
+        f"{where}{reach}, and a job on {last.host} (pid {last.pid}) has written to {JOURNAL_NAME} "
+        f"{seconds_text(max(age_s, 0.0))} ago, and nothing of its end",
+    )
+
+
+def require_unused(trial_root: Path, no_job: bool) -> None:
+    """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms that none does."""
+    if not no_job and (doubt := use_of(trial_root).doubt) is not None:
+        raise ConfigError(f"whether a job uses the run cannot be known: {doubt}. If none does, say so with --no-job")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the process of another user
+        return True
+    return pid > 0

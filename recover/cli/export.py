@@ -1,56 +1,63 @@
-"""``holdfast export``: a Hugging Face folder from a generation, without its trainer, its model's code or a GPU."""
+"""``holdfast export`` and ``holdfast convert``: checkpoints in other formats. See `holdfast.recover.convert`.
 
-from collections.abc import Iterator
+torch is imported when the work begins, so that ``--help`` appears at once.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...utils.errors import CheckpointNotFoundError
 from ...utils.files import is_free
 from ...utils.manifest import require_outside_commits
-from .dtypes import dtype_option
-from .folders import Folder
+from .folders import Folder, local_copy
 from .output import json_option, print_json, seconds_text, size_text
-from .places import generation_argument, read_generation
+from .runs import generation_argument, read_generation
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DTYPES = ("float32", "bfloat16", "float16")  # `EXPORT_DTYPES`, whose module imports torch
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.command("export", short_help="A Hugging Face folder from a generation.")
+def _dtype_option(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--dtype", type=click.Choice(_DTYPES), help=f"Dtype of floating-point weights.  [default: {default}]"
+    )
+
+
+@click.command("export", short_help="Write a generation as a Hugging Face folder.")
 @generation_argument
-@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="The folder to make.")
-@dtype_option("that of config.json, of adapters their own")
-@click.option("--config", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Folder with config.json, tokenizer ...; default: an export of the same run.")  # fmt: skip
-@click.option("--engine", help="Which engine; needed where the generation holds several.")
-@click.option("--adapters", type=click.Choice(("merged", "peft")), help="Of a generation with adapters: all weights, "
-              "with the adapters added, or a folder of PEFT.  [default: merged]")  # fmt: skip
-@click.option("--base", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the model that "
-              "adapters were trained on; default: the one that the generation names.")  # fmt: skip
+@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to create.")
+@_dtype_option("the dtype in config.json; adapters keep theirs")
+@click.option("--config", type=_FOLDER,
+              help="Folder with config.json, tokenizer ...  [default: an export of the same run]")  # fmt: skip
+@click.option("--engine", help="Engine to export. Required if the generation has several.")
+@click.option("--adapters", type=click.Choice(("merged", "peft")), help="How to export LoRA adapters: merged into all "
+              "weights of the base, or as a PEFT folder.  [default: merged]")  # fmt: skip
+@click.option("--base", type=_FOLDER, help="Folder of the model that the adapters were trained on.  [default: the "
+              "folder that the generation names]")  # fmt: skip
 @json_option
-def export_command(
-    generation: str,
-    target: Path,
-    dtype: str | None,
-    config: Path | None,
-    engine: str | None,
-    adapters: str | None,
-    base: Path | None,
-    as_json: bool,
-) -> None:
-    """Write the weights in GEN as a folder that from_pretrained loads, equal to what the run itself would export.
+def export_command(generation: str, target: Path, as_json: bool, **options: Any) -> None:
+    """Write the weights of GEN as a folder that from_pretrained loads. The result equals an export by the run itself.
 
-    Every byte that is read is compared with its digest first, and what was written is read back. The folder appears
-    when it is complete. A copy at a URL is fetched into the folder for temporary files (TMPDIR) first.
+    Every file is compared with its digest before use, and the exported weights are read back. The folder appears only
+    when it is complete. A copy at a URL is first fetched into the temporary folder (TMPDIR).
 
-    How a model is made of the weights, no generation knows: config.json says it, which any export of the run has, or
-    the folder that the run began with. Tokenizer and other files beside it are copied. Python code in it is never run;
-    transformers must know the architecture.
+    A generation does not say how to build its model. That is in config.json, which comes from an export of the run or
+    from the folder that the run started with (--config). The tokenizer and other small files next to config.json are
+    copied. Python code in that folder is never run, so transformers must know the architecture.
 
-    A generation with LoRA adapters has no base. With --adapters merged that is read from the folder that the run began
-    with, compared with the digest in GEN, and has the adapters added; --adapters peft needs no base.
+    A generation with LoRA adapters does not contain the base model. With --adapters merged, the base is read from the
+    folder that the run started with, and compared with the digest in GEN. --adapters peft needs no base.
     """
-    options = {"dtype": dtype, "config": config, "engine": engine, "adapters": adapters, "base": base}
     where, seconds = read_generation(generation, partial(_export, target=target, **options))
     files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
     report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
@@ -76,7 +83,6 @@ def _export(
     from ..convert import convert
     from ..convert.adapters import write_peft
     from ..convert.dcp import engine_folder, stored_adapters
-    from .copies import local_copy
 
     if not is_free(target):
         raise click.UsageError(f"{target} exists already and is never written over; choose another --to")
@@ -99,11 +105,7 @@ def _export(
 
 
 def _config_of(path: Path | None) -> Path:
-    """The newest folder of the same run that has a ``config.json``.
-
-    Raises:
-        CheckpointNotFoundError: it has none.
-    """
+    """The newest folder of the same run that has a ``config.json``."""
     trial = None if path is None else path.absolute().parent.parent
     found = [] if trial is None else list(_exports(trial))
     if not found:
@@ -123,8 +125,57 @@ def _exports(trial: Path) -> Iterator[Path]:
 
 
 def _own_dtype(base: Path) -> str:
-    """What the run itself exports as: the dtype of the folder that its model was made from."""
+    """The dtype that the run itself exports: the dtype of the folder that its model was made from."""
     from ...engine.hf.dtypes import base_dtype
     from ..convert.checkpoint import Architecture
 
     return str(base_dtype(Architecture.read(base).model, base)).removeprefix("torch.")
+
+
+@click.command("convert", short_help="Convert a checkpoint from or to another trainer.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--to", type=click.Choice(("hf", "generation", "dcp", "areal")), required=True,
+              help="Format of DST, see above.")  # fmt: skip
+@_dtype_option("unchanged")
+@click.option("--root", metavar="NAME", help='Root of the model in DCP data: app, "" ...  [default: the only one]')
+@click.option("--config", type=click.Path(path_type=Path), help="Folder with the model's config.json, if SRC has none.")
+@click.option("--engine", metavar="NAME", help="Engine to read if SRC has several, or its name in a new generation.")
+@click.option("--step", type=int, help="Last trained step of a generation, counted from 0, if SRC does not say it.")
+@click.option("--steps-per-epoch", type=int, help="Steps per epoch of a generation, if SRC does not say it.")
+@json_option
+def convert_command(source: str, target: str, as_json: bool, **options: Any) -> None:
+    """Convert the checkpoint in SRC to DST. DST appears only after it was read back and compared with SRC.
+
+    SRC is a folder of verl (model_world_size_*_rank_*.pt), AReaL or Holdfast, with optimizer state. Or it holds weights
+    only: a Hugging Face model, a checkpoint of Trainer or TRL, save_state of Accelerate, or a folder of
+    torch.distributed.checkpoint with any root. The format is detected from the files. Nothing in SRC is executed.
+
+    \b
+    --to hf          weights that from_pretrained loads
+    --to generation  DST is the folder of a run, FILEROOT/EXPERIMENT/TRIAL, that RecoverHandler resumes
+    --to dcp         model, optimizer and schedule for load_dcp, at any number of ranks
+    --to areal       a folder that AReaL's engine loads, optimizer included
+
+    The conversion holds one block of 64 MiB in memory. If it is killed, run the same command again.
+    """
+    from ..convert import convert
+
+    done = convert(source, target, progress=not as_json, **options)
+    if as_json:
+        print_json(asdict(done))
+    else:
+        click.echo(_described(done))
+
+
+def _described(done: "Conversion") -> str:
+    what = "with" if done.optimizer else "without"
+    lines = [
+        f"{done.target}: {done.format} as {done.to}, {what} optimizer state",
+        f"  {done.tensors} tensors, {done.bytes} bytes, read back and equal to the source; {done.seconds:.1f} s",
+        *(f"  {note}" for note in done.notes),
+        *(f"  no {part}: {outcome}" for part, outcome in done.lacks.items()),
+    ]
+    if done.ignored:
+        lines.append(f"  not converted: {', '.join(done.ignored)}")
+    return "\n".join(lines)

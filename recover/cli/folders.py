@@ -1,10 +1,12 @@
-"""A folder that is only read, here or at a URL: the same few questions of both."""
+"""Folders that commands read, on this machine or at a URL, behind one interface."""
 
 import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -12,14 +14,20 @@ from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, Mir
 from ...utils.files import digest_name, file_digest
 from ...utils.manifest import MANIFEST_NAME, compare_listing, list_files, parse_manifest, read_manifest
 from ..info import INFO_NAME, RecoverInfo
+from ..storage.generations import GenerationStore
+
+if TYPE_CHECKING:
+    from ..storage.mirror import Mirror
+
+_AT_A_URL: dict[str, Any] = {"setting": "the URL", "attempts": 3, "first_wait_s": 0.5}
 
 
 class Folder(ABC):
     """A generation, an export, or a published version.
 
     Attributes:
-        where: its path or URL.
-        path: of one on this machine; None at a URL.
+        where: path or URL of the folder.
+        path: path of a folder on this machine. None at a URL.
     """
 
     where: str
@@ -27,56 +35,52 @@ class Folder(ABC):
 
     @property
     def name(self) -> str:
-        """Its last part: ``global_step_120``."""
+        """Last part of the path or URL, for example ``global_step_120``."""
         return PurePosixPath(self.where).name
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file below it, by POSIX path."""
+        """Bytes of every file in the folder, by POSIX path relative to it."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A small file. Raises `CheckpointCorruptError` when it is not there."""
+        """Contents of a small file. Raises `CheckpointCorruptError` if it is missing."""
 
     @abstractmethod
     def read_range(self, name: str, begin: int, n_bytes: int) -> bytes:
-        """A part of a file."""
+        """Part of a file."""
 
     @abstractmethod
     def digest(self, name: str, n_bytes: int) -> str:
-        """The digest of a file, as manifests have it."""
+        """Digest of a file, in the form that manifests use."""
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the folder holds this file."""
         return name in self.sizes()
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest, checked against itself and against the names and sizes of the files.
-
-        Raises:
-            CheckpointCorruptError: naming the first thing that is wrong.
-            CheckpointMismatchError: another version of Holdfast wrote it.
-        """
+        """Read the manifest, and compare it with the names and sizes of the files. Raises as `check_listing`."""
         manifest = self.read_manifest()
         compare_listing(self.sizes(), manifest, self.where)
         return manifest
 
     def read_manifest(self) -> dict[str, Any]:
-        """The manifest, checked against itself."""
+        """Read the manifest and check only its own digest."""
         return parse_manifest(self.read(MANIFEST_NAME), f"{self.where}/{MANIFEST_NAME}")
 
     def info(self) -> RecoverInfo:
-        """Of a generation, what it remembers besides tensors; raises as `manifest`."""
+        """Info of a generation. Raises as `manifest`."""
         return RecoverInfo.parse(self.read(INFO_NAME), f"{self.where}/{INFO_NAME}")
 
 
 class LocalFolder(Folder):
-    """A folder of this machine."""
+    """A folder on this machine."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no folder {path}")
-        self.path, self.where = path, str(path)
+        self.path = self._here = path
+        self.where = str(path)
 
     def sizes(self) -> dict[str, int]:
         """See `Folder.sizes`."""
@@ -102,19 +106,14 @@ class LocalFolder(Folder):
         """See `Folder.digest`."""
         return file_digest(self._here / name)
 
-    @property
-    def _here(self) -> Path:
-        assert self.path is not None
-        return self.path
 
-
-class RemoteFolder(Folder):
-    """A folder at a URL; nothing of it is kept here."""
+class UrlFolder(Folder):
+    """A folder at an fsspec URL. Nothing is kept on this machine."""
 
     def __init__(self, url: str) -> None:
-        from ...utils import remote
+        from ...utils.remote import RemoteFolder
 
-        self._remote = remote.RemoteFolder(url, setting="the URL", error=MirrorError, attempts=3, first_wait_s=0.5)
+        self._remote = RemoteFolder(url, error=MirrorError, **_AT_A_URL)
         self.where = self._remote.url
 
     def sizes(self) -> dict[str, int]:
@@ -150,3 +149,21 @@ class RemoteFolder(Folder):
             return read()
         except FileNotFoundError as error:
             raise CheckpointCorruptError(f"{self.where}/{name} is missing, or was removed while it was read") from error
+
+
+def open_mirror(url: str) -> "Mirror":
+    """Open the copies at a URL. This object never deletes one."""
+    from ..storage.mirror import Mirror
+
+    return Mirror(url, None, delete_old=False, **_AT_A_URL)
+
+
+@contextmanager
+def local_copy(folder: Folder) -> Iterator[Path]:
+    """Yield a generation as a folder on this machine. A copy at a URL is fetched, verified, and removed afterwards."""
+    if folder.path is not None:
+        yield folder.path
+        return
+    root, _, name = folder.where.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as temporary:
+        yield open_mirror(root).fetch(int(name.rpartition("_")[2]), GenerationStore(Path(temporary))).path

@@ -1,4 +1,4 @@
-"""``holdfast ls``: the generations of a run."""
+"""``holdfast ls``: list the generations of a run."""
 
 import contextlib
 from typing import Any
@@ -10,7 +10,7 @@ from ..storage.generations import GenerationStore
 from ..storage.journal import last_start
 from ..storage.retention import RetentionRules, reasons_to_keep
 from .output import json_option, print_json, print_table, size_text, time_text
-from .places import Run, run_argument
+from .runs import Run, run_argument
 
 _COLUMNS = ("step>", "epoch>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
 _MOST_METRICS = 2
@@ -18,14 +18,16 @@ _MOST_METRICS = 2
 
 @click.command("ls", short_help="List the generations of a run.")
 @run_argument
-@click.option("--mirror", metavar="URL", help="Say which have a copy there; 'recorded': at the run's own mirror.")
+@click.option("--mirror", metavar="URL", help="Show which generations have a copy at URL. 'recorded' stands for the "
+              "mirror of the run.")  # fmt: skip
 @json_option
 def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     """List the generations of RUN, newest first.
 
-    Names and sizes of their files are compared with the manifests; the bytes are `holdfast verify`'s business. The
-    column "kept" says which rules want a generation, by the rules that the run was started with last; one that is kept
-    by none goes when the next is committed.
+    Names and sizes of the files are compared with the manifests. To compare every byte, use `holdfast verify`.
+
+    The column "kept" names the retention rules that keep a generation, as configured at the last start of the run. A
+    generation kept "by no rule" is deleted at the next commit.
     """
     place = Run(run)
     entries = [entry for step in place.steps() if (entry := _describe(place, step)) is not None]
@@ -51,7 +53,7 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
 
 
 def _describe(place: Run, step: int) -> dict[str, Any] | None:
-    """What there is to say of a generation; None of one that a run that goes on has deleted meanwhile."""
+    """Describe a generation. Return None if the run has deleted it meanwhile."""
     with contextlib.suppress(CheckpointNotFoundError):
         folder = place.folder(step)
         entry: dict[str, Any] = {"step": step, "where": folder.where, "problem": None}
@@ -81,7 +83,7 @@ def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) ->
     sound = {entry["step"]: entry["metrics"] for entry in entries if entry["problem"] is None}
     reasons: dict[int, list[str]] = {step: [] for step in sound}
     if start is not None:
-        with contextlib.suppress(TypeError, KeyError, ValueError):  # of another version
+        with contextlib.suppress(TypeError, KeyError, ValueError):  # another version wrote the journal
             reasons = reasons_to_keep(sound, RetentionRules(**start[1]["keep"]))
     for entry in entries:
         step = entry["step"]
@@ -91,37 +93,26 @@ def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) ->
 
 
 def _look_at_mirror(place: Run, mirror: str, entries: list[dict[str, Any]]) -> None:
-    from .mirror import mirror_of
-
-    there, damaged = mirror_of(place, None if mirror == "recorded" else mirror), "damaged"
+    there = place.open_mirror(None if mirror == "recorded" else mirror)
     sound, wrong = set(there.steps()), set(there.steps(damaged=True))
     for entry in entries:
-        entry["mirror"] = "copied" if entry["step"] in sound else damaged if entry["step"] in wrong else "no copy"
+        entry["mirror"] = "copied" if entry["step"] in sound else "damaged" if entry["step"] in wrong else "no copy"
 
 
 def _others(place: Run) -> dict[str, Any]:
-    """What is not a generation."""
-    if place.store is None:
+    """Damaged copies, unfinished generations and rejected ones."""
+    if (store := place.store) is None:
         return {"damaged_steps": place.damaged(), "being_written": [], "rejected": []}
-    store = place.store
-    staged = sorted(
-        {
-            int(name.split("-")[1])
-            for path in store.root.glob(".staging-*-*")
-            if (name := path.name).split("-")[1].isdigit()
-        }
-    )
+    numbers = {path.name.split("-")[1] for path in store.root.glob(".staging-*-*")}
+    staged = sorted(int(number) for number in numbers if number.isdigit())
     being_written = [{"step": step, "bytes": store.staged_bytes(step)} for step in staged]
-    return {
-        "damaged_steps": [],
-        "being_written": being_written,
-        "rejected": [path.name for path in store.quarantined()],
-    }
+    rejected = [path.name for path in store.quarantined()]
+    return {"damaged_steps": [], "being_written": being_written, "rejected": rejected}
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
     metrics = entry.get("metrics", {})
-    first = sorted(metrics, key=lambda name: name not in ("reward", "loss"))  # others as they were given
+    first = sorted(metrics, key=lambda name: name not in ("reward", "loss"))  # the others keep their order
     shown = [f"{name} {metrics[name]:.4g}" for name in first]
     kept = ", ".join(entry.get("kept", []))
     if not kept and entry.get("rules_known") and entry["problem"] is None:

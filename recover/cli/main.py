@@ -1,7 +1,7 @@
-"""The command group, and what every command shares: how errors end it, and which module it is in.
+"""The command group, and how errors end a command.
 
-A command is imported when it is called (or listed), and imports torch itself, in its function, where it needs it.
-Exit codes: 0; 1 damage was found; 2 the command could not do what it was told; 130 Ctrl-C.
+A command's module is imported when the command is called or listed. A command imports torch inside its function, and
+only if it needs torch.
 """
 
 import importlib
@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 import click
 
 from ...utils.errors import CheckpointCorruptError, HoldfastError
+from .output import DAMAGED, FAILED, INTERRUPTED
 
 _COMMANDS = {
-    "convert": "convert:convert_command",
+    "convert": "export:convert_command",
     "diff": "diff:diff_command",
     "export": "export:export_command",
     "ls": "ls:ls_command",
     "mirror": "mirror:mirror_group",
     "pin": "manage:pin_command",
-    "resume-from": "resume_from:resume_from_command",
+    "resume-from": "manage:resume_from_command",
     "rm": "manage:rm_command",
     "show": "show:show_command",
     "top": "top:top_command",
@@ -31,14 +32,10 @@ _COMMANDS = {
     "verify": "verify:verify_command",
     "why": "why:why_command",
 }
-"""Name of a command -> its module here, and its name in that."""
-
-DAMAGED, FAILED, INTERRUPTED = 1, 2, 130
+"""Name of a command -> its module in this package, and the function in that module."""
 
 
 class _Commands(click.Group):
-    """Imports each command when it is asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
@@ -49,21 +46,21 @@ class _Commands(click.Group):
         return getattr(importlib.import_module(f".{module}", __package__), name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; nobody who reads its output any more is no error: `holdfast ls RUN | head`."""
+        """Run a command. A reader that closes the pipe is no error: `holdfast ls RUN | head`."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except BrokenPipeError:  # here, because click's own answer is exit code 1, which means damage
+        except BrokenPipeError:  # click would exit with 1, which means damage here
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
-        """Run a command and end the process; never a traceback for what users, files or networks do."""
+        """Run a command and end the process, without a traceback for errors of users, files or networks."""
         options["standalone_mode"] = False
         try:
             code = super().main(args, *rest, **options)
-        except click.Abort:  # what click makes of Ctrl-C
+        except click.Abort:  # Ctrl-C
             code = _say("aborted", INTERRUPTED)
         except click.ClickException as error:
             error.show()
@@ -83,26 +80,28 @@ def _say(message: str, code: int) -> int:
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0; 1 damage was found; 2 the command could not do what it was told. Completion, for bash: "
-    'eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)"; zsh and fish likewise.',
+    epilog="Exit codes: 0 success, 1 damage was found, 2 the command failed. Completion in bash: "
+    'eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)". Use zsh_source or fish_source for other shells.',
 )
 @click.version_option(package_name="holdfast")
-@click.option("-v", "--verbose", is_flag=True, help="Log what is done to stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Log each action to stderr.")
 def cli(verbose: bool) -> None:
-    """Look at the runs of Holdfast, and look after them.
+    """Inspect and manage the checkpoints of Holdfast runs.
 
-    RUN is the folder of a run, <fileroot>/<experiment>/<trial>, or its copy at a mirror, s3://bucket/experiment/trial.
+    RUN is the folder of a run, <fileroot>/<experiment>/<trial>, or the URL of its mirror,
+    s3://bucket/experiment/trial.
 
-    GEN is one generation of it: a folder or URL that ends with global_step_120, RUN@120, or RUN@newest.
+    GEN is one generation, that is one committed checkpoint: RUN@120, RUN@newest, or the folder or URL that ends with
+    global_step_120.
 
-    Nothing that is read is executed: neither a pickle nor a model's code.
+    No command executes anything that it reads: neither pickles nor the code of a model.
     """
     click.get_current_context().with_resource(_logging(logging.INFO if verbose else logging.ERROR))
 
 
 @contextmanager
 def _logging(level: int) -> Iterator[None]:
-    """Send the ``holdfast`` log to stderr while a command runs: what it finds it says itself."""
+    """Send the ``holdfast`` log to stderr while a command runs."""
     logger, handler = logging.getLogger("holdfast"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s | %(message)s"))
     before = logger.level
@@ -116,5 +115,5 @@ def _logging(level: int) -> Iterator[None]:
 
 
 def main() -> NoReturn:
-    """The entry point."""
+    """Run the command ``holdfast``."""
     cli.main()

@@ -1,4 +1,4 @@
-"""``holdfast rm``, ``pin`` and ``unpin``: which generations of a run stay."""
+"""``holdfast rm``, ``pin``, ``unpin`` and ``resume-from``: choose which generations stay, and which one resumes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,33 +8,47 @@ from typing import Any
 
 import click
 
-from ...utils.errors import CheckpointError, ConfigError, FolderInUseError
+from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import remove_folder
 from ...utils.folder_lock import FolderLock
-from ...utils.manifest import read_manifest
-from ..storage.generations import GenerationStore
+from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
+from .attempts import no_job_option, require_unused, use_of
 from .folders import LocalFolder
-from .in_use import no_job_option, require_unused
-from .output import json_option, print_json, size_text
-from .places import LOCK_NAME, find_step
+from .output import NARROWEST, json_option, print_json, size_text
+from .runs import Run, find_generation, find_step, generation_argument, is_url
+from .verify import find_damage
+
+_THEN = (
+    "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for you, and their "
+    "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
+    "has written since, not from this generation again."
+)
+_END_IT = {
+    True: "A job uses the run: end it, and ",
+    False: "No job uses the run: ",
+    None: "Whether a job uses the run cannot be known here: see to it that none does, and ",
+}
 
 _generations = click.argument("generations", metavar="GEN...", nargs=-1, required=True)
 
 
 @click.command("rm", short_help="Delete generations.")
 @_generations
-@click.option("--force", is_flag=True, help="Also the newest sound one, which a restart would resume from.")
-@click.option("--quick", is_flag=True, help="Judge what stays by names and sizes, and read none of it.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--force", is_flag=True, help="Also delete the newest sound generation, which a restart would resume from."
+)
+@click.option(
+    "--quick", is_flag=True, help="Check the generations that stay by names and sizes only, without reading them."
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @no_job_option
 @json_option
 def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool, no_job: bool, as_json: bool) -> None:
-    """Delete generations, each named by its folder or as RUN@STEP.
+    """Delete generations. Name each by its folder or as RUN@STEP. Copies at the mirror stay.
 
-    Pinned ones are refused, and without --force those that leave no newer sound one, which a restart resumes from:
-    before anything is deleted the one that stays is compared with its digests, every byte. While a job uses the run, or
-    may, the newest is refused with --force too. Each vanishes at once, before its files are deleted; a copy at the
-    mirror stays.
+    A pinned generation is never deleted. The newest sound generation, which a restart resumes from, is deleted only
+    with --force, and not while a job uses the run or may use it. Before anything is deleted, the generation that stays
+    is compared with its digests, byte by byte (except with --quick).
     """
     found = [find_step(text) for text in generations]
     steps = {root: [step for store, step in found if store.root == root] for root in {store.root for store, _ in found}}
@@ -49,7 +63,7 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
         click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
     for store, step in found:
         with _locked(store.root.parent) as free:
-            # Again: it may have been pinned, or become the newest, while the question was open.
+            # Check again: it may have been pinned, or become the newest, while the user was asked.
             _check(store, [step], force and free, judge)
             remove_folder(store.path_of(step))
     removed = [str(store.path_of(step)) for store, step in found]
@@ -59,23 +73,23 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
         click.echo(f"deleted {', '.join(removed)}: {size_text(sum(sizes))}")
 
 
-@click.command("pin", short_help="Have generations stay for good.")
+@click.command("pin", short_help="Keep generations for good.")
 @_generations
 @json_option
 def pin_command(generations: tuple[str, ...], as_json: bool) -> None:
-    """Keep generations whatever the rules of retention say, each named by its folder or as RUN@STEP.
+    """Keep generations regardless of the retention rules. Name each by its folder or as RUN@STEP.
 
-    A run that goes on honours it from its next commit on. Copies at the mirror stay too, as long as the run copies
-    from this folder: pins are in it alone, so a run that came back from its mirror on a new machine has none.
+    A running job respects the pin from its next commit on. Copies at the mirror stay as well. Pins exist only in this
+    folder: a run that was restored from its mirror on a new machine has none.
     """
     _mark(generations, GenerationStore.pin, "pinned", as_json)
 
 
-@click.command("unpin", short_help="Leave generations to the rules again.")
+@click.command("unpin", short_help="Undo pin.")
 @_generations
 @json_option
 def unpin_command(generations: tuple[str, ...], as_json: bool) -> None:
-    """Leave pinned generations to the rules of retention again; one that no rule wants goes with the next commit."""
+    """Unpin generations. Those that no retention rule keeps are deleted at the next commit."""
     _mark(generations, GenerationStore.unpin, "unpinned", as_json)
 
 
@@ -91,16 +105,12 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
 
 
 class _Judge:
-    """What is wrong with generations, in words: by names and sizes of their files and, unless ``quick``, every byte.
-
-    Bytes are read once.
-    """
+    """Finds damage by names and sizes of files and, unless ``quick``, by comparing every byte once."""
 
     def __init__(self, quick: bool) -> None:
         self._damage_of = (lambda path: None) if quick else cache(_damage_of)
 
     def __call__(self, store: GenerationStore, path: Path) -> str | None:
-        """None: it is sound."""
         try:
             store.inspect(path)
         except CheckpointError as error:
@@ -109,17 +119,7 @@ class _Judge:
 
 
 def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge) -> None:
-    """Refuse what must stay.
-
-    Args:
-        store: of the run.
-        steps: what would go.
-        force: all but what is pinned may go.
-        judge: of generations.
-
-    Raises:
-        ConfigError: a step is pinned, or a sound one would go that is newer than all sound ones that stay.
-    """
+    """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound generation would go."""
     if pinned := sorted(store.pins().intersection(steps)):
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
     if force:
@@ -139,24 +139,22 @@ def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge)
 
 
 def _damage_of(path: Path) -> str | None:
-    from .verify import find_damage
-
     folder = LocalFolder(path)
     return next(iter(find_damage(folder, folder.manifest()["files"])), None)
 
 
 def _bytes(store: GenerationStore, step: int) -> int:
     try:
-        return sum(entry["bytes"] for entry in read_manifest(store.path_of(step))["files"].values())
+        return stored_bytes(store.path_of(step))
     except CheckpointError:
         return 0
 
 
 @contextmanager
 def _locked(trial_root: Path) -> Iterator[bool]:
-    """Hold the lock of a run, if no job does; whether it is held here."""
+    """Hold the lock of a run during the block. Yields False if a job holds it."""
     lock = FolderLock(trial_root / LOCK_NAME)
-    if not lock.path.exists():  # no run's folder, but a copy of one
+    if not lock.path.exists():  # a copy of a run's folder
         yield True
         return
     try:
@@ -168,3 +166,50 @@ def _locked(trial_root: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
+
+
+@click.command("resume-from", short_help="Show how to go back to a generation.")
+@generation_argument
+@json_option
+def resume_from_command(generation: str, as_json: bool) -> None:
+    """Print what to set so that the run resumes from GEN instead of its newest generation. Nothing is changed.
+
+    Every byte of GEN is compared with its digest first.
+    """
+    folder = find_generation(generation)
+    if problems := find_damage(folder, folder.manifest()["files"]):
+        raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
+    step = folder.info().last_step_info.global_step
+    newer: list[int] = []
+    mirror = first = None
+    if is_url(folder.where):
+        root = folder.where.rpartition("/")[0]
+        setting = f"recover.resume_path=RUN/recover/{folder.name}"
+        first = f"holdfast mirror pull {root} RUN --step {step}"
+    else:
+        assert folder.path is not None
+        run = Run(str(folder.path.parent))
+        newer = [other for other in run.steps() if other > step]
+        mirror = run.recorded_mirror()
+        setting = f"recover.resume_path={folder.path.absolute()}"
+    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
+    in_use = False if first is not None else use_of(run.trial_root).known
+    found |= {"mirror": mirror, "setting": setting, "first": first, "in_use": in_use}
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
+    if first is None and not newer and mirror is None:
+        click.echo("It is the newest: the same command as ever resumes from it, there is nothing to set.")
+        return
+    if first is not None:
+        click.echo(f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n")
+        click.echo("and start the same command with\n")
+    else:
+        if newer:
+            click.echo(f"Newer ones are there: {', '.join(map(str, newer))}.")
+        if mirror is not None:
+            click.echo(f"The mirror {mirror} may have newer ones, which a start would fetch.")
+        click.echo(f"{_END_IT[in_use]}start the same command with\n")
+    click.echo(f"  {setting}\n")
+    click.echo(click.wrap_text(_THEN, NARROWEST))

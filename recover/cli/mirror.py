@@ -1,7 +1,8 @@
-"""``holdfast mirror``: copies of generations at a URL, made, listed and fetched by hand."""
+"""``holdfast mirror``: list, make and fetch copies of generations at a URL."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,25 +11,26 @@ import click
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.folder_lock import FolderLock
 from ...utils.manifest import require_outside_commits
-from ..storage.generations import Generation, GenerationStore
-from ..storage.journal import last_start
-from .in_use import no_job_option, require_unused
+from ..storage.generations import LOCK_NAME, Generation, GenerationStore, stored_bytes
+from .attempts import no_job_option, require_unused
+from .folders import open_mirror
 from .output import json_option, print_json, print_table, seconds_text, size_text
-from .places import LOCK_NAME, Run, holds_run, is_url, local_path, run_argument
+from .runs import Run, holds_run, is_url, local_path, run_argument
 
 if TYPE_CHECKING:
     from ..storage.mirror import Mirror
 
 _LONGEST_S = 7 * 86400.0
 
-_to = click.option("--url", help="Where the copies are; default: the mirror that the run was last started with.")
+_to = click.option("--url", help="URL of the copies.  [default: the mirror in the last start of the run]")
 
 
-@click.group("mirror", short_help="Copies of generations at a URL.")
+@click.group("mirror", short_help="List, make and fetch copies of generations at a URL.")
 def mirror_group() -> None:
-    """Copies of generations at an fsspec URL: what is left when the folder of a run is lost.
+    """List, make and fetch copies of generations at an fsspec URL, for the case that the folder of a run is lost.
 
-    A run with recover.mirror_url makes them by itself, and fetches them at its start; this is for all other times.
+    A run with recover.mirror_url makes its copies by itself, and fetches them when it starts. These commands do the
+    same by hand.
     """
 
 
@@ -37,9 +39,9 @@ def mirror_group() -> None:
 @_to
 @json_option
 def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
-    """List the copies of RUN at its mirror. RUN may also be the mirror's URL itself."""
+    """List the copies of RUN at its mirror. RUN may also be the URL of the mirror."""
     place = Run(run)
-    there = mirror_of(place, url)
+    there = place.open_mirror(url)
     here = set(place.steps()) if place.store is not None else set()
     sound, damaged = there.steps(), there.steps(damaged=True)
     states = {step: "complete" if step in sound else "damaged" if step in damaged else "incomplete"
@@ -56,22 +58,21 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
 @mirror_group.command("push")
 @run_argument
 @_to
-@click.option(
-    "--step", "steps", type=int, multiple=True, help="Which; may be given several times. Default: the newest."
-)
-@click.option("--all", "everything", is_flag=True, help="All that are here.")
+@click.option("--step", "steps", type=int, multiple=True, help="Step to copy. Can be given several times.  [default: "
+              "the newest]")  # fmt: skip
+@click.option("--all", "everything", is_flag=True, help="Copy all generations.")
 @no_job_option
 @json_option
 def mirror_push(
     run: str, url: str | None, steps: tuple[int, ...], everything: bool, no_job: bool, as_json: bool
 ) -> None:
-    """Copy generations of RUN to its mirror, or to another URL; nothing is deleted there.
+    """Copy generations of RUN to its mirror, or to another URL. Nothing is deleted there.
 
-    A URL is of one run: where it has a copy of the same step that is of another generation, nothing is copied.
-    To its own mirror a job copies by itself: that is refused while one uses the run, or may.
+    Use a separate URL for each run. If the URL has a different generation of the same step, nothing is copied. A job
+    copies to its own mirror by itself, so copying there is refused while a job uses the run or may use it.
     """
     place = Run(run)
-    store, there = place.require_store(), mirror_of(place, url)
+    store, there = place.require_store(), place.open_mirror(url)
     _refuse_run_folder(there)
     here = {generation.step: generation for generation in store.generations()}
     if missing := sorted(set(steps) - here.keys()):
@@ -80,24 +81,24 @@ def mirror_push(
     if not wanted:
         raise CheckpointNotFoundError(f"{store.root} has no generation yet")
     with ExitStack() as stack:
-        if there.url == recorded_mirror(place):
-            stack.enter_context(_Held(place.trial_root, no_job))
-        for step in wanted:  # all of them before the first is copied
+        if there.url == place.recorded_mirror():
+            stack.enter_context(_locked(place.trial_root, no_job))
+        for step in wanted:  # check all before the first is copied
             _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
     _tell(done, "copied", there.url, as_json)
 
 
-@mirror_group.command("pull")
+@mirror_group.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
-@click.option("--step", type=int, help="Which; default: the newest that is sound there.")
+@click.option("--step", type=int, help="Step to fetch.  [default: the newest sound one]")
 @no_job_option
 @json_option
 def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_json: bool) -> None:
-    """Fetch a generation from the mirror at URL into the folder of RUN, which is made if it is missing.
+    """Fetch a generation from the mirror at URL into the folder of RUN, which is created if it is missing.
 
-    Every byte is compared with its digest; the generation appears when all of it is sound.
+    Every byte is compared with its digest. The generation appears in RUN only when it is complete and sound.
     """
     require_outside_commits(local_path(target))
     there = open_mirror(source)
@@ -106,57 +107,30 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
     if step is None or step not in there.traces():
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
-    with _Held(store.root.parent, no_job):
+    with _locked(store.root.parent, no_job):
         generation = there.fetch(step, store)
-    _tell([_report(generation, _bytes(generation), time.monotonic() - started)], "fetched", str(store.root), as_json)
+    _tell(
+        [_report(generation, stored_bytes(generation.path), time.monotonic() - started)],
+        "fetched",
+        str(store.root),
+        as_json,
+    )
 
 
-def mirror_of(place: Run, url: str | None) -> "Mirror":
-    """The mirror at ``url``, or the one of a run.
-
-    Raises:
-        ConfigError: the run has none.
-    """
-    if url is None:
-        url = place.where if place.store is None else recorded_mirror(place)
-    if url is None:
-        raise ConfigError(f"{place.where}: no mirror was set when the run was last started; name one with --url")
-    return open_mirror(url)
-
-
-def open_mirror(url: str) -> "Mirror":
-    """The copies at a URL, none of which is ever deleted by this one."""
-    from ..storage.mirror import Mirror
-
-    return Mirror(url, None, setting="the URL", attempts=3, first_wait_s=0.5, delete_old=False)
-
-
-def recorded_mirror(place: Run) -> str | None:
-    """The URL of the mirror that a run on this machine was last started with."""
-    start = last_start(place.trial_root)
-    return None if start is None else start[1].get("mirror")
-
-
-class _Held:
-    """The lock of a run, for a block; refused at once while a job has it."""
-
-    def __init__(self, trial_root: Path, no_job: bool) -> None:
-        self._trial_root, self._no_job = trial_root, no_job
-        self._lock = FolderLock(trial_root / LOCK_NAME)
-
-    def __enter__(self) -> None:
-        require_unused(self._trial_root, self._no_job)
-        self._lock.acquire(0.0)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+@contextmanager
+def _locked(trial_root: Path, no_job: bool) -> Iterator[None]:
+    """Hold the lock of a run during the block. Raises at once if a job holds it or may use the run."""
+    require_unused(trial_root, no_job)
+    lock = FolderLock(trial_root / LOCK_NAME)
+    lock.acquire(0.0)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _refuse_run_folder(there: "Mirror") -> None:
-    """
-    Raises:
-        ConfigError: the URL is a folder of this machine in which a run, or a generation, keeps its own files.
-    """
+    """Raise `ConfigError` if the URL is a folder on this machine in which a run or a generation keeps its own files."""
     if is_url(there.url):
         return
     folder = local_path(there.url)
@@ -169,11 +143,7 @@ def _refuse_run_folder(there: "Mirror") -> None:
 
 
 def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
-    """
-    Raises:
-        ConfigError: the copy of this step is of another generation.
-        CheckpointNotFoundError: the run has removed the generation meanwhile.
-    """
+    """Raise `ConfigError` if the mirror has a different generation of the same step."""
     try:
         other = there.has_other(generation)
     except FileNotFoundError:
@@ -191,7 +161,7 @@ def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
 def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
     started = time.monotonic()
     try:
-        n_bytes = _bytes(generation)
+        n_bytes = stored_bytes(generation.path)
         there.submit(generation)
         there.wait(_LONGEST_S)
         if there.last_error is not None:
@@ -210,12 +180,6 @@ def _gone(generation: Generation, there: "Mirror") -> CheckpointNotFoundError:
         f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for as "
         "long as it takes"
     )
-
-
-def _bytes(generation: Generation) -> int:
-    from ...utils.manifest import read_manifest
-
-    return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
 
 
 def _report(generation: Generation, n_bytes: int, seconds: float) -> dict[str, Any]:

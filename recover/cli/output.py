@@ -1,4 +1,4 @@
-"""What commands print: tables for people, or one JSON document."""
+"""Output of the commands: tables for people, or one JSON document. Also their exit codes."""
 
 import json
 import sys
@@ -10,19 +10,22 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DAMAGED, FAILED, INTERRUPTED = 1, 2, 130
+"""Exit codes: damage was found, the command could not do its work, Ctrl-C."""
+
 NARROWEST = 100
-"""Width of a table where the output is no terminal."""
+"""Width of a table if the output is not a terminal."""
 _WRAPPED_FROM = 20
-"""Columns whose cells are no longer than this are not wrapped."""
+"""Cells up to this length are not wrapped."""
 
 
 def json_option(command: F) -> F:
-    """``--json``, as argument ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
+    """Add the option ``--json`` as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
 def print_json(document: Any) -> None:
-    """Print ``document``; what is not a number becomes null, which JSON lacks."""
+    """Print ``document`` as JSON. NaN and infinity, which JSON lacks, become null."""
     click.echo(json.dumps(_finite(document), indent=1))
 
 
@@ -37,12 +40,12 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
-    """Print a table, with a blank line behind it; columns without any value are left out.
+    """Print a table and a blank line. Columns without any value are left out.
 
     Args:
-        columns: their names; one that ends with ``>`` is aligned to the right. All empty: the table has no head.
-        rows: cells, as text.
-        title: a line before it.
+        columns: names of the columns, all empty for a table without a head. ``>`` at the end aligns to the right.
+        rows: cells as text.
+        title: line before the table.
     """
     used = [at for at in range(len(columns)) if not rows or any(str(row[at]) for row in rows)]
     if title is not None:
@@ -52,7 +55,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: st
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """The table of `print_table`, with all its columns."""
+    """Build a rich table for `print_table`, with all columns."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -69,7 +72,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
 
 
 def print_rich(thing: Any) -> None:
-    """Print what rich renders; plain text where the output is no terminal."""
+    """Print a rich object, as plain text if the output is not a terminal."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
@@ -81,7 +84,7 @@ def print_rich(thing: Any) -> None:
 
 
 def size_text(n_bytes: int) -> str:
-    """``1.2 GB``: powers of 1000, as disks and object stores count."""
+    """Format a size as ``1.2 GB``, in powers of 1000 like disks and object stores."""
     value = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
@@ -91,7 +94,7 @@ def size_text(n_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``0.012 s``, ``3.4 s``, ``12 min``, ``3.1 h``, ``2.4 d``."""
+    """Format a duration: ``0.012 s``, ``3.4 s``, ``12.0 min``, ``3.1 h``, ``2.4 d``."""
     if seconds < 60:
         return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
     for limit, unit, name in ((3600, 60, "min"), (48 * 3600, 3600, "h")):
@@ -101,10 +104,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def time_text(moment: float) -> str:
-    """Local time, to the second."""
+    """Format a time in seconds since the epoch as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def number_text(value: Any) -> str:
-    """Six digits of a float; anything else as it is."""
+    """Format a float with six digits, and anything else with ``str``."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""``holdfast show``: what a generation holds, read without its model, its trainer or a GPU."""
+"""``holdfast show``: describe a generation without its model, its trainer or a GPU."""
 
 import io
 import math
@@ -13,20 +13,20 @@ from ...utils.files import bytes_digest
 from ..info import INFO_NAME
 from .folders import Folder
 from .output import json_option, number_text, print_json, print_table, size_text
-from .places import generation_argument, read_generation
+from .runs import generation_argument, read_generation
 
 _METADATA = "/.metadata"
 
 
-@click.command("show", short_help="What is in a generation.")
+@click.command("show", short_help="Show the contents of a generation.")
 @generation_argument
-@click.option("--tensors", is_flag=True, help="List every tensor, not only how many there are.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
 @json_option
 def show_command(generation: str, tensors: bool, as_json: bool) -> None:
-    """Show what GEN holds: the step, engines, tensors, parameter groups and rates, generators, the place in the data.
+    """Show the contents of GEN: step, engines, tensors, parameter groups, learning rates, generators, data position.
 
-    Only what is small is read, at a URL too. Files that are read as a whole are compared with their digests; parameter
-    groups, scheduler and counters are ranges of the tensor files, of which `holdfast verify` compares every byte.
+    Only small parts are read, also at a URL. Files that are read as a whole are compared with their digests. Parameter
+    groups, scheduler and counters are parts of the tensor files, whose bytes only `holdfast verify` compares.
     """
     found = read_generation(generation, partial(describe, list_tensors=tensors))
     if as_json:
@@ -46,11 +46,7 @@ def show_command(generation: str, tensors: bool, as_json: bool) -> None:
 
 
 def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
-    """What a generation holds.
-
-    Raises:
-        CheckpointCorruptError: what is read is damaged.
-    """
+    """Describe a generation. Raises `CheckpointCorruptError` if a part that is read is damaged."""
     manifest, info = folder.manifest(), folder.info()
     files, last = manifest["files"], info.last_step_info
     small = _SmallFiles(folder, files)
@@ -86,7 +82,7 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
 
 
 class _SmallFiles:
-    """Files of a generation that are read as a whole, each compared with its digest."""
+    """Reads whole files of a generation and compares each with its digest."""
 
     def __init__(self, folder: Folder, files: dict[str, Any]) -> None:
         self.folder, self._files = folder, files
@@ -140,7 +136,7 @@ def _describe_engine(small: _SmallFiles, name: str, facts: Any, list_tensors: bo
 
 
 def _kind(name: str) -> str:
-    """``model``, ``optim exp_avg`` ... of ``optim.state.layers.0.weight.exp_avg``."""
+    """Kind of a tensor: ``optim.state.layers.0.weight.exp_avg`` gives ``optim exp_avg``."""
     kind, _, rest = name.partition(".")
     return f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else kind
 
@@ -158,7 +154,7 @@ def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
 
 
 def _describe_data(data: Any) -> dict[str, Any]:
-    """The place of each loader, by those of its values that are small and plain."""
+    """Position of each loader: the plain values of its state."""
     from ...utils.safe_torch import unpack_plain
 
     states = [unpack_plain(state, "data.pt") for state in data["states"]]

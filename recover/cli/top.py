@@ -1,4 +1,4 @@
-"""``holdfast top``: a run as it goes on, from the files that are there."""
+"""``holdfast top``: watch a run by reading its files."""
 
 import time
 from pathlib import Path
@@ -9,10 +9,9 @@ import click
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.journal import JOURNAL_NAME, read_journal
-from .attempts import EVENTS, last_attempt
-from .in_use import use_of
+from .attempts import EVENTS, last_attempt, use_of
 from .output import json_option, make_table, number_text, print_json, print_rich, seconds_text, size_text
-from .places import Run, run_argument
+from .runs import Run, run_argument
 
 _TAIL_BYTES = 256 << 10
 _LAST_STEPS = 20
@@ -21,18 +20,18 @@ _STATS = ("stats/stats.jsonl", "stats.jsonl")
 
 @click.command("top", short_help="Watch a run.")
 @run_argument
-@click.option("--stats", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The run's stats.jsonl; "
-              "default: the one in RUN, or in its folder stats/.")  # fmt: skip
+@click.option("--stats", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Path of the run's "
+              "stats.jsonl.  [default: stats/stats.jsonl or stats.jsonl in RUN]")  # fmt: skip
 @click.option(
-    "-n", "--every", default=2.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between looks."
+    "-n", "--every", default=2.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between updates."
 )
-@click.option("--once", is_flag=True, help="Look once and end, as where the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print once and exit, as if the output is not a terminal.")
 @json_option
 def top_command(run: str, stats: Path | None, every: float, once: bool, as_json: bool) -> None:
-    """Show the step, the reward, seconds a step and where they go, the newest generation and failed snapshots of RUN.
+    """Show step, reward, time per step, newest generation and failed snapshots of RUN, until Ctrl-C.
 
-    Times are those of the journal; seconds of sampling, training and publishing are what the run logs with
-    `StatsLogger` under names that end with _s. Nothing is asked of the run itself. Ctrl-C ends it.
+    Step times come from the journal of the run. Seconds of sampling, training and publishing are the values that the
+    run logs with `StatsLogger` under names that end with _s. The run itself is not contacted.
     """
     place = Run(run)
     if as_json:
@@ -56,7 +55,7 @@ def top_command(run: str, stats: Path | None, every: float, once: bool, as_json:
 
 
 def look(place: Run, stats: Path | None) -> dict[str, Any]:
-    """What the files of a run say of it now.
+    """Summarise the current state of a run.
 
     Raises:
         CheckpointNotFoundError: there is no journal.
@@ -90,7 +89,7 @@ def look(place: Run, stats: Path | None) -> dict[str, Any]:
 
 
 def _share(saves: list[dict[str, Any]], recent: list[dict[str, Any]]) -> float | None:
-    """What part of the time of the recent steps `dump` has kept training."""
+    """Share of the time of the recent steps that `dump` blocked training."""
     if len(recent) < 2:
         return None
     blocked_s = sum(save["blocked_s"] for save in saves if recent[0]["time"] <= save["time"] <= recent[-1]["time"])
@@ -103,7 +102,7 @@ def _newest(store: Any) -> dict[str, Any] | None:
             info = store.inspect(generation.path)
             written = (generation.path / "manifest.json").stat().st_mtime
             n_bytes = sum(path.stat().st_size for path in generation.path.rglob("*") if path.is_file())
-        except (CheckpointError, FileNotFoundError):  # damaged, or removed by the run meanwhile
+        except (CheckpointError, FileNotFoundError):  # damaged, or deleted by the run meanwhile
             continue
         age_s = round(time.time() - written, 1)
         return {"step": generation.step, "age_s": age_s, "bytes": n_bytes, "save_s": round(info.save_s, 3)}
@@ -111,7 +110,7 @@ def _newest(store: Any) -> dict[str, Any] | None:
 
 
 def _stats_of(root: Path, stats: Path | None) -> dict[str, Any]:
-    """The last numbers that the run has logged, and the mean of recent seconds by what they went to."""
+    """The last logged values, and the mean seconds of each phase over the recent steps."""
     path = stats or next((root / name for name in _STATS if (root / name).is_file()), None)
     if path is None:
         return {"stats": None, "spent_s": {}}
@@ -129,7 +128,6 @@ def _mean(values: list[float]) -> float:
 
 
 def _screen(found: dict[str, Any]) -> Any:
-    """All of it as one table."""
     states = {True: "running", None: "running, or killed: the lock of the run cannot tell"}
     stopped = f"not running ({found['ended'] or 'killed, or its machine was lost'})"
     state = states.get(found["in_use"], stopped)
@@ -147,12 +145,7 @@ def _screen(found: dict[str, Any]) -> Any:
         share = "" if found["blocked_share"] is None else f", {found['blocked_share']:.2%} of the time"
         rows.append(("  blocked by saves", f"{seconds_text(found['blocked_s'])} the last one{share}"))
     if (newest := found["generation"]) is not None:
-        rows.append(
-            (
-                "newest generation",
-                f"step {newest['step']}, {seconds_text(newest['age_s'])} ago, {size_text(newest['bytes'])}, "
-                f"written in {seconds_text(newest['save_s'])}",
-            )
-        )
+        age, size, took = seconds_text(newest["age_s"]), size_text(newest["bytes"]), seconds_text(newest["save_s"])
+        rows.append(("newest generation", f"step {newest['step']}, {age} ago, {size}, written in {took}"))
     rows.append(("failed in a row", str(found["failed_in_a_row"])))
     return make_table(("", ""), rows)

@@ -1,4 +1,4 @@
-"""``holdfast verify``: every byte against the digest that was taken when it was written."""
+"""``holdfast verify``: compare every byte with the digest that was taken when it was written."""
 
 import contextlib
 import os
@@ -16,24 +16,24 @@ from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigErro
 from ...utils.manifest import MANIFEST_NAME
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
-from .folders import Folder, LocalFolder, RemoteFolder
-from .main import DAMAGED
-from .output import json_option, print_json, print_table, size_text
-from .places import Run, is_url, local_path, names_generation, read_generation
+from .folders import Folder, LocalFolder, UrlFolder
+from .output import DAMAGED, json_option, print_json, print_table, size_text
+from .runs import Run, is_url, local_path, names_generation, read_generation
 
 CONFIG = "config.json"
 
 
 @click.command("verify", short_help="Compare every byte with its digest.")
 @click.argument("where", metavar="GEN|RUN|HF")
-@click.option("--threads", type=click.IntRange(1, 64), help="How many files to read at a time; default: one a core.")
+@click.option("--threads", type=click.IntRange(1, 64), help="Number of files to read in parallel.  [default: one per "
+              "core]")  # fmt: skip
 @json_option
 @click.pass_context
 def verify_command(ctx: click.Context, where: str, threads: int | None, as_json: bool) -> None:
-    """Read every file of a generation, of all generations of RUN, or of a Hugging Face folder, and compare.
+    """Check a generation GEN, all generations of RUN, or a Hugging Face folder HF for damage.
 
-    Generations and published weights have a digest of every file. Other Hugging Face folders have none: of those, what
-    the headers of the weight files say is compared with the files and with the index.
+    Generations and published weights hold a digest of every file, and every byte is compared with it. Other Hugging
+    Face folders have no digests: only the headers of the weight files are compared with the files and the index.
 
     The exit code is 1 if anything is damaged.
     """
@@ -59,26 +59,22 @@ def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
         raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
     reports = []
     for step in steps:
-        with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile by the run
+        with contextlib.suppress(CheckpointNotFoundError):  # the run has deleted it meanwhile
             reports.append(_verify(run.folder(step), threads))
     return reports
 
 
 def _export(where: str) -> Folder | None:
-    """The Hugging Face folder here or at a URL; None where there is none."""
+    """The Hugging Face folder at ``where``, or None if there is none."""
     if is_url(where):
-        folder: Folder = RemoteFolder(where.rstrip("/"))
+        folder: Folder = UrlFolder(where.rstrip("/"))
         return folder if folder.has(CONFIG) else None
     path = local_path(where)
     return LocalFolder(path) if (path / CONFIG).is_file() else None
 
 
 def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
-    """Report on one folder.
-
-    Raises:
-        CheckpointNotFoundError: a run has deleted it meanwhile.
-    """
+    """Report on one folder. Raises `CheckpointNotFoundError` if the run has deleted it meanwhile."""
     started = time.monotonic()
     report: dict[str, Any] = {"where": folder.where, "files": 0, "bytes": 0, "digests": True, "problems": []}
     try:
@@ -97,8 +93,8 @@ def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
 
 
 def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = None) -> list[str]:
-    """Compare every byte of the files of a manifest with their digests; what is wrong, in words."""
-    by_size = sorted(files, key=lambda name: -files[name]["bytes"])  # the largest first: no thread ends alone with it
+    """Compare every byte of the files in a manifest with their digests. Return the problems as text."""
+    by_size = sorted(files, key=lambda name: -files[name]["bytes"])  # largest first, so that no thread ends with it
 
     def check(name: str) -> str | None:
         found = folder.digest(name, files[name]["bytes"])

@@ -1,4 +1,4 @@
-"""``holdfast why``: what ended each attempt of a run, and what that has cost."""
+"""``holdfast why``: show how each attempt of a run ended, and how much time that cost."""
 
 import math
 from dataclasses import asdict
@@ -6,25 +6,24 @@ from typing import Any
 
 import click
 
-from .attempts import Attempt, read_attempts
-from .in_use import use_of
+from .attempts import AttemptRecord, read_attempts, use_of
 from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
-from .places import Run, run_argument
+from .runs import Run, run_argument
 
 _WIDTH, _MOST_ROWS = 64, 24
 
 
-@click.command("why", short_help="What ended each attempt of a run.")
+@click.command("why", short_help="Show how each attempt of a run ended.")
 @run_argument
 @json_option
 def why_command(run: str, as_json: bool) -> None:
-    """Show what ended each attempt at RUN, how long coming back took, and how many steps were trained again.
+    """Show how each attempt of RUN ended, how long recovery took, and how many steps were trained again.
 
-    "back after" is the time from the last step of the attempt before to the first step of this one; what of it the
-    restore itself took is the column "load". From <trial>/journal.jsonl, which the run writes.
+    "back after" is the time from the last step of the previous attempt to the first step of this one. The column "load"
+    is the part that the restore took. The command reads journal.jsonl in the folder of the run.
     """
     place = Run(run)
-    attempts, in_use = read_attempts(place), use_of(place.trial_root).known
+    attempts, in_use = read_attempts(place.trial_root), use_of(place.trial_root).known
     verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
     redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
     if as_json:
@@ -41,7 +40,7 @@ def why_command(run: str, as_json: bool) -> None:
     )
 
 
-def _row(one: Attempt, verdict: str) -> list[str]:
+def _row(one: AttemptRecord, verdict: str) -> list[str]:
     return [
         str(one.number),
         time_text(one.began),
@@ -55,8 +54,8 @@ def _row(one: Attempt, verdict: str) -> list[str]:
     ]
 
 
-def _picture(attempts: list[Attempt]) -> Any:
-    """Steps from left to right, an attempt a line: what was trained, and what was trained again."""
+def _picture(attempts: list[AttemptRecord]) -> Any:
+    """Draw one line per attempt, with the steps from left to right."""
     from rich.text import Text
 
     trained = [one for one in attempts if one.first is not None and one.last is not None]

@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, and of this one, from format to format. See `conversion.convert`."""
+"""Convert checkpoints of other trainers, and of Holdfast, from format to format. See `conversion.convert`."""
 
 import lazy_loader
 

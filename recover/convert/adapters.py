@@ -1,7 +1,7 @@
-"""Adapters of a checkpoint that left out its base: merged into that base, or as a folder of PEFT. See docs/lora.md.
+"""Adapters of a checkpoint without its base: merge them into the base, or write a PEFT folder. See docs/lora.md.
 
-The base is read from the folder that the run began with, and known again by the fingerprint that the checkpoint holds
-in its place: no other is taken. Merging adds a product to a block of rows at a time; A and B are in memory.
+The base is read from the folder that the run began with. The fingerprint in the checkpoint must match it. Merging adds
+a product to one block of rows at a time, with A and B in memory.
 """
 
 import json
@@ -33,19 +33,14 @@ from .weights import read_model_folder, store_once
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a checkpoint holds in the place of the frozen parameters that it left out.
+    """Stands for the frozen parameters that a checkpoint does not contain."""
 
-    Attributes:
-        description: what `describe_base` packed.
-        fingerprint: see `base_fingerprint`.
-    """
-
-    description: Mapping[str, Any]
-    fingerprint: str
+    description: Mapping[str, Any]  # contents that `describe_base` packed
+    fingerprint: str  # fingerprint of the parameters, see `base_fingerprint`
 
     @property
     def base(self) -> str | None:
-        """Folder that they came from, or the id of a model on the hub."""
+        """Folder or hub id of the base, if it is known."""
         return self.description.get("path")
 
 
@@ -54,11 +49,8 @@ class StoredAdapters:
 
     Args:
         where: the checkpoint, for messages.
-        model: what it holds of the model.
-        left_out: of the same checkpoint.
-
-    Raises:
-        ConfigError: it does not say what is needed of them, or they are others than plain LoRA.
+        model: tensors of the model in the checkpoint.
+        left_out: description of the missing base.
     """
 
     def __init__(self, where: Path, model: Mapping[str, LazyTensor], left_out: LeftOut) -> None:
@@ -81,11 +73,7 @@ class StoredAdapters:
         self.beside = plain
 
     def base_folder(self, given: Path | None = None) -> Path:
-        """Folder of the base: ``given``, or the one that the checkpoint names.
-
-        Raises:
-            ConfigError: there is no model in it.
-        """
+        """Folder of the base, by default the one in the checkpoint. Raises `ConfigError` if it holds no model."""
         folder = given if given is not None else None if self.left_out.base is None else Path(self.left_out.base)
         if folder is None or not (folder / "config.json").is_file():
             raise ConfigError(
@@ -95,11 +83,7 @@ class StoredAdapters:
         return folder
 
     def in_folder(self) -> dict[str, torch.Tensor]:
-        """Name in a folder of PEFT -> tensor.
-
-        Raises:
-            ConfigError: more was trained than the adapters.
-        """
+        """Name in a PEFT folder -> tensor. Raises `ConfigError` if more than the adapters was trained."""
         if self.beside:
             raise ConfigError(
                 f"{self.where} holds {sorted(self.beside)[0]!r} ({len(self.beside)} such) beside its adapters, which a "
@@ -112,14 +96,11 @@ class StoredAdapters:
         }
 
     def merged(self, architecture: Architecture, files: ExitStack) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-        """All weights with the adapters added, under the names of the architecture, and other names of tied ones.
+        """All weights with the adapters added, under the names of the architecture, and the aliases of tied weights.
 
         Args:
-            architecture: of the base, whose weights are in its folder.
-            files: closes what is opened.
-
-        Raises:
-            CheckpointMismatchError: it is another base; or the adapters are of another architecture.
+            architecture: architecture of the base, whose weights are in its folder.
+            files: closes the files that are opened.
         """
         base = architecture.folder
         found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
@@ -139,10 +120,9 @@ class StoredAdapters:
         return merged, aliases
 
     def _as_left_out(self, base: Path, frozen: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The frozen parameters in the dtype that the run had them in."""
         dtypes = list(self.left_out.description["dtypes"])
         as_one = [getattr(torch, dtypes[0])] if len(dtypes) == 1 else []
-        for dtype in (None, *as_one):  # as they are in the files, as a rule
+        for dtype in (None, *as_one):  # usually as they are in the files
             cast = frozen if dtype is None else {name: tensor.to(dtype) for name, tensor in frozen.items()}
             if same_base(self.left_out.fingerprint, self._fingerprint(cast)):
                 return cast
@@ -165,20 +145,16 @@ class StoredAdapters:
 
 
 def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:
-    """Make a folder of PEFT, which appears complete and compared with its source, or not at all.
-
-    Returns:
-        the seconds that it took.
+    """Write a PEFT folder. It appears only after it was read back and compared with its source.
 
     Args:
-        source: generation of the adapters. Every byte is verified.
+        source: generation that holds the adapters. Every byte is verified.
         adapters: the adapters of ``source``.
-        target: folder to make.
-        dtype: one of `EXPORT_DTYPES`; None: as they are.
+        target: folder to create.
+        dtype: one of `EXPORT_DTYPES`. None leaves the dtypes unchanged.
 
-    Raises:
-        CheckpointError: as `convert`.
-        ConfigError: see `StoredAdapters.in_folder`.
+    Returns:
+        the duration in seconds.
     """
     began = time.monotonic()
     verify_folder(source)
@@ -197,7 +173,7 @@ def _whole(tensor: LazyTensor) -> torch.Tensor:
 
 
 def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float, transposed: bool) -> LazyTensor:
-    """``W + scaling * B @ A``, in float32 or what is wider of W's dtype and that."""
+    """``W + scaling * B @ A``, in float32 or in W's dtype if that is wider."""
     pair = _whole(a), _whole(b)
     adapter = Adapter("", *pair, scaling, transposed)
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""A target is read back, by the reader of its format, and every tensor compared with what was read of the source."""
+"""Read a target back with the reader of its format, and compare every tensor with what was read from the source."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,18 +14,14 @@ from .targets import plain_groups
 
 
 class Digests:
-    """A digest for each tensor, taken of its blocks in order.
-
-    Args:
-        advance: called with the number of bytes that have passed.
-    """
+    """One digest per tensor, from its blocks in order. ``advance`` is called with the bytes of each block."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._digests: dict[str, xxhash.xxh3_128] = {}
         self._advance = advance
 
     def seen(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Take a block; see `targets.Seen`."""
+        """Add a block, see `targets.Seen`."""
         if not name.startswith(("model.", "optim.state.")):
             return
         digest = self._digests.get(name)
@@ -35,12 +31,12 @@ class Digests:
         self._advance(values.nbytes)
 
     def values(self) -> dict[str, str]:
-        """Name -> digest, of the tensors of model and optimizer."""
+        """Name -> digest of the tensors of model and optimizer."""
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
 
 def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[tuple[str, LazyTensor]]:
-    """Every tensor under the name that `Digests` has."""
+    """All tensors under the names that `Digests` uses."""
     yield from ((f"model.{name}", tensor) for name, tensor in checkpoint.model.items())
     for name, entries in checkpoint.optimizer.items() if with_optimizer else ():
         for key, value in entries.items():
@@ -49,7 +45,7 @@ def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[
 
 
 def require_all_written(what: str, source: Checkpoint, written: dict[str, str], with_optimizer: bool) -> None:
-    """Raise `CheckpointCorruptError` unless every tensor of ``source`` was written: the comparison sees no others."""
+    """Raise `CheckpointCorruptError` unless every tensor of ``source`` was written. `compare` would miss the others."""
     wanted = (name for name, tensor in tensors_of(source, with_optimizer) if tensor.numel)
     if missing := [name for name in wanted if name not in written]:
         raise CheckpointCorruptError(
@@ -58,14 +54,14 @@ def require_all_written(what: str, source: Checkpoint, written: dict[str, str], 
 
 
 def compare(what: str, source: Checkpoint, written: dict[str, str], target: Checkpoint, digests: Digests) -> None:
-    """Raise `CheckpointCorruptError` unless ``target`` holds what was read of ``source``.
+    """Raise `CheckpointCorruptError` unless ``target`` holds the same tensors as ``source``.
 
     Args:
-        what: names the target in messages.
-        source: for hyperparameters and schedule.
-        written: what was read of it: name -> digest.
-        target: read back.
-        digests: a fresh one.
+        what: name of the target for messages.
+        source: the source, for the aliases of tied tensors.
+        written: name -> digest of the tensors that were read from ``source``.
+        target: the target as it was read back.
+        digests: a new, empty object.
     """
     for name, tensor in tensors_of(target):
         for first, values in tensor.blocks():
@@ -84,7 +80,7 @@ def compare(what: str, source: Checkpoint, written: dict[str, str], target: Chec
 
 
 def compare_plain(what: str, source: Checkpoint, target: Checkpoint) -> None:
-    """The same of hyperparameters and, where ``target`` can hold one, of the schedule."""
+    """Compare the hyperparameters and, if ``target`` can hold one, the schedule. Raises as `compare`."""
     for before, after in zip(plain_groups(source), plain_groups(target), strict=True):
         if not _included(before, after):
             raise CheckpointCorruptError(f"{what}: a parameter group reads {after}; the source has {before}")

@@ -1,4 +1,4 @@
-"""`Checkpoint`: the training state that a reader finds and a writer stores, without the values in memory."""
+"""`Checkpoint`: the training state between a reader and a writer, without the tensor values in memory."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,23 +25,14 @@ OptimizerEntries = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model of a ``config.json`` without memory: names, order and ties of its tensors.
+    """Names, order and ties of the tensors of a model, from its ``config.json``, without memory for the values."""
 
-    Attributes:
-        model: built from the config on the meta device, in float32, of the class that the config names.
-        folder: the folder of the config.
-    """
-
-    model: PreTrainedModel
-    folder: Path
+    model: PreTrainedModel  # the model of the config's class, on the meta device in float32
+    folder: Path  # folder of the config
 
     @classmethod
     def read(cls, folder: Path) -> "Architecture":
-        """Build the model of ``folder/config.json``. Code in the folder is not run.
-
-        Raises:
-            ConfigError: there is no config, it cannot be used, or transformers has no such class.
-        """
+        """Build the model of ``folder/config.json``. Code in the folder is not run."""
         names = read_raw_config(folder).get("architectures") or []
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json; name a folder of the model in Hugging Face format")
@@ -60,18 +51,18 @@ class Architecture:
 
     @classmethod
     def find(cls, *folders: Path | None) -> "Architecture | None":
-        """Read the first folder that has a ``config.json``; None if none has."""
+        """Read the first folder that has a ``config.json``. None if no folder has one."""
         found = (folder for folder in folders if folder is not None and (folder / "config.json").is_file())
         return next((cls.read(folder) for folder in found), None)
 
     @cached_property
     def parameters(self) -> list[str]:
-        """Names in the order of ``model.parameters()``, a tied one once: the order of an optimizer of all of them."""
+        """Names in the order of ``model.parameters()``, which is also the order of an optimizer of all parameters."""
         return [name for name, _ in self.model.named_parameters()]
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Other name of a tied parameter -> its first name."""
+        """Alias of a tied parameter -> its first name."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         first = {id(param): name for name, param in first_names(named).items()}
         return {name: first[id(param)] for name, param in named.items() if first[id(param)] != name}
@@ -79,48 +70,30 @@ class Architecture:
 
 @dataclass
 class Checkpoint:
-    """The training state of one model.
+    """The training state of one model."""
 
-    Attributes:
-        format: the format of the source, for people.
-        model: parameter or buffer -> values; a tied tensor once.
-        optimizer: state by parameter; empty without an optimizer.
-        groups: hyperparameters of each parameter group, and as ``params`` the names in it; None without an optimizer.
-        aliases: other name of a tied tensor -> its name in ``model``.
-        scheduler: its ``state_dict()``; None if the source has none.
-        step: last trained step, counted from 0; None if the source does not say it.
-        epoch_steps: steps an epoch; None if the source does not say it.
-        rng: generators of each rank; empty if the source has none.
-        ranks: number of ranks that wrote the source.
-        architecture: the model without memory; None if no config is known.
-        states_are_complete: a parameter without state is known to be frozen, as in Holdfast's own folders.
-        ignored: names of what the folder holds besides, which is not converted.
-    """
-
-    format: str
-    model: dict[str, LazyTensor]
-    optimizer: OptimizerEntries = field(default_factory=dict)
+    format: str  # format of the source, for messages
+    model: dict[str, LazyTensor]  # parameter or buffer -> values. A tied tensor appears once
+    optimizer: OptimizerEntries = field(default_factory=dict)  # state by parameter. Empty without an optimizer
+    # hyperparameters of each parameter group, with names as ``params``. None without an optimizer
     groups: list[dict[str, Any]] | None = None
-    aliases: dict[str, str] = field(default_factory=dict)
-    scheduler: dict[str, Any] | None = None
-    step: int | None = None
-    epoch_steps: int | None = None
-    rng: list[RngState] = field(default_factory=list)
-    ranks: int = 1
-    architecture: Architecture | None = None
-    states_are_complete: bool = False
-    ignored: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # alias of a tied tensor -> its name in ``model``
+    scheduler: dict[str, Any] | None = None  # ``state_dict()`` of the schedule, or None
+    step: int | None = None  # last trained step, counted from 0. None if unknown
+    epoch_steps: int | None = None  # steps per epoch. None if unknown
+    rng: list[RngState] = field(default_factory=list)  # generators of each rank. Empty if unknown
+    ranks: int = 1  # number of ranks that wrote the source
+    architecture: Architecture | None = None  # the model without memory. None without a config
+    states_are_complete: bool = False  # a parameter without state is known to be frozen, as in Holdfast's own folders
+    ignored: list[str] = field(default_factory=list)  # names of other contents of the folder, which are not converted
 
     def set_optimizer(self, what: str, state: OptimizerEntries, groups: list[dict[str, Any]]) -> None:
-        """Add the optimizer of another trainer, by names.
+        """Add the optimizer of another trainer, by parameter names.
 
         Args:
             what: the source, for messages.
             state: state by parameter.
-            groups: hyperparameters of each group, and the names in it as ``params``.
-
-        Raises:
-            CheckpointMismatchError: the state is not of this model.
+            groups: hyperparameters of each group, with names as ``params``.
         """
         grouped = {name for group in groups for name in group["params"]}
         if strangers := [name for name in state if name not in self.model or name not in grouped]:
@@ -140,8 +113,8 @@ class Checkpoint:
     def require_states(self) -> None:
         """Raise `CheckpointMismatchError` if a parameter in a group has no state, which a load would look for.
 
-        The files of other trainers do not tell whether the state was lost, the parameter is frozen, or it has never had
-        a gradient.
+        The files of other trainers do not show whether the state was lost, the parameter is frozen, or it never had a
+        gradient.
         """
         names = [name for group in self.groups or () for name in group["params"]]
         without = [name for name in names if not self.optimizer.get(name)]
@@ -155,25 +128,16 @@ class Checkpoint:
 
 
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "grad_avg")
-"""What torch's optimizers keep in the shape of the parameter."""
+"""State of torch's optimizers that has the shape of the parameter."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Arguments of a reader besides the folder.
+    """Arguments of a reader besides the folder."""
 
-    Attributes:
-        root: root of DCP data (see `holdfast.engine.dcp.roots`); None takes the only one.
-        config: folder with the ``config.json`` of the model; None takes the config in the source, if it has one.
-        files: closes what a reader opens.
-        merge: merge adapters without their base into that base, and leave out optimizer state.
-        base: folder of that base; None takes the one that the source names.
-        engine: the only engine to read; None, or an engine that the source does not have, reads all.
-    """
-
-    root: str | None
-    config: Path | None
-    files: ExitStack
-    merge: bool = False
-    base: Path | None = None
-    engine: str | None = None
+    root: str | None  # root of DCP data (see `holdfast.engine.dcp.roots`). None takes the only one
+    config: Path | None  # folder with the model's ``config.json``. None takes the config in the source, if there is one
+    files: ExitStack  # closes the files that a reader opens
+    merge: bool = False  # merge adapters into their base, and leave out optimizer state
+    base: Path | None = None  # folder of that base. None takes the folder that the source names
+    engine: str | None = None  # the only engine to read. None, or an unknown name, reads all

@@ -1,13 +1,12 @@
-"""`convert`: a checkpoint of one trainer as a checkpoint of another.
+"""`convert`: turn a checkpoint of one trainer into a checkpoint of another.
 
-A reader finds where each tensor lies; a writer asks for it block by block; what was written is read back and compared;
-then the target is renamed to its name. A conversion that is killed leaves a hidden folder that the next one of the same
-target removes before it starts again; nothing half-done is ever under the target's name.
+A reader finds the position of each tensor, a writer asks for it block by block, the result is read back and compared,
+and then the target gets its name. A killed conversion leaves a hidden folder, which the next conversion to the same
+target removes.
 
-Memory: a block of 64 MiB of one tensor. Files of ``torch.save`` are mapped, so that what is read of them is the page
-cache's. Exceptions: a tensor that another version of torch has written in DCP format, one that transformers fuses or
-transposes (each as a whole, with those it is made of), and ``.bin`` files of torch before 1.6 (all of it).
-Disk: the target, once. Reading: the source once, the target once.
+Memory: one block of 64 MiB. Files of ``torch.save`` are mapped into memory. Exceptions: tensors in DCP format from
+another version of torch, and tensors that transformers fuses or transposes, are read as a whole. ``.bin`` files of
+torch before 1.6 are read completely. Disk: the target, once. Reads: source and target, once each.
 """
 
 import os
@@ -48,7 +47,7 @@ TARGETS = ("hf", "generation", "dcp", "areal")
 
 
 class _Source(NamedTuple):
-    """One format of a source. ``marks`` names the files that show it, for messages."""
+    """Reader of one format. ``marks`` names the files that identify it, for messages."""
 
     marks: str
     recognises: Callable[[Path], bool]
@@ -75,16 +74,16 @@ class Conversion:
     Attributes:
         source: folder that was read.
         format: format of the source, for people.
-        target: folder that was made.
+        target: folder that was created.
         to: format of the target.
         tensors: number of tensors that were written and compared.
         bytes: bytes of their values.
-        optimizer: whether optimizer state is among them.
+        optimizer: whether optimizer state is included.
         step: last step of a generation, counted from 0.
-        notes: what a person should know, for example how the step was found.
-        lacks: part of a run that the source does not have -> what becomes of it.
-        ignored: names of what the source holds besides, which is not converted.
-        seconds: how long it took.
+        notes: remarks for people, for example how the step was found.
+        lacks: part of a run that the source does not have -> how the run starts without it.
+        ignored: names of other contents of the source, which are not converted.
+        seconds: duration.
     """
 
     source: str
@@ -116,36 +115,40 @@ def convert(
     base: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Conversion:
-    """Make ``target`` of the checkpoint in ``source``; it appears complete and compared with the source, or not at all.
+    """Convert the checkpoint in ``source`` to ``target``, which appears only after it was read back and compared.
+
+    Example:
+
+        convert("checkpoints/global_step_100", "models/step_100", to="hf")
 
     Args:
-        source: folder of verl (of a worker or of a step), AReaL or Holdfast, with optimizer state; or weights: of a
-            Hugging Face model, of Trainer, TRL or Accelerate, or torch.distributed.checkpoint under any root. The files
-            in it say which. Nothing in it is run.
-        target: folder to make. With ``generation`` the folder of a run, ``<fileroot>/<experiment>/<trial>``.
-        to: ``hf`` (weights that ``from_pretrained`` loads), ``dcp`` (what `load_dcp` loads), ``generation`` (what
-            `RecoverHandler.load` resumes from), or ``areal`` (what AReaL's engine loads, optimizer included).
-        dtype: ``float32``, ``bfloat16`` or ``float16`` for floating-point weights; None: as they are. Optimizer state
-            stays as it is. An engine of Holdfast trains float32.
-        root: of DCP data, see `load_dcp`; None: the only one there is.
-        config: folder with the ``config.json`` of the model, if the source has none: for ``hf`` and for tied weights.
-        engine: of a source with several, which one; of a generation with one, what to call it (``default``).
-        step: of a generation, its last step counted from 0, where the source does not say it.
-        steps_per_epoch: steps an epoch of a generation, if the source does not say it.
-        merge: with ``hf``, merge adapters whose base the source left out into that base.
-        base: folder of it; None: the one that the source names. It must be what the source's digest says.
+        source: folder of verl (one worker or one step), AReaL or Holdfast, with optimizer state. Or weights only: a
+            Hugging Face model, a checkpoint of Trainer, TRL or Accelerate, or torch.distributed.checkpoint data under
+            any root. The format is detected from the files. Nothing in the folder is executed.
+        target: folder to create. With ``generation`` the folder of a run, ``<fileroot>/<experiment>/<trial>``.
+        to: ``hf`` (for ``from_pretrained``), ``dcp`` (for `load_dcp`), ``generation`` (for `RecoverHandler.load`), or
+            ``areal`` (for AReaL's engine, with its optimizer).
+        dtype: ``float32``, ``bfloat16`` or ``float16`` for floating-point weights. None leaves them unchanged.
+            Optimizer state never changes. An engine of Holdfast trains float32.
+        root: root of DCP data, see `load_dcp`. None takes the only one.
+        config: folder with the model's ``config.json`` if the source has none. Needed for ``hf`` and for tied weights.
+        engine: engine to read if the source has several. For a generation with one engine, its new name (``default``).
+        step: last step of a generation, counted from 0, if the source does not contain it.
+        steps_per_epoch: steps per epoch of a generation, if the source does not contain it.
+        merge: with ``hf``, merge adapters into the base that the source left out.
+        base: folder of the base. None takes the folder that the source names. Its digest must match.
         progress: show a bar on stderr.
 
     Raises:
-        ConfigError: an argument is wrong, the source is of no known format, or it is ambiguous; the message says what
-            to give. ``target`` lies in a committed folder.
-        CheckpointNotFoundError, CheckpointCorruptError: the source is not there, incomplete, damaged, or holds what
-            could only be read by running code.
-        CheckpointMismatchError: its parts are not of one model, or not of the model of ``config``; or its optimizer has
-            no state for a parameter.
+        ConfigError: an argument is wrong, the format is unknown or ambiguous, or ``target`` is inside a committed
+            folder.
+        CheckpointNotFoundError, CheckpointCorruptError: the source is missing, incomplete or damaged, or could only be
+            read by running code.
+        CheckpointMismatchError: the parts do not belong to one model or to the model of ``config``, or the optimizer
+            has no state for a parameter.
         CheckpointExistsError: ``target`` exists.
-        CheckpointWriteError: the file system refused, or has no room.
-        FolderInUseError: a job uses the run's folder.
+        CheckpointWriteError: the file system refused, or is full.
+        FolderInUseError: a job uses the folder of the run.
     """
     began = time.monotonic()
     require_choice("to", to, TARGETS)
@@ -188,7 +191,7 @@ def convert(
 
 @contextmanager
 def _no_empty_folders_left(folder: Path) -> Iterator[None]:
-    """If the block fails, remove ``folder`` and its parents as far as the block made them and left them empty."""
+    """If the block fails, remove ``folder`` and those of its parents that the block created and left empty."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         yield
@@ -200,7 +203,7 @@ def _no_empty_folders_left(folder: Path) -> Iterator[None]:
 
 
 def _read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Engine name -> what ``folder`` holds, which is verified first if it has a manifest."""
+    """Engine name -> its checkpoint. A source with a manifest is verified first."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {folder}")
     for source in _SOURCES:
@@ -213,7 +216,7 @@ def _read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
 
 
 def _require_trained(folder: Path, checkpoints: Mapping[str, Checkpoint], to: str) -> None:
-    """A load must find what it looks for: an optimizer in a generation, and the state of each of its parameters."""
+    """Check that a load will find an optimizer in a generation, and a state for each of its parameters."""
     if to == "generation" and all(each.groups is None for each in checkpoints.values()):
         found = sorted({name for each in checkpoints.values() for name in each.ignored})
         raise ConfigError(
@@ -247,17 +250,17 @@ def _cast(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
 
 
 def _without_optimizer(checkpoint: Checkpoint, to: str) -> list[str]:
-    """What Holdfast's folders have only together with an optimizer, where the source has it without one."""
+    """Contents that Holdfast's folders hold only together with an optimizer, and that this source holds without one."""
     if to not in ("dcp", "generation") or checkpoint.groups is not None:
         return []
-    generators = bool(checkpoint.rng) and to == "dcp"  # a generation keeps them beside its engines
+    generators = bool(checkpoint.rng) and to == "dcp"  # a generation stores them next to its engines
     return ["schedule"] * (checkpoint.scheduler is not None) + ["generators"] * generators
 
 
 def _to_folder(
     checkpoint: Checkpoint, final: Path, to: str, dtype: torch.dtype | None, options: ReadOptions, bar: "_Bar"
 ) -> None:
-    written, entries = Digests(bar.advance), list[FileEntry]()
+    written, entries = Digests(bar.count), list[FileEntry]()
     with staged_folder(final) as staging:
         if to == "hf":
             write_hf(checkpoint, staging, dtype, written.seen)
@@ -266,7 +269,7 @@ def _to_folder(
             entries = write(checkpoint, staging, written.seen)
         bar.say("comparing")
         _compare(f"{final}", staging, checkpoint, written, options, bar, plain=to != "hf")
-        if to != "hf":  # only now, lest every file be digested again
+        if to != "hf":  # only now: with a manifest, the comparison would read every file once more
             write_manifest(staging, entries, {"world_size": 1})
 
 
@@ -281,7 +284,7 @@ def _to_generation(
     last, how = last_step(checkpoints, *place)
     lacks = what_starts_anew(checkpoints, place[1])
     with staged_generation(final, last.global_step) as (staging, commit):
-        written = {name: Digests(bar.advance) for name in checkpoints}
+        written = {name: Digests(bar.count) for name in checkpoints}
         seen: dict[str, Seen] = {name: digests.seen for name, digests in written.items()}
         info, entries = write_generation(checkpoints, staging, last, lacks, seen)
         bar.say("comparing")
@@ -302,42 +305,27 @@ def _compare(
     *,
     plain: bool,
 ) -> None:
-    """Read the target back and compare it with the source; ``plain`` compares hyperparameters, too."""
+    """Read the target back and compare it with the source. ``plain`` compares hyperparameters as well."""
     require_all_written(what, checkpoint, written.values(), with_optimizer=plain)
     config = None if checkpoint.architecture is None else checkpoint.architecture.folder
     with ExitStack() as files:
         again = replace(options, root=None, config=config, files=files)
         (target,) = _read_source(staging, again).values()
-        compare(what, checkpoint, written.values(), target, Digests(bar.advance))
+        compare(what, checkpoint, written.values(), target, Digests(bar.count))
         if plain:
             compare_plain(what, checkpoint, target)
 
 
-class _Bar:
+class _Bar(Progress):
     """A progress bar on stderr, which prints nothing unless it is ``shown``."""
 
     def __init__(self, shown: bool, what: str, n_bytes: int) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
-        self._what, self._task = what, self._progress.add_task(what, total=n_bytes)
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        super().__init__(TextColumn("{task.description}"), *columns, console=Console(stderr=True), disable=not shown)
+        self._what, self._bytes = what, self.add_task(what, total=n_bytes)
 
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, n_bytes: int) -> None:
-        """Count bytes."""
-        self._progress.advance(self._task, n_bytes)
+    def count(self, n_bytes: int) -> None:
+        self.advance(self._bytes, n_bytes)
 
     def say(self, doing: str) -> None:
-        """Show the current phase."""
-        self._progress.update(self._task, description=f"{self._what}, {doing}")
+        self.update(self._bytes, description=f"{self._what}, {doing}")

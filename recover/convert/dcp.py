@@ -1,9 +1,8 @@
-"""Folders of torch.distributed.checkpoint under any root, and generations of Holdfast, which have one for each engine.
+"""Read torch.distributed.checkpoint folders with any root, and generations, which hold one such folder per engine.
 
-Weights are read under any root. Optimizer state is read from folders of Holdfast and of AReaL, which both have it by
-names below ``dcp.optim``. Hyperparameters are JSON in tensors in folders of Holdfast. In folders of AReaL they are
-objects of ``torch.save``, read with an allow-list. From other folders only the weights are read, and what stands beside
-them is named.
+Optimizer state is read only from folders of Holdfast and AReaL, both with parameter names below ``dcp.optim``.
+Hyperparameters are JSON in tensors (Holdfast), or ``torch.save`` objects that are read with an allow-list (AReaL). From
+all other folders only the weights are read, and the other contents are reported.
 """
 
 from pathlib import Path
@@ -38,13 +37,7 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """The model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it.
-
-    Raises:
-        ConfigError: the folder has several roots, or holds trained parameters without their base.
-        CheckpointCorruptError: the folder is damaged, or could run code.
-        CheckpointMismatchError: the optimizer is not of the model.
-    """
+    """Read the model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it."""
     return {"default": _read_folder(folder, options)}
 
 
@@ -54,7 +47,7 @@ def is_generation(folder: Path) -> bool:
 
 
 def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Every engine of a generation, or the one in ``options``, with step and generators; see `read`."""
+    """Read all engines of a generation, or the engine in ``options``, with step and generators. See `read`."""
     info, engines = RecoverInfo.read(folder), _engines(folder)
     asked = [path for path in engines if path.name == options.engine]  # the others may be of another base
     found = {path.name: _read_folder(path, options) for path in asked or engines}
@@ -71,10 +64,10 @@ def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]
 
 
 def engine_folder(folder: Path, engine: str | None) -> Path:
-    """The folder of one engine of a generation; ``folder`` itself if it is no generation but holds tensors.
+    """Folder of one engine of a generation. A folder that holds tensors itself is returned unchanged.
 
     Raises:
-        ConfigError: the generation has several engines, and none is named, or none of that name.
+        ConfigError: ``engine`` is unknown, or None while the generation has several engines.
     """
     if recognises(folder):
         return folder
@@ -107,13 +100,13 @@ def _read_folder(folder: Path, options: ReadOptions) -> Checkpoint:
 
 
 def read_weights(folder: Path, root: str, architecture: Architecture | None) -> Checkpoint:
-    """The model alone, below ``root``."""
+    """Read the model below ``root``, without an optimizer."""
     layout = read_layout(folder)
     return _model_of(folder, layout, _root(folder, layout, root, architecture), architecture)
 
 
 def _beside(layout: FolderLayout, root: Root) -> list[str]:
-    """Names next to the model, whose values are not converted."""
+    """Names of other contents, which are not converted."""
     prefix = f"{root.name}." if root.name else ""
     others = (name for name in layout.names() if not root.canonical(name).startswith(f"{ROOT}.model."))
     return sorted({name.removeprefix(prefix).partition(".")[0] for name in others})
@@ -132,7 +125,7 @@ def _optimizer_state(folder: Path, layout: FolderLayout) -> dict[str, dict[str, 
 
 
 def _add_areal(found: Checkpoint, folder: Path, layout: FolderLayout) -> bool:
-    """Add the optimizer as torch's ``get_state_dict`` names it, which AReaL saves; False if it is named otherwise."""
+    """Add the optimizer under the names of torch's ``get_state_dict``, as AReaL saves it. False if the names differ."""
     prefix, groups = f"{_OPTIM}param_groups.", dict[str, dict[str, Any]]()
     for name in (*layout.tensors, *layout.objects):
         if name.startswith(prefix):
@@ -181,11 +174,7 @@ def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut
 
 
 def stored_adapters(folder: Path) -> StoredAdapters | None:
-    """The adapters of a folder that holds them without their base; None if it holds all weights.
-
-    Raises:
-        ConfigError: see `StoredAdapters`.
-    """
+    """Adapters of a folder that holds them without their base. None if the folder holds all weights."""
     layout = read_layout(folder)
     if (found := _left_out(folder, layout)) is None:
         return None
@@ -194,7 +183,7 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 
 def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None:
-    """Root of the trained parameters, and what describes the frozen ones; None if all parameters are in the folder."""
+    """Root of the trained parameters, and the description of the frozen ones. None if the folder holds all of them."""
     for name in (name for name in layout.tensors if name.rpartition(".")[2] == BASE):
         prefix = name.removesuffix(BASE)
         if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
@@ -232,18 +221,14 @@ def _lazy(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
             read_archives(folder, layout, where)
         return values
 
-    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), _nothing(stored))}).names:
+    planned = torch.empty(shape, dtype=stored.dtype, device="meta")
+    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}).names:
         return LazyTensor(shape, stored.dtype, read)
     return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
 
 
-def _nothing(stored: Any) -> torch.Tensor:
-    """A tensor of the stored shape without memory, to plan with."""
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
-
 def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
-    """A plain value, stored as an object or as a tensor of one element; None where there is none."""
+    """A plain value, stored as an object or as a tensor of one element. None if there is none."""
     if name in layout.objects:
         return read_object(folder, layout, name)
     if name in layout.tensors and layout.tensors[name].shape.numel() == 1:
@@ -252,7 +237,7 @@ def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
 
 
 def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
-    """Add what Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
+    """Add the contents that Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
     packed = {
         key: unpack_json(_lazy(folder, layout, f"{ROOT}.{key}").rows(0, layout.tensors[f"{ROOT}.{key}"].shape[0]), key)
         for key in ("param_groups", "optim_plain", "optim_local", "scheduler")

@@ -1,10 +1,8 @@
-"""Weights in folders of Hugging Face's libraries: models, ``checkpoint-<N>`` of Trainer and TRL, ``save_state`` of
-Accelerate.
+"""Read weights from folders of transformers, Trainer, TRL (``checkpoint-<N>``) and Accelerate (``save_state``).
 
-Only weights are read: ``model.safetensors`` or its index, a ``.bin``, or ``pytorch_model_fsdp_0/`` in the format of
-torch.distributed.checkpoint. Optimizers, schedules, generators and places in the data that lie beside them are named as
-not converted, and their files are never opened. Accelerate and FSDP save under the names of ``model.state_dict()``;
-the files of a model have the names of its architecture's file format.
+Weights are in ``model.safetensors`` or its index, a ``.bin`` file, or DCP data in ``pytorch_model_fsdp_0/``. Other
+files (optimizers, schedules, generators, data positions) are reported as not converted, and never opened. Accelerate
+and FSDP use the names of ``model.state_dict()``. Model folders use the names of their architecture's file format.
 """
 
 import re
@@ -24,7 +22,7 @@ _TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state|custom_checkpoint).*"
     r"|trainer_state\.json|training_args\.bin|(model|pytorch_model(_fsdp)?)_[1-9].*"
 )
-"""What belongs to a training state, or to a second model."""
+"""Files of a training state, or of a second model."""
 
 
 def recognises(folder: Path) -> bool:
@@ -35,13 +33,7 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """The weights of the folder, as ``default``.
-
-    Raises:
-        ConfigError: the folder holds weights twice, an adapter, or files that only Accelerate can put together.
-        CheckpointCorruptError: a file is damaged, or could run code.
-        CheckpointMismatchError: the weights are not of the model of the config.
-    """
+    """Read the weights of the folder, as ``default``."""
     names = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in names and "config.json" not in names:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Writers of Hugging Face folders, DCP folders of Holdfast and of AReaL, and generations in the folder of a run."""
+"""Write Hugging Face folders, DCP folders of Holdfast and AReaL, and generations in the folder of a run."""
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,39 +24,34 @@ from ...utils.safe_json import pack_json
 from ...utils.safe_torch import pack_plain
 from ..info import INFO_NAME, EngineFacts, RecoverInfo
 from ..process_state import rank_state_name, write_process
-from ..storage.generations import GenerationStore
+from ..storage.generations import LOCK_NAME, GenerationStore
 from .checkpoint import Checkpoint
 
 Seen = Callable[[str, int, torch.Tensor], None]
-"""Called with ``model.<name>`` or ``optim.state.<parameter>.<entry>``, the first element and the values of a block."""
+"""Called for each block with ``model.<name>`` or ``optim.state.<parameter>.<entry>``, first element and values."""
 
 _TORCH_DEFAULTS = {
     **{"foreach": None, "fused": None, "maximize": False, "capturable": False, "differentiable": False},
     "decoupled_weight_decay": True,
 }
-"""Hyperparameters in the groups of torch's AdamW that Holdfast does not keep. A loader asks for them."""
+"""Hyperparameters of torch's AdamW that Holdfast does not store, but that a loader asks for."""
 
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
-    """Write a folder as `save_dcp` does: what `load_dcp` and a `RecoverHandler` read, at any world size."""
+    """Write a folder in the format of `save_dcp`, for `load_dcp` and `RecoverHandler` at any world size."""
     return write_entries(folder, _dcp_entries(checkpoint), _below(ROOT, seen))
 
 
 def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
-    """Write a folder as AReaL's engine does with ``dcp.save({"dcp": DCPState(model, optimizer)})``.
+    """Write a folder in the format of AReaL's engine, ``dcp.save({"dcp": DCPState(model, optimizer)})``.
 
-    Its loader asks for each hyperparameter by name, and for tied tensors under every name.
+    AReaL's loader asks for each hyperparameter by name, and for tied tensors under every name.
     """
     return write_entries(folder, _areal_entries(checkpoint), _below(ROOT, seen))
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, seen: Seen) -> None:
-    """Write a folder that ``from_pretrained`` loads, with config, tokenizer and other small files of the model.
-
-    Raises:
-        ConfigError: no config is known.
-        CheckpointMismatchError: the tensors are not those of its model.
-    """
+    """Write a folder for ``from_pretrained``, with config, tokenizer and other small files of the model."""
     if checkpoint.architecture is None:
         raise ConfigError(
             f"a source of format {checkpoint.format} has no config.json; name a folder that has the model's, with its "
@@ -72,12 +67,12 @@ def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, se
 
 
 def plain_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The groups as Holdfast stores them."""
+    """The parameter groups in the form that Holdfast stores."""
     return [hyperparameters(group) | {"params": list(group["params"])} for group in checkpoint.groups or ()]
 
 
 def optimizer_steps(checkpoint: Checkpoint) -> int:
-    """How many updates the optimizer counts; 0 where it does not."""
+    """Number of updates that the optimizer has counted, or 0."""
     counts = (entries["step"] for entries in checkpoint.optimizer.values() if "step" in entries)
     return max((int(step.rows(0, 1)) if isinstance(step, LazyTensor) else int(step) for step in counts), default=0)
 
@@ -134,14 +129,14 @@ _ANEW = {
 
 
 Commit = Callable[[Iterable[FileEntry], Mapping[str, Any]], Path]
-"""Called with the files of a generation and the facts of its manifest. Returns the folder of the generation."""
+"""Called with the files of a generation and the facts for its manifest. Returns the folder of the generation."""
 
 
 @contextmanager
 def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
-    """Yield a staging folder in a run and the function that commits it. The run is locked.
+    """Lock a run, and yield a staging folder and the function that commits it.
 
-    If the block fails, the staging folder is removed, and the lock file too unless it was there before.
+    If the block fails, the staging folder is removed, and a new lock file too.
 
     Args:
         run: folder of the run, ``<fileroot>/<experiment>/<trial>``.
@@ -151,7 +146,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
         FolderInUseError: a job uses the run.
         CheckpointExistsError: the run holds generations already.
     """
-    store, lock = GenerationStore(run / "recover"), FolderLock(run / "recover.lock")
+    store, lock = GenerationStore(run / "recover"), FolderLock(run / LOCK_NAME)
     had_lock = lock.path.exists()
     lock.acquire(_LOCK_WAIT_S)
 
@@ -180,11 +175,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
 
 
 def last_step(checkpoints: Mapping[str, Checkpoint], step: int | None, epoch_steps: int | None) -> tuple[StepInfo, str]:
-    """The step of the generation, and how it is known.
-
-    Raises:
-        ConfigError: neither the source nor the caller says it.
-    """
+    """Step of the generation, and how it is known. Raises `ConfigError` if neither source nor caller know it."""
     first = next(iter(checkpoints.values()))
     how = "as given" if step is not None else "as the source says"
     if step is None and (step := first.step) is None:
@@ -216,11 +207,7 @@ def write_generation(
     lacks: Mapping[str, str],
     seen: Mapping[str, Seen],
 ) -> tuple[RecoverInfo, list[FileEntry]]:
-    """Write every file of a generation but its manifest.
-
-    Raises:
-        ConfigError: the hyperparameters of an optimizer are not known.
-    """
+    """Write all files of a generation except the manifest."""
     entries: list[FileEntry] = []
     facts: dict[str, EngineFacts] = {}
     first = next(iter(checkpoints.values()))

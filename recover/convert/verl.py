@@ -1,12 +1,11 @@
-"""Checkpoints of verl's FSDP workers: a file of each rank for model, optimizer, and schedule with generators.
+"""Read checkpoints of verl's FSDP workers: files of each rank for model, optimizer, and schedule with generators.
 
-``model_world_size_<N>_rank_<r>.pt`` is ``model.state_dict()``, with a DTensor a parameter; ``optim_...`` is
-``optimizer.state_dict()`` by numbers, in the order of ``model.parameters()``; ``extra_state_...`` has ``lr_scheduler``
-and ``rng``. The config lies in ``huggingface/``. verl counts steps from 1: ``global_step_8`` is the state after 8
-steps.
+``model_world_size_<N>_rank_<r>.pt`` is ``model.state_dict()`` of DTensors. ``optim_...`` is ``optimizer.state_dict()``
+by number, in the order of ``model.parameters()``. ``extra_state_...`` holds ``lr_scheduler`` and ``rng``. The config is
+in ``huggingface/``. verl counts steps from 1: ``global_step_8`` is the state after 8 steps.
 
-The name of a file says which rank wrote it, and a wrong name would put its rows elsewhere. So the coordinate that each
-DTensor's mesh holds is compared with the rank in the name, and the size of each shard with what FSDP cuts for it.
+The file name says which rank wrote the file, and a wrong name would put its rows in the wrong place. So the coordinate
+in each DTensor's mesh is compared with the rank in the name, and each shard's size with the size that FSDP cuts.
 """
 
 import json
@@ -33,18 +32,12 @@ _CUDA_STATE_BYTES = 16
 
 
 def recognises(folder: Path) -> bool:
-    """Whether the folder is of one worker, or of a step with a folder for each worker."""
+    """Whether the folder belongs to one worker, or to a step with a folder for each worker."""
     return bool(_workers(folder))
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Worker -> its checkpoint; ``default`` for the folder of one worker.
-
-    Raises:
-        CheckpointCorruptError: files are missing, damaged, under the name of another rank, or could run code.
-        CheckpointMismatchError: the files are not of one model, or of FSDP1.
-        ConfigError: the files of several runs are mixed, or the order of the optimizer's parameters is not known.
-    """
+    """Worker -> its checkpoint. The folder of one worker gives ``default``."""
     return {name: _read_worker(path, options) for name, path in _workers(folder).items()}
 
 
@@ -105,7 +98,7 @@ def _files(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
 
 
 def _step(folder: Path) -> int | None:
-    """The last step, counted from 0, by the name that verl gives to the folder of a step."""
+    """Last step, counted from 0, from the name that verl gives to the folder of a step."""
     here = Path(os.path.abspath(folder))  # not resolved: a link may lead to a folder of another name
     matches = (re.fullmatch(r"global_step_(\d+)", part) for part in (here.name, here.parent.name))
     return next((int(match[1]) - 1 for match in matches if match), None)
@@ -140,7 +133,7 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
 
 
 def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) -> dict[Any, str]:
-    """Number of a parameter -> its name: verl gives ``model.parameters()`` to its optimizer, as one group."""
+    """Number of a parameter -> name. verl passes ``model.parameters()`` to its optimizer as one group."""
     numbers = [number for group in groups for number in group["params"]]
     orders = [found.architecture.parameters] if found.architecture is not None else []
     order = next((each for each in (*orders, list(found.model)) if len(each) == len(numbers)), None)
@@ -153,7 +146,7 @@ def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) ->
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group as plain values: a rate may be kept as a tensor."""
+    """Hyperparameters of a group as plain values. A learning rate may be stored as a tensor."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in group.items()
@@ -162,7 +155,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
-    """Every rank's file is an optimizer's, with the same entries."""
+    """Check that each rank's file holds an optimizer with the same entries."""
     for rank, state in enumerate(states):
         if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
             raise CheckpointCorruptError(
@@ -184,7 +177,7 @@ def _fsdp_version(folder: Path) -> int | None:
 
 
 def _generators(saved: Any, rank: int, source: str) -> RngState:
-    """The generators of a rank: what Python, numpy and torch return of theirs, in the form that a generation has."""
+    """Generators of a rank as a generation stores them, from the states that Python, numpy and torch return."""
     try:
         _, words, gauss = saved["random"]
         kind, key, position, has_gauss, cached = saved["numpy"]
@@ -209,15 +202,15 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
 
 
 def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
-    """Put a tensor together of the part that each rank saved: DTensors on a mesh, or the same plain tensor on all.
+    """Assemble a tensor from the parts of all ranks: DTensors on a mesh, or the same plain tensor everywhere.
 
     Args:
-        name: for messages.
-        parts: in the order of the ranks in the names of their files.
+        name: name of the tensor, for messages.
+        parts: in the order of the ranks in the file names.
 
     Raises:
-        CheckpointCorruptError: a part is another rank's, or not of the size that FSDP cuts for its rank.
-        CheckpointMismatchError: the parts are cut in a way that cannot be put together without process groups.
+        CheckpointCorruptError: a part belongs to another rank, or does not have the size that FSDP cuts.
+        CheckpointMismatchError: the parts are cut in a way that cannot be assembled without process groups.
     """
     first, sharded = parts[0], [part for part in parts if isinstance(part, DTensor)]
     if len(sharded) == len(parts):
@@ -244,7 +237,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
-    """A grid of blocks: along each dim that a mesh dim shards, one a coordinate; of replicas the first counts."""
+    """Assemble a grid of blocks, one per coordinate along each sharded dim. Of replicas the first is used."""
     first = parts[0]
     shape, placements, mesh = tuple(first.shape), first.placements, first.device_mesh.mesh
     dims = [placement.dim for placement in placements if type(placement) is Shard]
@@ -274,13 +267,13 @@ def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
 
 
 def _cuts(length: int, count: int) -> list[int]:
-    """Cuts of a dim into ``count`` shards by ``torch.chunk``, as FSDP2 makes them. The last shards may be empty."""
+    """Boundaries of ``count`` shards from ``torch.chunk``, as FSDP2 makes them. The last shards may be empty."""
     chunk = -(-length // count)
     return [min(number * chunk, length) for number in range(count + 1)]
 
 
 def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]) -> None:
-    """Refuse a part of another tensor than rank 0 has, or of another rank by the coordinate in its mesh."""
+    """Refuse a part of another tensor than on rank 0, or of another rank according to its mesh."""
     if (part.shape, part.placements) != (first.shape, first.placements) or not torch.equal(
         part.device_mesh.mesh, first.device_mesh.mesh
     ):
@@ -296,7 +289,7 @@ def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate
 def _from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, blocks: Mapping[tuple[int, ...], torch.Tensor]
 ) -> LazyTensor:
-    """A tensor of blocks that stand side by side; ``blocks`` goes by where each begins."""
+    """A tensor of adjacent blocks, given by their first indices."""
 
     def rows(first: int, last: int) -> torch.Tensor:
         if not shape:

@@ -1,5 +1,4 @@
-"""Tensors of weight files, one by one: safetensors, files of ``torch.save``, and the parameters that a model builds
-from them."""
+"""Read tensors of weight files one by one: safetensors, ``torch.save`` files, parameters built from several pieces."""
 
 import codecs
 import logging
@@ -29,11 +28,11 @@ _ARRAYS: Sequence[Any] = (
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
     (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
 )
-"""Types in the state of numpy's generator, which trainers save as it is."""
+"""Types in the state of numpy's generator, which trainers save unchanged."""
 
 
 def read_file(path: Path) -> Any:
-    """Map what ``torch.save`` wrote: tensors, DTensors, numbers, strings, arrays and containers of them.
+    """Map a ``torch.save`` file of tensors, DTensors, numbers, strings, arrays and containers.
 
     Raises:
         CheckpointCorruptError: the file is missing, damaged, or asks for a type that could run code, which is named.
@@ -47,7 +46,7 @@ def read_file(path: Path) -> Any:
 
 @contextmanager
 def _quiet_meshes() -> Iterator[None]:
-    """Without torch's warning that there is no process group for the mesh of a DTensor: none is wanted."""
+    """Silence torch's warning that a DTensor's mesh has no process group, because none is needed."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -58,7 +57,7 @@ def _quiet_meshes() -> Iterator[None]:
 
 
 def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Name of a tensor in the same memory as an earlier one -> the earlier name. So tied tensors are stored once."""
+    """Name of a tensor -> earlier name of a tensor in the same memory, so that tied tensors are stored once."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -70,13 +69,13 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
-    """The tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
+    """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
     reader = files.enter_context(WeightReader(folder))
     return {name: _of_slot(reader, slot) for name, slot in reader.layout().items()}
 
 
 def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The tensors of a file of ``torch.save``, in its order, and other names of those that share memory."""
+    """Tensors of a ``torch.save`` file in its order, and the aliases of tensors that share memory."""
     state = read_file(path)
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise CheckpointCorruptError(f"{path} is not the state_dict of a model")
@@ -85,11 +84,7 @@ def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
 
 
 def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack) -> dict[str, LazyTensor]:
-    """A Hugging Face folder under the names of its model's ``state_dict``, as `from_pretrained` would load it.
-
-    Raises:
-        CheckpointMismatchError: a tensor is missing, or unexpected.
-    """
+    """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as ``from_pretrained`` does."""
     reader = files.enter_context(WeightReader(folder))
     slots = reader.layout()
     refuse_quantized(folder, slots)
@@ -105,7 +100,7 @@ def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack
 
 
 def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Without the ``module.`` that DistributedDataParallel puts before every name."""
+    """Remove the prefix ``module.`` of DistributedDataParallel, if all names have it."""
     if not tensors or not all(name.startswith("module.") for name in tensors):
         return dict(tensors)
     return {re.sub(r"^module\.", "", name): tensor for name, tensor in tensors.items()}
@@ -114,14 +109,14 @@ def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 def store_once(
     tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Tied tensors under their first names, and the other names that they have.
+    """Tied tensors under their first names, and their aliases.
 
     Args:
-        tensors: as they were found.
-        aliases: other name of a tied tensor -> its first name, of the model.
+        tensors: all tensors that were found.
+        aliases: alias of a tied tensor of the model -> its first name.
 
     Raises:
-        CheckpointMismatchError: a tensor that the model ties is there twice, with different values.
+        CheckpointMismatchError: the copies of a tied tensor have different values.
     """
     found = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
     found |= {name: tensor for name, tensor in tensors.items() if name not in aliases}
@@ -154,7 +149,7 @@ def _of_slot(reader: WeightReader, slot: TensorSlot) -> LazyTensor:
 def _filled(
     reader: WeightReader, architecture: Architecture, slots: Mapping[str, TensorSlot], key: str, fill: FileTensor
 ) -> LazyTensor:
-    """What fills a tensor of the model: one of the folder as it is, or pieces of several."""
+    """Source of a tensor of the model: one tensor of the folder as it is, or pieces of several."""
     parts = {source: _of_slot(reader, slots[source]) for source in fill.sources}
     (only, *more) = fill.spans or (None,)
     whole = only is not None and not more and only.contiguous and only.offset == 0

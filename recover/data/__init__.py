@@ -1,1 +1,1 @@
-"""The dataloader's position and the order of its epochs, saved and restored."""
+"""Dataloaders that resume: their position and the order of their epochs."""

@@ -1,10 +1,10 @@
-"""What the order of an epoch's samples was made from, noted when the epoch begins, so that it can be made again.
+"""Note what the order of an epoch's samples was made from, so that a resumed run can make the same order again.
 
-A sampler makes an epoch's order from its seed and the epoch given to ``set_epoch``, or draws it from a generator
-(torch's ``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). None of them is part of the state of
-torchdata's ``StatefulDataLoader``, and the middle of an epoch is too late to ask for them: the generator has drawn, and
-a sampler that goes on to the next epoch by itself may have done so while batches were read ahead. So `note_order` has
-the sampler's ``__iter__`` write an `OrderNote`.
+A sampler makes the order from its seed and the epoch given to ``set_epoch``, or draws it from a generator (torch's
+``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). The state of torchdata's ``StatefulDataLoader``
+includes none of these. In the middle of an epoch it is too late to ask for them: the generator has drawn, and a sampler
+may have moved on to the next epoch while batches were prefetched. So `note_order` makes the sampler's ``__iter__``
+write an `OrderNote` when the epoch begins.
 """
 
 import random
@@ -28,38 +28,33 @@ _NOTE = "_holdfast_order_note"
 
 @runtime_checkable
 class EpochSampler(Protocol):
-    """What orders samples by the epoch that it was told last: torch's ``DistributedSampler``, many datasets."""
+    """A sampler or dataset with an order that depends on its epoch, such as torch's ``DistributedSampler``."""
 
     epoch: int
 
     def set_epoch(self, epoch: int, /) -> None:
-        """Order the samples of iterators built from now on as those of ``epoch``."""
+        """Use the order of ``epoch`` for iterators built from now on."""
         ...
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What the order of the epoch under way was made from; of the next one between two epochs.
+    """Origin of the order of the current epoch. Between two epochs, of the next one."""
 
-    Attributes:
-        epoch: the epoch that the sampler was at; None when the order does not depend on it, or it is not known.
-        generator: the state of the sampler's generator before its first draw, uint8; None when it draws from none, or
-            it is not known.
-        draws: the sampler's seeds and its generators of other names and kinds; see `draws_of`.
-    """
-
-    epoch: int | None = None
+    epoch: int | None = None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
+    # state of the sampler's generator before its first draw, uint8. None if it has none, or it is unknown
     generator: torch.Tensor | None = None
+    # the sampler's seeds, and its generators of other names and kinds. See `draws_of`
     draws: dict[str, Any] = field(default_factory=dict)
 
 
 class OrderNote:
-    """What the order of a sampler was made from, written when it is iterated over. Only the loader may do that.
+    """Origin of the order of a sampler, written when the sampler is iterated over. Only the loader may iterate over it.
 
     Attributes:
-        sampler: whose order.
-        order: of the epoch under way; None before its first sample.
-        advanced: whether the sampler went on to another epoch by itself when it had given the last sample.
+        sampler: the sampler.
+        order: order of the current epoch. None before its first sample.
+        advanced: whether the sampler moved on to another epoch by itself after the last sample.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -70,7 +65,7 @@ class OrderNote:
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:
-        """What the order of an epoch that begins now is made from."""
+        """Origin of the order of an epoch that begins now."""
         draws = {name: draw for name, draw in draws_of(self.sampler).items() if name != "generator"}
         if (epoch := _epoch(self.sampler)) is not None:
             return EpochOrder(epoch, draws=draws)
@@ -80,11 +75,11 @@ class OrderNote:
         return EpochOrder(generator=None if generator is None else generator.get_state(), draws=draws)
 
     def resume(self, generator: torch.Tensor | None) -> None:
-        """Have the next order drawn from this state of the generator."""
+        """Draw the next order from this state of the generator."""
         self._resumed = generator
 
     def iterate(self) -> Iterator[Any]:
-        """What the sampler's own ``__iter__`` gives."""
+        """Iterate over the sampler as its own ``__iter__`` does, and note the order."""
         self.order, self.advanced = None, False
         return self._samples()
 
@@ -98,17 +93,17 @@ class OrderNote:
             generator.set_state(state)
             samples = self._begin(self.sampler)
             first = list(islice(samples, 1))
-            if generator is torch.default_generator:  # the run has drawn this order earlier
+            if generator is torch.default_generator:  # the run drew this order earlier
                 generator.set_state(before)
             yield from chain(first, samples)
         self.advanced = _epoch(self.sampler) != order.epoch
 
 
 def note_order(loader: Any) -> OrderNote | None:
-    """Have the order of the loader's sampler noted from its next iterator on; None when there is nothing to note.
+    """Note the order of the loader's sampler, from its next iterator on. Returns None if there is nothing to note.
 
-    The sampler's ``__iter__`` writes the note (see `replace_iter`). A batch sampler without a ``sampler`` is noted
-    itself. Samplers whose state the loader saves are left alone.
+    The sampler's ``__iter__`` writes the note (see `replace_iter`). For a batch sampler without a ``sampler``, the
+    batch sampler itself is noted. Samplers whose state the loader saves are left alone.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -129,10 +124,10 @@ def note_order(loader: Any) -> OrderNote | None:
 
 
 def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attributes: Any) -> None:
-    """Have ``iter(source)`` return ``iterate(source)``, for this object only.
+    """Make ``iter(source)`` return ``iterate(source)``, for this object only.
 
-    The object gets a subclass of its class, since Python looks for ``__iter__`` in the class. Pickles and copies of the
-    object are of its own class: worker processes and ``copy.deepcopy`` get the sampler as the user made it.
+    The object gets a subclass of its class, because Python looks up ``__iter__`` in the class. Pickles and copies of
+    the object have its original class, so worker processes and ``copy.deepcopy`` get the sampler as the user made it.
 
     Args:
         source: a sampler or batch sampler.
@@ -159,10 +154,10 @@ def _make(make: Callable[..., Any], *given: Any) -> Any:
 
 
 def draws_of(source: Any) -> dict[str, Any]:
-    """The seeds and the states of the generators among the attributes of a sampler, as plain values by name.
+    """Seeds and generator states among the attributes of a sampler, as plain values by name.
 
-    A seed is an integer in an attribute whose name ends with ``seed``, as ``DistributedSampler.seed`` and
-    ``SeedableRandomSampler.initial_seed``. A generator is one of torch, numpy or python. A sampler with ``shuffle``
+    A seed is an integer attribute whose name ends with ``seed``, such as ``DistributedSampler.seed`` and
+    ``SeedableRandomSampler.initial_seed``. A generator is one of torch, numpy or Python. A sampler with ``shuffle``
     False has neither.
     """
     if not getattr(source, "shuffle", True):
@@ -172,10 +167,10 @@ def draws_of(source: Any) -> dict[str, Any]:
 
 
 def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
-    """Put back what `draws_of` returned; names that ``source`` has no such attribute for are left out.
+    """Restore the result of `draws_of`. Names that ``source`` does not have are ignored.
 
     Raises:
-        CheckpointMismatchError: the attribute is a generator of another kind than the run had.
+        CheckpointMismatchError: the attribute is another kind of generator than in the saved run.
     """
     for name, draw in draws.items():
         value = getattr(source, name, None)
@@ -230,7 +225,7 @@ def _plain(state: Any) -> Any:
 
 
 def epoch_sampler(loader: Any) -> EpochSampler | None:
-    """The loader's sampler, or dataset, whose order depends on the epoch that it was told."""
+    """The loader's sampler or dataset whose order depends on the epoch, or None."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     for found in (getattr(loader, "sampler", None), batch_sampler, inner, getattr(loader, "dataset", None)):
@@ -240,14 +235,14 @@ def epoch_sampler(loader: Any) -> EpochSampler | None:
 
 
 def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
-    """What the order of the loader's epoch under way was made from.
+    """Origin of the order of the loader's current epoch.
 
     Args:
-        loader: a loader that `note_order` has seen before its iterator was built.
-        state_dict: what its ``state_dict`` returned just now.
+        loader: a loader on which `note_order` was called before its iterator was built.
+        state_dict: current ``state_dict`` of the loader.
 
     Raises:
-        ConfigError: the order was drawn from a generator before `note_order` had seen the loader.
+        ConfigError: the order was drawn from a generator before `note_order` was called.
     """
     note, sampler = note_order(loader), epoch_sampler(loader)
     order = EpochOrder() if note is None else note.order or note.next_order()
@@ -262,7 +257,7 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
 
 
 def batches_given(state_dict: Any) -> int | None:
-    """Batches of the epoch that a ``StatefulDataLoader`` had given, with and without workers; None: not of one."""
+    """Batches of the epoch that a ``StatefulDataLoader`` has yielded. None for the state of another loader."""
     if not isinstance(state_dict, Mapping):
         return None
     if isinstance(snapshot := state_dict.get("_snapshot"), Mapping):
@@ -275,12 +270,11 @@ def _epoch(sampler: Any) -> int | None:
 
 
 def _is_torchdatas(sampler: Any) -> bool:
-    """(Which need not be installed.)"""
     return any(base.__module__.partition(".")[0] == "torchdata" for base in type(sampler).__mro__)
 
 
 def _generator(sampler: Any) -> torch.Generator | None:
-    """What a sampler with a ``generator`` draws from: that, or torch's own where it is None."""
+    """Generator of a sampler with the attribute ``generator``. None there means torch's default generator."""
     generator = getattr(sampler, "generator", sampler)
     if generator is None:
         return torch.default_generator

@@ -1,11 +1,9 @@
-"""Tell a dataset from another, in any process and on any machine.
+"""Recognise a dataset in any process and on any machine.
 
-A fingerprint is the number of samples and a digest of up to 64 of them, spread evenly from the first to the last.
-It notices another dataset, another tokenizer or template, other filtering or order. It may miss an edit of a few
-samples among many. It reads 64 samples, once. Nothing of it depends on ``hash()``, pickle, paths or file times. A
-Hugging Face dataset's ``_fingerprint`` does (it is random after a ``map`` that cannot be hashed), so it is not used.
-
-`probe_dataset` does this for datasets of any kind, which may draw random numbers when a sample is read.
+A fingerprint is the number of samples and a digest of up to 64 samples, spread evenly from the first to the last. It
+detects another dataset, tokenizer, template, filter or order. It may miss an edit of a few samples among many. It does
+not depend on ``hash()``, pickle, paths or file times. Hugging Face's ``_fingerprint`` does (it is random after a
+``map`` that cannot be hashed), so it is not used.
 """
 
 import random
@@ -34,15 +32,17 @@ class _Indexable(Sized, Protocol):
 
 
 def dataset_fingerprint(dataset: _Indexable, samples_read: int = _SAMPLES_READ) -> str:
-    """``"<n> samples, xxh3_128:<hex>"``; a dataset's own ``fingerprint`` string, if it has one, replaces the digest.
+    """Fingerprint of a dataset: ``"<n> samples, xxh3_128:<hex>"``.
+
+    If the dataset has a string attribute ``fingerprint``, that replaces the digest.
 
     Args:
-        dataset: map-style.
-        samples_read: samples that the digest is made from, at least 2.
+        dataset: map-style dataset.
+        samples_read: number of samples in the digest, at least 2.
 
     Raises:
-        ConfigError: the dataset is empty, or a sample holds something without canonical bytes, such as an image
-            object; such a dataset needs a ``fingerprint`` attribute.
+        ConfigError: the dataset is empty, or a sample has no canonical bytes, for example an image object. Such a
+            dataset needs a ``fingerprint`` attribute.
     """
     count = len(dataset)
     if not count:
@@ -57,16 +57,16 @@ def dataset_fingerprint(dataset: _Indexable, samples_read: int = _SAMPLES_READ) 
 
 
 def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
-    """The fingerprint of up to 8 samples, or "" with a warning if it would not be the same in another process.
+    """Fingerprint of up to 8 samples. Returns "" with a warning if it would differ in another process.
 
-    The samples are read twice, both times with the process's generators in one fixed state, so that an augmentation
-    that draws from them counts as the same sample. If the two readings differ, the dataset draws from elsewhere. The
-    generators of the process and of the dataset's attributes are put back.
+    The samples are read twice, both times with the same state of the process's generators, so that an augmentation that
+    draws from them gives the same sample. If the two readings differ, the dataset draws from elsewhere. All generators
+    of the process and of the dataset's attributes are restored afterwards.
 
     Args:
-        dataset: map-style, of any kind.
-        n_workers: worker processes that read the samples. With workers, only datasets that hold no open files are
-            read here, since a forked worker shares a file that its parent has opened.
+        dataset: map-style dataset of any kind.
+        n_workers: number of worker processes that read the samples. With workers, only datasets without open files are
+            read here, because a forked worker shares the open files of its parent.
     """
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
@@ -78,7 +78,7 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
             if len(readings) == 1:
                 return readings.pop()
             reason = "two readings of a sample differ"
-    except Exception as error:  # whatever a user's dataset raises, which may take other indices than numbers
+    except Exception as error:  # any error of the user's dataset, which may not even be indexed by numbers
         reason = f"{type(error).__name__}: {error}"
     logger.warning(
         "a resumed run cannot see whether its %s has the samples of the run in the same order (%s): make sure that it "
@@ -94,7 +94,7 @@ def _read_twice(dataset: Any) -> set[str]:
         for _ in range(2):
             random.seed(0)
             np.random.seed(0)
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA too, also where it is not used
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA too, even if it is unused
             readings.add(dataset_fingerprint(dataset, _SAMPLES_PROBED))
     finally:
         restore_rng(before)
@@ -107,7 +107,7 @@ def _holds_no_files(dataset: Any) -> bool:
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
-    """Hash ``value`` as a tag with its type and size, then its contents, so that no two values read the same."""
+    """Hash a tag with the type and size of ``value``, then its contents, so that different values differ in bytes."""
     match value:
         case np.ndarray() | np.generic() if value.dtype != object:
             _feed_bytes(digest, f"numpy.{value.dtype}{list(value.shape)}", value.tobytes())

@@ -1,18 +1,16 @@
-"""Batches of a map-style dataset under one global cursor, so that a run can resume at any world size.
+"""Batches of a map-style dataset with one global cursor, so that a run can resume at any world size.
 
-Every rank walks the same permutation and the same global batches, and takes its own contiguous share of each: what
-a step trains on does not depend on how many ranks there are, and the state is the same few plain values on all of
-them. A Ray driver, as rank 0 of 1, gets whole batches.
+All ranks walk the same permutation and the same global batches, and each takes its own contiguous share of every batch.
+So a step trains on the same samples at any number of ranks, and the state is the same few plain values on all of them.
 
-The cursor counts *samples handed out*, and a batch is read only when it is asked for: nothing is prefetched, so a
-state taken after training on a batch says exactly what was trained. Reading happens in the caller's thread; data
-that is slow to read or decode wants torchdata's ``StatefulDataLoader`` instead, which `RecoverHandler` also takes (see
-`position`), with torch's samplers or torchdata's: the order of a resumed epoch is made again (see `epoch_order`).
-Do not give that one ``shuffle=True, generator=g``: one generator for the loader and torchdata's own sampler gives
-another order from the epoch after the resumed one on (torchdata 0.11).
+The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training on a batch says
+exactly which samples were trained. Samples are read in the caller's thread. If they are slow to read, use torchdata's
+``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `position` and `epoch_order`). Do not give that
+loader ``shuffle=True, generator=g``: with one generator for the loader and torchdata's own sampler, the order differs
+from the epoch after the resumed one on (torchdata 0.11).
 
-An epoch's permutation costs 8 bytes a sample and comes from numpy's ``RandomState``, whose streams are frozen (NEP
-19): a newer library cannot change the order in the middle of an epoch. No global generator is drawn from.
+A permutation costs 8 bytes per sample and comes from numpy's ``RandomState``, whose streams are frozen (NEP 19), so a
+newer library cannot change the order in the middle of an epoch. No global generator is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,27 +26,35 @@ _STATE_VERSION = 1
 
 
 class MapDataset(Protocol):
-    """Anything with a length and samples by index: a list, a torch or a Hugging Face dataset."""
+    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
 
     def __len__(self) -> int:
         """Number of samples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """One sample."""
+        """Sample at ``index``."""
         ...
 
 
 class ResumableDataLoader:
-    """Iterates over batches from where it is to the end of the epoch; the next iteration is the next epoch.
+    """Iterates over the batches of an epoch from its current position. The next iteration is the next epoch.
 
-    Leaving a ``for`` loop early and starting another goes on in the same epoch, with the next batch.
+    If a ``for`` loop ends early, the next loop continues in the same epoch with the next batch.
+
+    Example:
+
+        loader = ResumableDataLoader(prompts, batch_size=256, seed=0, rank=rank, world_size=world_size)
+        info = handler.load(engine, dataloader=loader)
+        for batch in loader.batches():
+            train(batch)
+            handler.dump(engine, step_info, dataloader=loader)
 
     Attributes:
-        dataset: see below.
-        batch_size: see below.
-        rank_independent: the state is the same on every rank and can be resumed by any number of them. A loader that
-            does not say so (torchdata's) is only resumed by as many processes as it was saved by.
+        dataset: the dataset.
+        batch_size: samples of a global batch.
+        rank_independent: True, because the state is the same on every rank and can be resumed by any number of them. A
+            loader without this attribute (torchdata's) can only be resumed by as many processes as saved it.
     """
 
     rank_independent = True
@@ -68,19 +74,19 @@ class ResumableDataLoader:
         """Start at epoch 0.
 
         Args:
-            dataset: map-style; reading a sample twice must give the same sample.
-            batch_size: samples of a *global* batch. Of its n samples, rank r of w gets those from ``r * n // w`` to
-                ``(r + 1) * n // w``: shares that differ by at most one.
-            seed: together with the epoch, the seed of the permutation; from 0 to 2**32 - 1.
-            shuffle: walk each epoch in an order of its own, instead of the dataset's.
+            dataset: map-style dataset. Reading a sample twice must give the same sample.
+            batch_size: samples of a *global* batch. If it has n samples, rank r of w gets samples ``r * n // w`` to
+                ``(r + 1) * n // w``. The shares differ by at most one sample.
+            seed: seed of the permutations, together with the epoch. From 0 to 2**32 - 1.
+            shuffle: use a new order in each epoch instead of the dataset's order.
             drop_last: leave out the samples after the last whole batch of an epoch.
-            rank: this process among those that share a batch.
-            world_size: how many share it.
-            collate_fn: makes a batch of a list of samples; None hands out the list.
+            rank: number of this process among those that share a batch.
+            world_size: number of processes that share a batch. A Ray driver uses 1 and gets whole batches.
+            collate_fn: makes a batch from a list of samples. None returns the list.
 
         Raises:
             ConfigError: the dataset is empty or has no whole batch, a rank would get no sample, a value is out of
-                range, or the dataset cannot be told from another (see `dataset_fingerprint`).
+                range, or the dataset has no fingerprint (see `dataset_fingerprint`).
         """
         require_range("batch_size", batch_size, low=1)
         require_range("seed", seed, low=0, high=2**32 - 1)
@@ -101,16 +107,16 @@ class ResumableDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the batch handed out last; 0 before the first."""
+        """Epoch of the last batch. 0 before the first batch."""
         return self._epoch
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, wherever the cursor is."""
+        """Number of batches in a whole epoch, at any position."""
         full, rest = divmod(self._samples, self.batch_size)
         return full if self._drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches left in this epoch, or all of the next epoch when none is."""
+        """Yield the rest of this epoch, or the whole next epoch if this one is finished."""
         if not self._has_batch():
             self._seek(self._epoch + 1, 0)
         epoch = self._epoch
@@ -118,12 +124,12 @@ class ResumableDataLoader:
             yield self._take()
 
     def batches(self) -> Iterator[Any]:
-        """Batches without end, epoch after epoch."""
+        """Yield batches without end, epoch after epoch."""
         while True:
             yield from self
 
     def index_batches(self) -> Iterator[list[int]]:
-        """`batches` of indices into the dataset, for who reads the samples itself (`holdfast.engine.rollouts`)."""
+        """Yield batches of dataset indices, for callers that read the samples (`holdfast.engine.rollouts`)."""
         while True:
             if not self._has_batch():
                 self._seek(self._epoch + 1, 0)
@@ -131,10 +137,10 @@ class ResumableDataLoader:
             yield indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, in plain values that are the same on every rank.
+        """Position of the loader, in plain values that are the same on every rank.
 
-        The batch handed out last counts as consumed: ask after training on it. ``cursor`` counts samples of
-        ``epoch`` over all ranks.
+        The last batch counts as consumed, so call this after training on it. ``cursor`` counts samples of ``epoch``
+        over all ranks.
         """
         return {
             "version": _STATE_VERSION,
@@ -148,16 +154,15 @@ class ResumableDataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; the next batch is the one after its last.
+        """Continue from ``state_dict``. The next batch is the one after its last batch.
 
-        The world size may be another. What decides which samples are in which batch (dataset, seed, shuffle,
-        batch_size, drop_last) must be the same.
+        The world size may differ. Dataset, seed, shuffle, batch_size and drop_last must be the same, because they
+        decide which samples are in which batch. After an error the loader has not moved.
 
         Raises:
-            CheckpointMismatchError: not a state of this class, or of a version this code does not know.
-            DatasetMismatchError: the dataset is another one.
-            ConfigError: seed, shuffle, batch_size or drop_last differ. After any of the three errors the loader is
-                where it was.
+            CheckpointMismatchError: this is not a state of this class, or its version is unknown.
+            DatasetMismatchError: the dataset differs.
+            ConfigError: seed, shuffle, batch_size or drop_last differ.
         """
         ours = self.state_dict()
         if not isinstance(state_dict, dict):
@@ -193,7 +198,7 @@ class ResumableDataLoader:
         return self._samples - self._cursor >= (self.batch_size if self._drop_last else 1)
 
     def _take(self) -> Any:
-        """This rank's share of the next batch. The cursor moves only after every sample was read."""
+        """Read this rank's share of the next batch. The cursor moves only after every sample was read."""
         indices, end = self._next_share()
         samples = [self.dataset[index] for index in indices]
         batch = samples if self._collate is None else self._collate(samples)
@@ -218,7 +223,7 @@ class ResumableDataLoader:
         return np.random.RandomState([self._seed, epoch]).permutation(self._samples)
 
     def _check_shares(self) -> None:
-        """Every rank must get a sample of every batch, the last one of an epoch included."""
+        """Check that every rank gets a sample of every batch, including the last batch of an epoch."""
         last = 0 if self._drop_last else self._samples % self.batch_size
         smallest = last or self.batch_size
         if smallest < self._world_size:

@@ -1,19 +1,17 @@
-"""A dataloader put back to its place: the same batches, in the order of the same epoch, and no random draw too many.
+"""Restore a dataloader to its position: the same batches, in the order of the same epoch, without an extra random draw.
 
 ``load_state_dict`` alone is not enough for torchdata's ``StatefulDataLoader``:
 
-- It builds its iterator when the next loop begins, and draws from torch's global generator for that: every later draw
-  would differ from those of a run that was never killed. So the iterator is built here, before the generators are
-  restored.
-- That iterator has the order of the epoch that the sampler was told last (torch's ``DistributedSampler.set_epoch``),
-  under its own seed, or one that the sampler draws from its generator (``RandomSampler``): none of these is part of
-  the loader's state. So a snapshot holds what the order was made from (see `epoch_order`), and the sampler gets it
-  first.
-- Restored to the end of an epoch, its first loop has no batch: a script that loops over epochs would skip one. So an
-  epoch that is over is ended here.
+- It builds its iterator when the next loop begins, and draws from torch's global generator for that. Every later draw
+  would then differ from a run that was never killed. So the iterator is built here, before the generators are restored.
+- The iterator uses the order of the epoch that the sampler was given last (``DistributedSampler.set_epoch``), or an
+  order that the sampler draws from its generator (``RandomSampler``). The loader's state includes neither. So a
+  snapshot holds the origin of the order (see `epoch_order`), and the sampler is restored first.
+- Restored to the end of an epoch, its first loop has no batch, and a script that loops over epochs would skip one. So a
+  finished epoch is ended here.
 
-What is wrong after that is refused: a loader that says another place than was saved, and a script that starts in
-another epoch than the one that is being read.
+Afterwards two mistakes are refused: a loader that reports another position than was saved, and a script that starts in
+another epoch than the one being read.
 """
 
 from collections import deque
@@ -28,15 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointMismatchError, ConfigError
-from .epoch_order import (
-    EpochOrder,
-    EpochSampler,
-    OrderNote,
-    batches_given,
-    epoch_sampler,
-    note_order,
-    restore_draws,
-)
+from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order, restore_draws
 
 _END = object()
 
@@ -44,22 +34,24 @@ _END = object()
 def restore_dataloader(
     loader: Stateful, state_dict: dict[str, Any], order: EpochOrder, last_step: StepInfo
 ) -> "RestoredEpoch | None":
-    """Put a loader back, completely; call it before the random generators are restored.
+    """Restore a loader completely. Call this before the random generators are restored.
 
     Args:
-        loader: anything stateful; what the module says is done for torch's ``DataLoader`` and its subclasses.
-        state_dict: what its ``state_dict`` returned.
-        order: what `epoch_order` returned then. In a generation of an older version nothing is known: the sampler's
-            epoch is taken to be that of ``last_step``, its generator to be in its first state, in the first epoch.
-        last_step: the last step that was trained.
+        loader: any stateful loader. The steps in the module docstring apply to torch's ``DataLoader`` and its
+            subclasses.
+        state_dict: its ``state_dict`` when it was saved.
+        order: the result of `epoch_order` at that time. It is unknown in generations of older versions: then the
+            sampler's epoch is taken from ``last_step``, and its generator is taken to be in its first state, in the
+            first epoch.
+        last_step: last trained step.
 
     Returns:
-        what is left of an epoch whose order depends on the sampler's; None when nothing is.
+        the rest of an epoch whose order depends on the sampler's epoch. None if there is none.
 
     Raises:
-        CheckpointMismatchError: the loader is not where it was, or its order cannot be made again: what it was drawn
-            from was not saved, or the sampler is another one, or advances its epoch by itself while batches are read
-            ahead and has no `OrderNote`.
+        CheckpointMismatchError: the loader did not return to its position, or its order cannot be made again. The
+            origin of the order was not saved, the sampler differs, or the sampler advances its epoch by itself while
+            batches are prefetched and has no `OrderNote`.
     """
     note, sampler = note_order(loader), epoch_sampler(loader)
     generator = _drawn_from(note, order, last_step)
@@ -80,7 +72,7 @@ def restore_dataloader(
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
-        # Not known, the epoch is left for the script to say: `RestoredEpoch.check` then finds one that never says it.
+        # The epoch is unknown, so the script must set it. `RestoredEpoch.check` finds a script that never does.
         sampler.set_epoch(found)
     if over:
         return None
@@ -94,26 +86,17 @@ def restore_dataloader(
 
 @dataclass(frozen=True)
 class RestoredEpoch:
-    """The rest of an epoch that a restored loader still has to give.
+    """The rest of an epoch that a restored loader still has to yield."""
 
-    Attributes:
-        loader: whose iterator is built already.
-        sampler: the loader's.
-        note: of its order; None when nobody writes one.
-        epoch: what the sampler was told when that was built.
-        run_epoch: the epoch of the run's next step.
-        known: whether that is what was saved; else it is that of the run.
-    """
-
-    loader: Stateful
+    loader: Stateful  # its iterator is built already
     sampler: EpochSampler
     note: OrderNote | None
-    epoch: int
-    run_epoch: int
-    known: bool
+    epoch: int  # epoch of the sampler when the iterator was built
+    run_epoch: int  # epoch of the run's next step
+    known: bool  # whether ``epoch`` was saved. Otherwise it is the epoch of the run
 
     def check(self, step: StepInfo) -> None:
-        """See, after the first step that was trained, that the script takes the rest for what it is.
+        """Check after the first trained step that the script uses the epoch that is being read.
 
         Raises:
             ConfigError: the sampler is at another epoch.
@@ -136,7 +119,7 @@ class RestoredEpoch:
 
 
 def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
-    """The state of the generator to draw the order from; None when the order is drawn from none."""
+    """State of the generator from which to draw the order. None if the order is not drawn from one."""
     here = None if note is None else note.next_order().generator
     if here is None and order.generator is not None:
         raise CheckpointMismatchError(
@@ -156,7 +139,7 @@ def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) 
 
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     loader.load_state_dict(state_dict)
-    said = loader.state_dict()  # has torchdata's build its iterator
+    said = loader.state_dict()  # makes torchdata's loader build its iterator
     given = batches_given(state_dict)
     if given is None and not same_state(said, state_dict):
         raise CheckpointMismatchError(
@@ -177,16 +160,18 @@ def _end_if_over(
     rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
-    """Take the end of an epoch that is over, as the loop that trained it did, so that the next loop is the next epoch;
-    whether it is over."""
+    """If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
+
+    Returns whether the epoch is over.
+    """
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):
-        if note is not None:  # its loop has drawn more than was skipped: what comes after the last sample
+        if note is not None:  # the finished loop also drew numbers after the last sample
             rewind_order()
             deque(note.sampler, maxlen=0)
         return True
-    if isinstance(loader.dataset, IterableDataset):  # how long it is only its end tells
+    if isinstance(loader.dataset, IterableDataset):  # its length is unknown before its end
         over = last_step.epoch_step == last_step.steps_per_epoch - 1
     else:
         over = _is_over(loader, state_dict)
@@ -205,10 +190,10 @@ def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether two states have equal values, of the same types. NaN equals NaN."""
+    """Whether two states have equal values of the same types. NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))  # (NaN equals NaN)
+        return same_kind and torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -1,4 +1,4 @@
-"""The dataloader's state in a generation: that of every process that calls the handler, or one for all of them."""
+"""The dataloader's state in a generation, one for each process that calls the handler or one for all of them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ DATA_STATE = "data.pt"
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
-    """What `DATA_STATE` holds: the state of every process that calls the handler, packed one by one, or of the first
-    only when any number of them can resume it, and their epochs' orders. Collective over the callers.
+    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every calling process.
+
+    Only the first process is captured if any number of processes can resume its state. Collective over the callers.
 
     Raises:
-        ConfigError: a state could not be read back, only some of the processes have a dataloader, or one's order could
-            not be made again; see `epoch_order`.
+        ConfigError: a state could not be read back, only some processes have a dataloader, or the order of a loader
+            could not be made again (see `epoch_order`).
     """
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
     captured = [each for each in found if each is not None]
@@ -47,11 +48,11 @@ def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
 def restore_data(
     generation: Path, dataloader: Stateful | None, caller: int, n_callers: int, last_step: StepInfo
 ) -> RestoredEpoch | None:
-    """Put the dataloader of the ``caller``-th of ``n_callers`` processes back; what is left of its epoch.
+    """Restore the dataloader of the ``caller``-th of ``n_callers`` processes. Returns the rest of its epoch.
 
     Raises:
-        CheckpointMismatchError: there is a state and no dataloader or the reverse, the state is of another number of
-            processes and cannot be shared, or the loader did not take it; see `restore_dataloader`.
+        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number of processes saved
+            the state and it cannot be shared, or the loader did not take it (see `restore_dataloader`).
         CheckpointCorruptError: the file cannot be read.
     """
     path = generation / DATA_STATE
@@ -74,7 +75,7 @@ def restore_data(
 
 
 def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
-    """States, orders (unknown in a file of an older version), and whether any number of processes may take them."""
+    """States, orders (unknown in files of older versions), and whether any number of processes may use them."""
     match read_plain(path):
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
             unknown = [None] * len(states)

@@ -1,7 +1,8 @@
-"""Generations on a local folder: stage, commit, list, verify, quarantine, delete by retention.
+"""Generations in a local folder: stage, commit, list, verify, quarantine, delete by retention.
 
-A generation's name appears when it is complete, and no folder is ever written over. All of it runs in one process,
-the leader: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local folders.
+A generation becomes visible only when it is complete, and no folder is ever overwritten. All of this runs in one
+process, the leader: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local
+folders.
 """
 
 import contextlib
@@ -31,20 +32,15 @@ from ...utils.files import (
     write_durably,
 )
 from ...utils.logging import get_logger
-from ...utils.manifest import (
-    FileEntry,
-    check_listing,
-    read_manifest,
-    verify_file,
-    verify_folder,
-    write_manifest,
-)
+from ...utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
 from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .retention import RetentionRules, steps_to_keep
 
 logger = get_logger(__name__)
 
+LOCK_NAME = "recover.lock"
+"""Name of a run's lock file, next to the folder of generations. See `RecoverConfig.lock_path`."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _GENERATION = re.compile(r"global_step_(\d+)")
 _PIN = re.compile(r"\.pinned-global_step_(\d+)")
@@ -58,11 +54,16 @@ class Generation:
     path: Path
 
 
+def stored_bytes(path: Path) -> int:
+    """Bytes of all files of a generation, according to its manifest."""
+    return sum(entry["bytes"] for entry in read_manifest(path)["files"].values())
+
+
 class GenerationStore:
     """The generations of one run.
 
     Args:
-        root: the ``recover`` folder; made by the first snapshot.
+        root: the ``recover`` folder. The first snapshot creates it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -70,11 +71,11 @@ class GenerationStore:
 
     @property
     def tracker(self) -> Path:
-        """The file that names the newest generation for people and tools; a hint, never trusted to choose by."""
+        """File with the newest step, for people and other tools. Holdfast never chooses by it."""
         return self.root / TRACKER_NAME
 
     def generations(self) -> list[Generation]:
-        """Everything that was committed and not quarantined, newest first. Nothing is verified."""
+        """All committed generations that are not quarantined, newest first. Nothing is verified."""
         if not self.root.is_dir():
             return []
         matches = [(path, _GENERATION.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
@@ -82,46 +83,46 @@ class GenerationStore:
         return sorted(found, key=lambda generation: generation.step, reverse=True)
 
     def pins(self) -> set[int]:
-        """The steps that a person has pinned: no rule deletes their generations."""
+        """Steps that a person has pinned. No rule deletes their generations."""
         names = os.listdir(self.root) if self.root.is_dir() else []
         return {int(match[1]) for match in map(_PIN.fullmatch, names) if match}
 
     def pin(self, step: int) -> None:
-        """Have the generation of ``step`` stay whatever the rules say; it need not be there yet.
+        """Keep the generation of ``step`` regardless of the rules. It need not exist yet.
 
-        The mark lies beside it: a generation is never changed after its commit.
+        The mark is a file next to the generation, because a generation never changes after its commit.
         """
         if step not in self.pins():
             write_durably(self._pin_of(step), b"")
             fsync_dir(self.root)
 
     def unpin(self, step: int) -> None:
-        """Leave the generation of ``step`` to the rules again."""
+        """Apply the rules to the generation of ``step`` again."""
         self._pin_of(step).unlink(missing_ok=True)
         fsync_dir(self.root)
 
     def quarantined(self) -> list[Path]:
-        """Folders of generations that were refused; a person looks at them."""
+        """Folders of rejected generations, kept for inspection."""
         return sorted(self.root.glob(".rejected-*"))
 
     def sweep(self) -> None:
-        """Remove what a killed writer left: staging folders, half-removed generations, a tracker that never was.
+        """Remove staging folders, half-removed generations and unfinished tracker files of killed writers.
 
-        What cannot be removed is logged and left: it costs space, not the run.
+        If something cannot be removed, that is only logged, because it costs space but does not harm the run.
         """
         if self.root.is_dir():
-            fsync_dir(self.root)  # what an earlier process has named counts only once it is on the disk
+            fsync_dir(self.root)  # renames of an earlier process may not be on the disk yet
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
                 remove_or_log(leftover)
 
     def open_staging(self, step: int) -> Path:
-        """A new hidden folder to write the generation of ``step`` into.
+        """Create a hidden folder in which the generation of ``step`` is written.
 
         Raises:
             CheckpointExistsError: the generation exists.
-            CheckpointWriteError: the folder cannot be made.
+            CheckpointWriteError: the folder cannot be created.
         """
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
@@ -132,35 +133,36 @@ class GenerationStore:
         return staging
 
     def staged_bytes(self, step: int) -> int:
-        """Bytes in the staging folders of ``step``, which ranks are writing to; 0 when there is none."""
+        """Bytes in the staging folders of ``step``, which ranks are writing to."""
         n_bytes = 0
         for staging in self.root.glob(f".staging-{step}-*"):
-            with contextlib.suppress(OSError):  # it was renamed or removed meanwhile, as a rule
+            with contextlib.suppress(OSError):  # usually renamed or removed meanwhile
                 n_bytes += sum(status.st_size for _, status in walk_leaves(staging))
         return n_bytes
 
     def newest_bytes(self) -> int:
-        """Size of the newest generation's files, by its manifest: what the next one will need. 0 when there is none."""
+        """Size of the newest generation, as an estimate for the next one. 0 if there is none."""
         for generation in self.generations():
             with contextlib.suppress(CheckpointError, OSError):
-                return sum(entry["bytes"] for entry in read_manifest(generation.path)["files"].values())
+                return stored_bytes(generation.path)
         return 0
 
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 
-        Names and sizes on disk are compared with the manifest before the rename: a generation that would be refused
-        at the next start must not become visible. The tracker is a hint, so that failing to write it fails nothing.
+        Names and sizes on disk are compared with the manifest before the rename, so that no generation becomes visible
+        that the next start would refuse. A tracker that cannot be written is no error, because it is only a hint.
 
         Args:
-            staging: from `open_staging`; every file in it has been fsynced by its writer.
-            step: the last step that is in it.
-            entries: every file, as its writer described it.
-            facts: what else the manifest says.
+            staging: folder from `open_staging`. Each writer has fsynced its files.
+            step: last step that is in the generation.
+            entries: all files, as described by their writers.
+            facts: other contents of the manifest.
 
         Raises:
-            CheckpointWriteError: the file system refused, or a rank's file is not there. Nothing is visible, unless it
-                was the fsync after the rename: then a complete generation is, which a power cut might take away.
+            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
+                the fsync after the rename failed: then a complete generation is visible, which a power cut may take
+                away.
         """
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
@@ -171,11 +173,7 @@ class GenerationStore:
         return self.adopt(staging, step)
 
     def adopt(self, staging: Path, step: int) -> Generation:
-        """Make a staged folder visible that has its manifest already, as a copy of a generation has.
-
-        Raises:
-            CheckpointWriteError: as `commit`.
-        """
+        """Make a staged folder with a manifest visible, for example a fetched copy. Raises as `commit`."""
         final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
@@ -186,16 +184,18 @@ class GenerationStore:
         return Generation(step, final)
 
     def discard(self, staging: Path) -> None:
-        """Remove a staging folder whose writers failed."""
+        """Remove a staging folder after a failed write."""
         shutil.rmtree(staging, ignore_errors=True)
 
     def newest_valid(
         self, check: Callable[[Path], RecoverInfo] | None = None, *, quarantine: bool = True
     ) -> tuple[Generation, RecoverInfo] | None:
-        """The newest generation that passes ``check`` (None: `verify`); damaged ones are quarantined, or logged only.
+        """Find the newest generation that passes ``check``. None stands for `verify`.
+
+        Damaged generations are quarantined, or only logged if ``quarantine`` is False.
 
         Returns:
-            None when nothing usable is left; `quarantined` tells whether there ever was something.
+            None if no usable generation is left. `quarantined` tells whether there ever was one.
         """
         check = check or self.verify
         for generation in self.generations():
@@ -209,7 +209,7 @@ class GenerationStore:
         return None
 
     def verify(self, path: Path) -> RecoverInfo:
-        """`inspect` a generation, and compare every byte with its manifest."""
+        """Check a generation as `inspect` does, and compare every byte with its manifest."""
         info = self.inspect(path)
         verify_folder(path)
         return info
@@ -219,13 +219,13 @@ class GenerationStore:
 
         Raises:
             CheckpointNotFoundError: there is no such folder.
-            CheckpointCorruptError: naming the first thing that is wrong.
-            CheckpointMismatchError: another version of Holdfast wrote it.
+            CheckpointCorruptError: something is wrong. The message names the first problem.
+            CheckpointMismatchError: another version of Holdfast wrote the generation.
         """
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no generation at {path}")
         files = check_listing(path)["files"]
-        if INFO_NAME in files:  # its words are judged before the other bytes are compared
+        if INFO_NAME in files:  # check its bytes before they are parsed
             verify_file(path, INFO_NAME, files[INFO_NAME])
         info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
         if named and int(named[1]) != info.last_step_info.global_step:
@@ -233,7 +233,7 @@ class GenerationStore:
         return info
 
     def quarantine(self, generation: Generation, reason: str) -> Path:
-        """Rename a generation so that nothing resumes from it; it stays for a person to look at."""
+        """Rename a generation so that nothing resumes from it. It stays for inspection."""
         words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip("-")[:80]
         target = self.root / f".rejected-{generation.path.name}-{words}"
         if target.exists():
@@ -244,10 +244,10 @@ class GenerationStore:
         return target
 
     def delete_by_retention(self, rules: RetentionRules, copied: Collection[int] = ()) -> None:
-        """Remove the generations that no rule wants, oldest first; what is there now decides, not what was.
+        """Remove the generations that no rule keeps, oldest first, judged by the current contents of the folder.
 
-        The newest usable one always stays, and so do pinned ones and the steps ``copied``, whose files somebody reads.
-        One that cannot be removed is logged and left: it costs space, not the run.
+        The newest usable generation always stays, and so do pinned ones and the steps ``copied``, whose files are being
+        read. If one cannot be removed, that is only logged, because it costs space but does not harm the run.
         """
         try:
             generations = {generation.step: generation for generation in self.generations()}
@@ -278,5 +278,5 @@ class GenerationStore:
         return self.root / f".pinned-{self.path_of(step).name}"
 
     def path_of(self, step: int) -> Path:
-        """Where the generation of ``step`` is, or would be."""
+        """Path of the generation of ``step``, which need not exist."""
         return self.root / f"global_step_{step}"

@@ -1,9 +1,9 @@
-"""`Journal`: what happened to a run, for people: one JSON object a line, appended by the leader, never read by it.
+"""`Journal`: what happened to a run, as one JSON object per line. The leader appends, and a run never reads it.
 
     <trial>/journal.jsonl    {"event": "step", "time": 1790000000.1, "step": 12} ...
 
-Nothing that a run does depends on it: a line that cannot be written is one warning, not an error, and nothing is
-fsynced. A kill loses no line, a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
+No run depends on the journal: a line that cannot be written is a warning, and nothing is fsynced. A kill loses no line,
+a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
 """
 
 import atexit
@@ -28,10 +28,10 @@ JOURNAL_NAME = "journal.jsonl"
 
 
 class Journal:
-    """The journal of one run; says nothing before `open`.
+    """The journal of one run. Events before `open` are dropped.
 
     Args:
-        trial_root: the run's folder.
+        trial_root: folder of the run.
     """
 
     def __init__(self, trial_root: Path) -> None:
@@ -42,18 +42,18 @@ class Journal:
         self._started_by: int | None = None
 
     def open(self) -> None:
-        """Begin to append; a second call does nothing."""
+        """Begin to append. A second call does nothing."""
         if self._fd is not None:
             return
         try:
             self._fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # by a power cut
+            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # a power cut has cut the last line
         except OSError as error:
             self._warn(error)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Append an event. One that cannot be written is lost; the next may find room again."""
+        """Append an event. If it cannot be written, it is lost. Later events are still tried."""
         if self._fd is None:
             return
         try:
@@ -65,35 +65,35 @@ class Journal:
             self._failing = False
 
     def begin(self) -> None:
-        """Append that an attempt begins: that its workers start, or that it loads. It may never come to `start`."""
+        """Append that an attempt begins to start its workers or to load. It may end before it reaches `start`."""
         self.note("attempt", host=socket.gethostname(), pid=os.getpid())
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """`begin` and `telling`."""
+        """Call `begin`, and run the block in `telling`."""
         self.begin()
         with self.telling():
             yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Append the error that the block ends with, if any: of what `close` does not see."""
+        """Append the error that the block raises, for blocks whose errors `close` does not see."""
         try:
             yield
         except Preempted:
-            raise  # noted as a stop
+            raise  # recorded as a stop
         except BaseException as error:
             self.note("failed", error=_described(error))
             raise
 
     def start(self, **facts: Any) -> None:
-        """Append that an attempt has loaded and trains, whose end `close` appends, or else the end of the process."""
+        """Append that an attempt has loaded and trains. `close`, or the exit of the process, appends its end."""
         self.note("start", **facts)
         self._started_by = os.getpid()
         atexit.register(self._end_of_process)
 
     def close(self) -> None:
-        """Append the end of the attempt, with the error that ends it if this is called while one is handled."""
+        """Append the end of the attempt. Called during the handling of an exception, it appends that error too."""
         self._end("closed", sys.exc_info()[1])
 
     def _end(self, how: str, error: BaseException | None) -> None:
@@ -105,12 +105,10 @@ class Journal:
         atexit.unregister(self._end_of_process)
 
     def _end_of_process(self) -> None:
-        """Nobody has closed the handler; a child of this process ends no attempt."""
         if os.getpid() == self._started_by:
             self._end("exited", getattr(sys, "last_value", None))
 
     def _warn(self, error: OSError) -> None:
-        """Once for as long as it lasts."""
         if not self._failing:
             logger.warning("cannot write %s: %s", self.path, error)
         self._failing = True
@@ -119,7 +117,7 @@ class Journal:
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:1000]
-    except Exception:  # of a user's class, whose text is its own code
+    except Exception:  # the class of a user may fail in __str__
         return type(error).__name__
 
 
@@ -131,16 +129,16 @@ def read_journal(
     last_bytes: int | None = None,
     since: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of some kinds, oldest first; none where there is no journal (a run of an older version).
+    """Yield the events of some kinds, oldest first. Yields nothing if there is no journal (a run of an older version).
 
-    An event that lacks a fact, or has one of another type than `Journal` writes, is left out with a warning.
+    An event that lacks a fact, or has a fact of an unexpected type, is left out with a warning.
 
     Args:
-        trial_root: the run's folder.
-        events: the kinds.
-        ends_of: of events of this kind in a row, yield the first and the last.
-        last_bytes: look only at so many bytes at the end of the journal; None: at all of them.
-        since: where in the journal to begin.
+        trial_root: folder of the run.
+        events: kinds of events.
+        ends_of: of consecutive events of this kind, yield only the first and the last.
+        last_bytes: read only this many bytes at the end of the journal. None reads all.
+        since: byte offset at which to begin.
     """
     path, row = trial_root / JOURNAL_NAME, None if ends_of is None else _begins([ends_of])
     try:
@@ -156,12 +154,12 @@ def read_journal(
 
 
 def last_start(trial_root: Path) -> tuple[int, dict[str, Any]] | None:
-    """Offset in the journal, and event, of the last attempt that has loaded; None if none has."""
+    """Byte offset and event of the last attempt that has loaded. None if there is none."""
     try:
         for at in find_back(trial_root / JOURNAL_NAME, b'{"event": "start"'):
             if (event := next(read_journal(trial_root, ["start"], since=at), None)) is not None:
                 return at, event
-    except OSError:  # `read_journal` has told, or there is none
+    except OSError:  # `read_journal` has logged it, or there is no journal
         pass
     return None
 
@@ -171,7 +169,7 @@ def _begins(events: Collection[str]) -> re.Pattern[bytes]:
 
 
 _MOST = 1e11
-"""No time or count of a run is larger. As seconds of the epoch it is a year that calendars still know."""
+"""Upper limit for times and counts. As seconds since the epoch it is a year that calendars can still represent."""
 _NUMBER, _COUNT, _TEXT = (int, float), (int,), (str,)
 _FACTS: dict[str, tuple[type, ...]] = {
     **{"time": _NUMBER, "load_s": _NUMBER, "process_started": _NUMBER, "blocked_s": _NUMBER},
@@ -179,7 +177,7 @@ _FACTS: dict[str, tuple[type, ...]] = {
     **{"host": _TEXT, "error": _TEXT, "reason": _TEXT, "how": _TEXT, "mirror": _TEXT, "keep": (dict,)},
 }
 _NEEDED = {"step": ("step",), "save": ("blocked_s", "failed_in_a_row")}
-"""Which facts the events of a kind always have, besides their time."""
+"""Facts that events of a kind always have, besides the time."""
 
 
 def _wrong_fact(event: dict[str, Any]) -> str | None:

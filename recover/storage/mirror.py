@@ -1,17 +1,16 @@
-"""Copies of committed generations at any fsspec URL: what is left when the disk, or the cluster, of a run is gone.
+"""Copies of committed generations at any fsspec URL, for the case that the disk or cluster of a run is lost.
 
-    <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` put there last
-    <url>/.copying-global_step_120            of a copy that is under way: the manifest of the generation it is of
-    <url>/.damaged-global_step_120            the manifest of a copy with a file that was read wrong twice, and alike
+    <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` uploaded last
+    <url>/.copying-global_step_120            an unfinished copy: the manifest of its generation
+    <url>/.damaged-global_step_120            a copy with the same wrong bytes in two reads of a file: its manifest
 
-A generation counts as soon as its manifest is there, and is verified byte by byte against it when it is fetched. What
-a killed copy leaves is completed by the next copy of the same generation, and removed by that of any other. A copy that
-was found damaged is taken again only where there is nothing else.
+A copy is complete when its manifest is there, and a fetch verifies every byte against it. An interrupted copy is
+completed by the next copy of the same generation, and removed by the copy of any other one. A damaged copy is fetched
+again only if there is no other.
 
-Cost: one background thread in the leader. It reads every file twice, for the digest and for the upload
-(the second time from the page cache), and takes the memory that the backend takes for an upload (s3fs:
-``max_concurrency`` parts of 50 MB). A URL has one writer at a time: the lock of the run's folder sees to that, as long
-as runs with different folders are given different URLs.
+Cost: one background thread in the leader. It reads every file twice, for the digest and for the upload (from the page
+cache), and needs the backend's upload memory (s3fs: ``max_concurrency`` parts of 50 MB). Each URL must have only one
+writer. The lock of the run's folder ensures that, as long as each run folder has its own URL.
 """
 
 import re
@@ -37,20 +36,26 @@ _NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9
 
 
 class Mirror:
-    """The copies of one run's generations.
+    """The copies of one run's generations. All methods that ask the mirror raise `MirrorError` if it does not answer.
+
+    Example:
+
+        mirror = Mirror("s3://bucket/experiment/trial", keep=2)
+        mirror.submit(generation)  # returns at once
+        mirror.wait(timeout_s=600)
 
     Args:
-        url: the run's folder at the mirror, ``s3://bucket/experiment/trial``.
-        keep: how many of the newest generations stay there; None keeps all.
-        setting: where the URL was given, for the error that it cannot be used.
-        chunk_bytes: what a fetch reads at once; it holds eight of them.
-        attempts: how often each remote operation is tried.
-        first_wait_s: how long before it is tried again, at first; doubles each time, up to a minute.
-        delete_old: whether a copy that is complete has those that ``keep`` does not want, and what killed and damaged
-            ones left, removed; only the run whose mirror it is should.
+        url: URL of the run, ``s3://bucket/experiment/trial``.
+        keep: number of newest generations to keep there. None keeps all.
+        setting: origin of the URL, for the error message if it cannot be used.
+        chunk_bytes: size of one read of a fetch, which holds eight of them.
+        attempts: number of tries of each remote operation.
+        first_wait_s: wait before the second try. It doubles each time, up to a minute.
+        delete_old: after a complete copy, delete those beyond ``keep`` and the remains of interrupted and damaged ones.
+            Only the run that owns the mirror should do that.
 
     Attributes:
-        last_error: why the last copy failed; None when it did not.
+        last_error: error of the last copy. None if it succeeded.
 
     Raises:
         ConfigError: the URL cannot be used, or a package for it is not installed.
@@ -77,27 +82,22 @@ class Mirror:
             attempts=attempts,
             first_wait_s=first_wait_s,
         )
-        self._complete: set[int] = set()
-        """Steps whose manifests this object has seen there, so that a copy need not read those of all others."""
+        self._complete: set[int] = set()  # steps whose manifests were seen there, so that they are read only once
         self._changed = threading.Condition()
         self._copying: Generation | None = None
         self._waiting: Generation | None = None
 
     @property
     def url(self) -> str:
-        """Where the copies are, without the secrets that were in the URL."""
+        """URL of the copies, without secrets."""
         return self._remote.url
 
     def steps(self, *, damaged: bool = False) -> list[int]:
-        """The steps of the complete generations there that were not found damaged, or of those that were, newest first.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Steps of the complete and sound copies, newest first, or of the damaged ones."""
         return self._steps_of(self._remote.names(), damaged=damaged)
 
     def _steps_of(self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()) -> list[int]:
-        """`steps` of a folder with these names. The manifests of the steps ``known`` are there, and are not read."""
+        """Like `steps`, for a folder with these names. The manifests of the steps ``known`` exist and are not read."""
         found = []
         for step in _steps_in(names):
             marked = _damaged(step) in names
@@ -109,24 +109,16 @@ class Mirror:
         return found
 
     def traces(self) -> list[int]:
-        """The steps of which there is anything, complete or not, newest first.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Steps of complete and incomplete copies, newest first."""
         return _steps_in(self._remote.names())
 
     def has_other(self, generation: Generation) -> bool:
-        """Whether there is a complete copy of this step that is of another generation, which `submit` would replace.
-
-        Raises:
-            MirrorError: the mirror does not answer.
-        """
+        """Whether the mirror has a complete copy of another generation of this step, which `submit` would replace."""
         found = self._remote.read(_manifest(generation.step))
         return found is not None and found != (generation.path / MANIFEST_NAME).read_bytes()
 
     def submit(self, generation: Generation) -> None:
-        """Copy a committed generation in the background; it replaces one that still waits for its turn."""
+        """Copy a committed generation in the background. It replaces a generation that still waits for its turn."""
         with self._changed:
             if self._copying is None:
                 self._start(generation)
@@ -136,16 +128,12 @@ class Mirror:
             self._waiting = generation
 
     def pinned(self) -> set[int]:
-        """Steps that are being copied, or wait for it: their local folders must stay."""
+        """Steps that are being copied or wait for it. Their local folders must stay."""
         with self._changed:
             return {generation.step for generation in (self._copying, self._waiting) if generation is not None}
 
     def inspect(self, step: int) -> RecoverInfo:
-        """The info of a generation, all of whose files are there in their sizes; no other file is read.
-
-        Raises:
-            CheckpointCorruptError, CheckpointMismatchError, MirrorError: as `fetch`.
-        """
+        """Check that all files of a generation are there with their sizes, and read its info."""
         files, name = self._checked_files(step, self._read_manifest(step)), f"{_folder(step)}/{INFO_NAME}"
         data = self._remote.read(name) if INFO_NAME in files else None
         if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
@@ -156,13 +144,13 @@ class Mirror:
         return info
 
     def fetch(self, step: int, store: GenerationStore) -> Generation:
-        """Bring a generation into the store, verified while it is read; it becomes visible when all of it is sound.
+        """Download a generation into the store and verify it. It becomes visible only when it is complete and sound.
 
         Raises:
-            CheckpointCorruptError: the copy is damaged, incomplete, or was read wrong; an older one may not be. It is
-                marked as damaged where a file had the same wrong bytes in two reads.
-            CheckpointMismatchError: the copy has a format newer than this code knows.
-            CheckpointExistsError: the store has this generation.
+            CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older copy may be usable.
+                If two reads of a file gave the same wrong bytes, the copy is marked as damaged.
+            CheckpointMismatchError: the copy has a newer format than this version knows.
+            CheckpointExistsError: the store has this generation already.
             CheckpointWriteError: the local file system refused.
             MirrorError: the mirror does not answer.
         """
@@ -179,17 +167,13 @@ class Mirror:
         return generation
 
     def forget_newer(self, step: int) -> None:
-        """Remove every generation newer than ``step``: the run went back behind them and will make others.
-
-        Raises:
-            MirrorError: the mirror does not answer, or refuses.
-        """
+        """Remove all generations newer than ``step``, because the run went back to ``step`` and will make others."""
         for newer in [found for found in self.traces() if found > step]:
             logger.warning("removing the copy of step %d at %s: the run goes on from step %d", newer, self.url, step)
             self._remove(newer)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False when something still is after ``timeout_s``."""
+        """Wait until no copy is running or waiting. Returns False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._copying is None, timeout_s)
 
@@ -201,16 +185,16 @@ class Mirror:
         self._remote.close()
 
     def _start(self, generation: Generation | None) -> None:
-        self._copying = None  # should no thread start
+        self._copying = None  # in case no thread starts
         if generation is not None:
-            # A daemon: a call that hangs must not keep the process from its exit, and leaves no more than a kill does.
+            # A daemon thread, so that a hanging call cannot keep the process alive. It leaves no more than a kill does.
             threading.Thread(target=self._work, args=(generation,), name="mirror", daemon=True).start()
             self._copying = generation
 
     def _work(self, generation: Generation) -> None:
         try:
             self._copy_or_warn(generation)
-        finally:  # whatever ended it, the next one gets its turn
+        finally:  # also after an error, the next one gets its turn
             with self._changed:
                 following, self._waiting = self._waiting, None
                 self._start(following)
@@ -238,14 +222,14 @@ class Mirror:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
     def _copy(self, generation: Generation) -> int:
-        """Make the mirror hold the generation; how many bytes had to be put."""
+        """Upload the missing files of a generation. Return their bytes."""
         step, remote = generation.step, self._remote
         files = read_manifest(generation.path)["files"]
         manifest = (generation.path / MANIFEST_NAME).read_bytes()
         todo, damaged = self._unfinished(step, files), remote.read(_damaged(step)) == manifest
         if todo or damaged or remote.read(_manifest(step)) != manifest:
-            # Sizes tell which files of a copy that was cut are there, but not of which generation they are: this step
-            # may have been trained, and copied in part, before. The marker tells.
+            # Sizes show which files of an interrupted copy are there, but not from which generation: this step may have
+            # been trained and partly copied before. The marker tells the generation.
             if damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
                 self._remove(step)
                 remote.put_bytes(_marker(step), manifest)
@@ -260,16 +244,15 @@ class Mirror:
         return sum(files[name]["bytes"] for name in todo)
 
     def _unfinished(self, step: int, files: dict[str, Any]) -> list[str]:
-        """The files that are not there in their size."""
+        """Names of the files that are missing or have another size."""
         sizes = self._remote.sizes(_folder(step))
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
     def _delete_old(self, newest: int, pins: set[int]) -> None:
-        """Remove all but the newest complete generations and those pinned, and what copies that nobody will complete
-        have left.
+        """Remove the copies that are neither among the newest nor pinned, and the remains of interrupted copies.
 
-        What is newer than the one just copied stays, and does not count: it was damaged, or out of reach, when the run
-        resumed from an older one, and is no reason to remove a sound copy. The run replaces it in its time.
+        Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
+        resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
         """
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
@@ -280,7 +263,7 @@ class Mirror:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """The manifest first: no half-removed generation looks complete."""
+        """Remove a copy, with its manifest first, so that a half-removed copy never looks complete."""
         self._complete.discard(step)
         self._remote.remove_file(_manifest(step))
         self._remote.remove_folder(_folder(step))
@@ -288,7 +271,7 @@ class Mirror:
         self._remote.remove_file(_damaged(step))
 
     def _mark_damaged(self, step: int, manifest: bytes) -> str:
-        """What was done, in words."""
+        """Mark a copy as damaged. Return a description for the error message."""
         try:
             self._remote.put_bytes(_damaged(step), manifest)
         except MirrorError as error:
@@ -302,16 +285,16 @@ class Mirror:
         return manifest
 
     def _checked_files(self, step: int, manifest: bytes) -> dict[str, dict[str, Any]]:
-        """What a manifest says of its files, which are there in their sizes."""
+        """Entries of the files in a manifest, after a check that all files are there with their sizes."""
         files = parse_manifest(manifest, f"{self.url}/{_manifest(step)}")["files"]
         for name, entry in files.items():
             self._check_size(f"{_folder(step)}/{name}", entry["bytes"])
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        """Every file of a generation into a folder, each verified; how many bytes that was.
+        """Download and verify every file of a generation. Return the number of bytes.
 
-        A wrong digest is one bad read as a rule (a cache, a proxy, memory), so the file is read again.
+        A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
         """
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
@@ -331,7 +314,7 @@ class Mirror:
         return sum(entry["bytes"] for entry in files.values())
 
     def _check_size(self, path: str, expected: Any) -> None:
-        """Of a file of a manifest, which comes from elsewhere and could name any file of this machine."""
+        """Check the size and name of a file. The manifest comes from outside and could name any file here."""
         pure = PurePosixPath("/", path)
         if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
             raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")
@@ -342,7 +325,6 @@ class Mirror:
             raise CheckpointCorruptError(f"{self.url}/{path} has {size} bytes, the manifest says {expected}")
 
     def _download_file(self, path: str, target: Path, size: int) -> str:
-        """The digest of what was read."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with DurableFile(target) as file:
             try:

@@ -1,7 +1,7 @@
-"""Which generations stay: the union of a few rules, from what is on disk now, so that it survives restarts.
+"""Which generations stay: the union of a few rules, applied to the generations that are on disk.
 
-Nothing is remembered between calls, and nothing needs to be: a generation that a rule wants in view of the whole
-history was wanted by the same rule at every moment before, so applying the rules after every commit never removes it.
+No state is needed between calls. If a rule would keep a generation given the whole history, the same rule also kept it
+at every earlier moment. So applying the rules after every commit never removes it too early.
 """
 
 import math
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetentionRules:
-    """A generation stays when any rule wants it."""
+    """A generation stays if any rule keeps it."""
 
     last: int | None
-    """How many of the newest; None: all of them."""
+    """Number of newest generations. None keeps all."""
     every_steps: int | None = None
-    """Those of every so many steps: 100 means steps 99, 199, 299 ..."""
+    """Keep every N-th step. With 100: steps 99, 199, 299 ..."""
     best: int | None = None
-    """How many of the best by ``metric``."""
+    """Number of best generations by ``metric``."""
     metric: str | None = None
-    """A name among a generation's metrics."""
+    """Name of one of a generation's metrics."""
     mode: str = "max"
     """Whether the ``max`` or the ``min`` of ``metric`` is best."""
 
     @classmethod
     def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
-        """The rules of the run's own folder."""
+        """Rules for the run's own folder."""
         return cls(
             last=config.max_ckpt_to_keep,
             every_steps=config.keep_every_steps,
@@ -41,17 +41,17 @@ class RetentionRules:
 
 
 def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> set[int]:
-    """The steps of the generations that stay; the newest of all always does.
+    """Steps of the generations that stay. The newest one always does.
 
     Args:
         generations: step -> metrics of every usable generation.
-        rules: what to keep.
+        rules: the rules.
     """
     return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
 
 
 def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> dict[int, list[str]]:
-    """Step -> which rules want it, in words; none for one that goes with the next commit. See `steps_to_keep`."""
+    """Step -> names of the rules that keep it. Without a rule, the generation is deleted at the next commit."""
     newest_first = sorted(generations, reverse=True)
     wanted = {"newest": newest_first[:1], f"last {rules.last}" if rules.last else "all": newest_first[: rules.last]}
     if rules.every_steps is not None:
@@ -64,7 +64,7 @@ def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: Reten
 
 
 def _best_first(generations: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
-    """Steps by ``metric``, of equals the newer first; those without it, or with NaN, are not in it."""
+    """Steps by ``metric``, newer first if equal. Steps whose metric is missing or NaN are left out."""
     sign = 1 if mode == "max" else -1
     values = {step: metrics.get(metric, math.nan) for step, metrics in generations.items()}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]

@@ -1,4 +1,4 @@
-"""`RunFolder`: everything on disk that belongs to one run, in the leader.
+"""`RunFolder`: all files of one run, in the leader.
 
     <trial>/recover.lock              held from `open` to `close`: one job at a time
     <trial>/journal.jsonl             what happened, for people
@@ -6,7 +6,7 @@
     <trial>/hf/global_step_<N>        Hugging Face exports
     <mirror_url>/...                  copies of generations
 
-Whatever changes the generations or exports that are there does so in `committing`.
+All changes to existing generations or exports happen inside `committing`.
 """
 
 import os
@@ -32,17 +32,17 @@ logger = get_logger(__name__)
 
 
 class RunFolder:
-    """One run's folder and its mirror.
+    """The folder of one run and its mirror.
 
     Args:
-        config: its paths, and its retention, lock and mirror keys.
+        config: paths, retention, lock and mirror settings.
 
     Attributes:
         generations: the snapshots.
-        exports: the Hugging Face exports; the same names, in another folder.
-        mirror: where copies of generations go, once `open` was called; None: nowhere.
-        journal: what happened, for people; written once `open` was called.
-        commit_hangs: whether a commit was under way when the run was ended, and may still succeed.
+        exports: the Hugging Face exports, a store of the same kind in another folder.
+        mirror: copies of generations, after `open`. None without a mirror.
+        journal: events for people, written after `open`.
+        commit_hangs: whether a commit was still running when the run ended, and may still succeed.
     """
 
     def __init__(self, config: RecoverConfig) -> None:
@@ -55,10 +55,10 @@ class RunFolder:
         self._commit_lock, self._ended, self._committed = Lock(), False, False
 
     def open(self) -> None:
-        """Take the lock and connect to the mirror, if there is to be one; a second call does nothing.
+        """Take the lock and connect to the mirror. A second call does nothing.
 
         Raises:
-            FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
+            FolderInUseError: another job still used the folder after ``lock_timeout_s``.
             ConfigError: the mirror's URL cannot be used.
         """
         is_open = self._lock.held
@@ -68,7 +68,7 @@ class RunFolder:
         self.journal.open()
 
     def note_start(self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float) -> None:
-        """Tell that the run begins, or goes on from a generation, which `load` has restored in ``load_s`` seconds."""
+        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s`` seconds."""
         if resumed is not None:
             logger.info("resumed from %s in %.3f s", resumed[0], load_s)
         self.journal.start(
@@ -84,17 +84,17 @@ class RunFolder:
         )
 
     def note_stop(self, step: int, reason: str) -> None:
-        """Tell that the run was asked to stop, and does after this step."""
+        """Record that the run was asked to stop, and will do so after this step."""
         logger.warning("step %d: stopping after a snapshot: %s", step, reason)
         self.journal.note("stop", step=step, reason=reason)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """For a block that changes what is there; one at a time.
+        """Run a block that changes generations or exports, one at a time.
 
         Raises:
-            CheckpointWriteError: `end_commits` was called; the block is not run.
-            FolderInUseError: the lock was lost, and another job has used the folder since; likewise.
+            CheckpointWriteError: `end_commits` was called. The block is not run.
+            FolderInUseError: the lock was lost, and another job has used the folder since. The block is not run.
         """
         with self._commit_lock:
             if self._ended:
@@ -103,8 +103,7 @@ class RunFolder:
             yield
 
     def end_commits(self, timeout_s: float) -> None:
-        """Have nothing committed any more once this has returned, unless a commit hangs for longer than ``timeout_s``
-        (see ``commit_hangs``)."""
+        """Prevent further commits, and wait for the current one. After ``timeout_s``, set ``commit_hangs``."""
         self._ended = True
         if self._commit_lock.acquire(timeout=timeout_s):
             self._commit_lock.release()
@@ -113,11 +112,11 @@ class RunFolder:
             self.commit_hangs = True
 
     def staged_bytes(self, step: int) -> int:
-        """Bytes that ranks have written of ``step`` and that are not committed."""
+        """Uncommitted bytes that ranks have written for ``step``."""
         return self.generations.staged_bytes(step) + self.exports.staged_bytes(step)
 
     def keep(self, generation: Generation) -> None:
-        """After a commit: copy the generation to the mirror, and delete those that no rule wants beside it."""
+        """After a commit, copy the generation to the mirror and delete those that no rule keeps."""
         self._committed = True
         self.copy(generation)
         self.delete_old()
@@ -128,18 +127,20 @@ class RunFolder:
             self.mirror.submit(generation)
 
     def delete_old(self) -> None:
-        """Delete the generations that no retention rule wants and nobody copies."""
+        """Delete the generations that no retention rule keeps and that are not being copied."""
         self.generations.delete_by_retention(self._rules, set() if self.mirror is None else self.mirror.pinned())
 
     def finish_copies(self) -> None:
-        """Wait for copies that are under way, for ``mirror_timeout_s``."""
+        """Wait for unfinished copies, up to ``mirror_timeout_s``."""
         if self.mirror is not None:
             self.mirror.wait(self._config.mirror_timeout_s)
 
     def close(self, *, wait: bool) -> None:
-        """Close the mirror (with ``wait`` after pending copies), delete what these had kept, and release the lock.
+        """Close the mirror, delete the generations that copies had kept, and release the lock.
 
-        `open` may follow. While a commit hangs nothing is done: it may still succeed, so the lock is kept until the
+        With ``wait``, pending copies are finished first.
+
+        `open` may follow. While a commit hangs, nothing is done: it may still succeed, so the lock is kept until the
         process ends.
         """
         if self.commit_hangs:
@@ -149,5 +150,5 @@ class RunFolder:
             ends.callback(self.journal.close)
             if self.mirror is not None:
                 self.mirror.close(self._config.mirror_timeout_s if wait else 0.0)
-                if self._committed:  # a run that could not even load deletes nothing
+                if self._committed:  # a run that failed to load deletes nothing
                     self.delete_old()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.recover.cli.folders import Folder, LocalFolder
-from holdfast.recover.cli.places import Run, read_generation
+from holdfast.recover.cli.runs import Run, read_generation
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.files import file_digest, remove_folder
@@ -110,7 +110,7 @@ class _RetiresStep7(LocalFolder):
 def test_a_command_reads_the_next_generation_if_the_newest_is_removed_meanwhile(
     command: str, run: Path, store: GenerationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.recover.cli.places.LocalFolder", _RetiresStep7)
+    monkeypatch.setattr("holdfast.recover.cli.runs.LocalFolder", _RetiresStep7)
     options = {"verify": [], "export": ["--to", run / "x"], "diff": [f"{run}@5"]}[command]
     found = answer(command, f"{run}@newest", *options)
     assert not store.path_of(7).exists()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from holdfast.recover.cli.mirror import _push, open_mirror
+from holdfast.recover.cli.folders import open_mirror
+from holdfast.recover.cli.mirror import _push
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.recover.storage.retention import RetentionRules
 from holdfast.utils.errors import CheckpointNotFoundError

@@ -1,36 +1,39 @@
-"""What RUN and GEN stand for on the command line: generations of a run, here or at its mirror."""
+"""The arguments RUN and GEN: find the run or generation that they name, on this machine or at a mirror."""
 
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...utils.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME
-from ..storage.generations import TRACKER_NAME, GenerationStore
-from .folders import Folder, LocalFolder, RemoteFolder
+from ..storage.generations import LOCK_NAME, TRACKER_NAME, GenerationStore
+from ..storage.journal import last_start
+from .folders import Folder, LocalFolder, UrlFolder, open_mirror
+
+if TYPE_CHECKING:
+    from ..storage.mirror import Mirror
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-LOCK_NAME = "recover.lock"
 _STEP = re.compile(r"global_step_(\d+)")
 _AT = re.compile(r"(.+)@(\d+|newest)", re.DOTALL)
-_OF_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging-")
-"""How the names begin of what a run puts into its folder of generations."""
+_IN_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging-")
+"""Names that a run creates in its folder of generations."""
 
 
 def run_argument(command: F) -> F:
-    """The argument RUN, as ``run``."""
+    """Add the argument RUN as ``run``."""
     return click.argument("run", metavar="RUN")(command)
 
 
 def generation_argument(command: F) -> F:
-    """The argument GEN, as ``generation``."""
+    """Add the argument GEN as ``generation``."""
     return click.argument("generation", metavar="GEN")(command)
 
 
@@ -38,8 +41,8 @@ class Run:
     """The generations of a run.
 
     Attributes:
-        where: the folder, or the URL, as it is shown.
-        store: of a run on this machine; None at a URL.
+        where: folder or URL, as it is printed.
+        store: generations on this machine. None at a URL.
     """
 
     def __init__(self, text: str) -> None:
@@ -47,8 +50,6 @@ class Run:
         self._mirror: Any = None
         self._traces: list[int] = []
         if is_url(text):
-            from .mirror import open_mirror
-
             self._mirror = open_mirror(text)
             self.where = self._mirror.url
         else:
@@ -57,35 +58,40 @@ class Run:
 
     @property
     def trial_root(self) -> Path:
-        """The folder of a run on this machine.
-
-        Raises:
-            ConfigError: it is at a URL.
-        """
+        """Folder of a run on this machine. Raises `ConfigError` at a URL."""
         return self.require_store().root.parent
 
     def require_store(self) -> GenerationStore:
-        """The store of a run on this machine; raises `ConfigError` for one at a URL."""
+        """Generations on this machine. Raises `ConfigError` at a URL."""
         if self.store is None:
             raise ConfigError(f"{self.where} is a copy at a URL; this command needs the run's folder on this machine")
         return self.store
 
     def steps(self) -> list[int]:
-        """The steps of its generations, newest first; at a mirror, of those that are complete."""
+        """Steps of the generations, newest first. At a mirror, incomplete and damaged copies are left out."""
         if self.store is None:
             return self._mirror.steps()
         return [generation.step for generation in self.store.generations()]
 
     def damaged(self) -> list[int]:
-        """At a mirror, the steps whose copies were found damaged."""
+        """Steps whose copies at a mirror were found damaged."""
         return [] if self.store is not None else self._mirror.steps(damaged=True)
 
-    def folder(self, step: int) -> Folder:
-        """The generation of a step.
+    def recorded_mirror(self) -> str | None:
+        """URL of the mirror in the last start of a run on this machine."""
+        start = last_start(self.trial_root)
+        return None if start is None else start[1].get("mirror")
 
-        Raises:
-            CheckpointNotFoundError: there is none.
-        """
+    def open_mirror(self, url: str | None) -> "Mirror":
+        """Open the mirror at ``url``, or the mirror of the run. Raises `ConfigError` if the run has none."""
+        if url is None:
+            url = self.where if self.store is None else self.recorded_mirror()
+        if url is None:
+            raise ConfigError(f"{self.where}: no mirror was set when the run was last started; name one with --url")
+        return open_mirror(url)
+
+    def folder(self, step: int) -> Folder:
+        """The generation of a step. Raises `CheckpointNotFoundError` if there is none."""
         if self.store is None:
             self._traces = self._traces or self._mirror.traces()
             here = step in self._traces
@@ -95,15 +101,11 @@ class Run:
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
         if self.store is None:
-            return RemoteFolder(f"{self._mirror.url}/global_step_{step}")
+            return UrlFolder(f"{self._mirror.url}/global_step_{step}")
         return LocalFolder(self.store.path_of(step))
 
     def newest(self) -> Folder:
-        """The newest generation.
-
-        Raises:
-            CheckpointNotFoundError: there is none.
-        """
+        """The newest generation. Raises `CheckpointNotFoundError` if there is none."""
         while steps := self.steps() or self.steps():  # a run may replace its only one while the folder is listed
             try:
                 return self.folder(steps[0])
@@ -114,19 +116,19 @@ class Run:
 
 
 def find_generation(text: str) -> Folder:
-    """The generation that GEN names; the newest one where it names a run.
+    """Find the generation that GEN names. For a run, take its newest.
 
     Raises:
-        CheckpointNotFoundError: there is no such thing.
+        CheckpointNotFoundError: there is no such generation.
     """
     if named := _at_step(text):
         run = Run(named[1])
         return run.newest() if named[2] == "newest" else run.folder(int(named[2]))
-    if not is_generation(text):
+    if not _is_generation(text):
         return Run(text).newest()
     if not is_url(text):
         return LocalFolder(local_path(text))
-    folder = RemoteFolder(text.rstrip("/"))
+    folder = UrlFolder(text.rstrip("/"))
     if not folder.sizes():
         raise CheckpointNotFoundError(f"there is nothing at {folder.where}")
     return folder
@@ -136,7 +138,7 @@ def read_generation(text: str, read: Callable[[Folder], T]) -> T:
     """Call ``read`` with the generation that GEN names. If a run deletes it meanwhile, look GEN up again.
 
     Raises:
-        CheckpointNotFoundError: there is no such thing, or not any more.
+        CheckpointNotFoundError: there is no such generation, or it is gone.
         HoldfastError, OSError: raised by ``read``, and the generation is still there.
     """
     while True:
@@ -149,17 +151,16 @@ def read_generation(text: str, read: Callable[[Folder], T]) -> T:
 
 
 def names_generation(text: str) -> bool:
-    """Whether an argument names one generation, or another folder of a checkpoint, rather than a run."""
-    return _at_step(text) is not None or is_generation(text)
+    """Whether an argument names one generation, or another checkpoint folder, rather than a run."""
+    return _at_step(text) is not None or _is_generation(text)
 
 
 def _at_step(text: str) -> re.Match[str] | None:
-    """The parts of RUN@STEP; None where that is the name of a folder."""
+    """The parts of RUN@STEP, unless a folder has that name."""
     return _AT.fullmatch(text) if is_url(text) or not local_path(text).exists() else None
 
 
-def is_generation(text: str) -> bool:
-    """Whether a path or URL is one folder of a checkpoint, rather than a run."""
+def _is_generation(text: str) -> bool:
     if is_url(text):
         return _STEP.fullmatch(text.rstrip("/").rpartition("/")[2]) is not None
     path = local_path(text)
@@ -167,11 +168,11 @@ def is_generation(text: str) -> bool:
 
 
 def find_step(text: str) -> tuple[GenerationStore, int]:
-    """The store and the step of a generation on this machine, which must be named, to change something about it.
+    """Store and step of a generation on this machine that a command will change. GEN must name the generation itself.
 
     Raises:
-        ConfigError: GEN names a run, is at a URL, or is a folder that Holdfast did not write as a generation.
-        CheckpointNotFoundError: there is no such thing.
+        ConfigError: GEN names a run, is a URL, or is a folder that Holdfast did not write as a generation.
+        CheckpointNotFoundError: there is no such generation.
     """
     if is_url(text):
         raise ConfigError(f"{text} is at a URL; this command changes runs on this machine only")
@@ -180,7 +181,7 @@ def find_step(text: str) -> tuple[GenerationStore, int]:
     folder = find_generation(text)
     if folder.path is None or (match := _STEP.fullmatch(folder.name)) is None:
         raise ConfigError(f"{folder.where} is no generation of a run on this machine")
-    # Exports and the checkpoints of other trainers have the same names; half of a damaged generation has one of these.
+    # Exports and the checkpoints of other trainers have the same folder names. A damaged generation has one of these.
     if not any((folder.path / name).exists() for name in (MANIFEST_NAME, INFO_NAME)):
         raise ConfigError(
             f"{folder.where} has neither {MANIFEST_NAME} nor {INFO_NAME}: it is no generation of Holdfast"
@@ -189,26 +190,25 @@ def find_step(text: str) -> tuple[GenerationStore, int]:
 
 
 def is_url(text: str) -> bool:
-    """Whether an argument is a URL of something that is not a folder of this machine."""
+    """Whether an argument is a URL that is not a folder on this machine."""
     return "://" in text and not text.startswith("file://")
 
 
 def local_path(text: str) -> Path:
-    """The folder of this machine that an argument names."""
+    """Path of the folder on this machine that an argument names."""
     return Path(text.removeprefix("file://"))
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is the one in which a run, also one that has just begun, keeps its generations."""
+    """Whether a run keeps its generations in this folder. A run that has just started counts."""
     real = Path(os.path.realpath(folder))
     return real.name == "recover" and ((real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists())
 
 
 def _recover_root(path: Path) -> Path:
-    """Where the generations of the run in a folder are."""
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {path}")
-    if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the former: a run that has just begun
+    if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the lock: a run that has just started
         return path / "recover"
     if any(_STEP.fullmatch(child.name) for child in path.iterdir()) or (
         path.name == "recover" and _holds_generations(path)
@@ -224,7 +224,7 @@ def _recover_root(path: Path) -> Path:
 
 
 def _holds_generations(root: Path) -> bool:
-    """Whether a folder is of generations, if only to be, and no other folder of that name, as a package may be."""
+    """Whether a ``recover`` folder belongs to a run. A Python package may have the same name."""
     if not root.is_dir():
         return False
-    return (root.parent / LOCK_NAME).exists() or not (names := os.listdir(root)) or any(map(_OF_A_STORE.match, names))
+    return (root.parent / LOCK_NAME).exists() or not (names := os.listdir(root)) or any(map(_IN_A_STORE.match, names))
