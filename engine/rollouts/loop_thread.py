@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, for code that blocks meanwhile."""
+"""An asyncio loop on a thread, for callers that block."""
 
 import asyncio
 import threading
@@ -11,10 +11,10 @@ _BLOCKED_S = 60.0
 
 
 class LoopThread:
-    """A running loop; its thread does not keep the process from ending.
+    """A running loop on a daemon thread.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,10 +23,10 @@ class LoopThread:
         self._thread.start()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
-        """``fn(*args)`` on the loop's thread; returns when it has.
+        """Run ``fn(*args)`` on the thread of the loop and wait for it.
 
         Raises:
-            RolloutError: something blocks the loop.
+            RolloutError: the loop is blocked.
         """
 
         async def called() -> None:
@@ -41,7 +41,7 @@ class LoopThread:
             ) from error
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what runs and end the thread, which is left behind if that takes longer than ``timeout_s``."""
+        """Cancel all tasks and end the thread. After ``timeout_s`` the thread is abandoned."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stop()))

@@ -1,4 +1,4 @@
-"""`Ticket`: one prompt to sample for one step. Tickets are numbered: a batch depends on no order of arrival."""
+"""`Ticket`: one prompt to sample for one step. Tickets have numbers, so a batch does not depend on arrival order."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class Ticket:
     """One episode that a step waits for.
 
     Attributes:
-        number: tickets are numbered from 0 in the order they are handed out.
-        index: of the sample in the dataset.
-        seed: of all that is sampled for it; see `derive_seed`.
-        step: the step that trains on it.
-        round: 0 in the step's first draw; 1 in place of a rejected ticket of round 0, and so on.
+        number: number in the order of hand-out, from 0.
+        index: index of the prompt in the dataset.
+        seed: seed of the samples, see `derive_seed`.
+        step: step that trains on the ticket.
+        round: 0 for the first draw of the step, 1 for a replacement of a rejected ticket of round 0, and so on.
     """
 
     number: int
@@ -28,5 +28,5 @@ class Ticket:
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed from 0 to 2**31 - 1, which every server accepts, that depends on all ``parts`` and their order."""
+    """Hash ``parts``, in order, to a seed from 0 to 2**31 - 1, which every server accepts."""
     return xxhash.xxh3_64_intdigest(",".join(map(str, parts)).encode()) >> 33
