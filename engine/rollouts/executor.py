@@ -224,7 +224,7 @@ class RolloutExecutor:
             return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ledger. The next `set_version` starts its unfinished tickets, and samples too stale ones again.
+        """Restore a ledger before the first `set_version`, which starts its unfinished tickets and the too stale ones.
 
         Raises:
             CheckpointMismatchError: see `Ledger.load_state_dict`.

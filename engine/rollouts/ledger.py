@@ -30,19 +30,12 @@ class Outcome(StrEnum):
 
 @dataclass
 class Entry:
-    """A ticket and its outcome.
-
-    Attributes:
-        ticket: the ticket.
-        outcome: its outcome.
-        trajectory: trajectory of a finished ticket, else None.
-        started: whether its episode was started in this process.
-    """
+    """A ticket and its outcome."""
 
     ticket: Ticket
     outcome: Outcome = Outcome.OUTSTANDING
-    trajectory: Trajectory | None = None
-    started: bool = False
+    trajectory: Trajectory | None = None  # of a finished ticket
+    started: bool = False  # in this process
 
 
 class Ledger:
@@ -54,11 +47,9 @@ class Ledger:
 
     Attributes:
         version: last version of the weights. None: not set yet.
-        next_number: number of the next ticket.
-        next_step: first step without tickets.
+        next_number, next_step: number of the next ticket, first step without tickets.
         drawn: dataset indices from the loader that have no ticket yet.
-        finished: number of finished tickets in the whole run.
-        rejected: number of rejected tickets in the whole run.
+        finished, rejected: number of tickets with this outcome in the whole run.
     """
 
     def __init__(self, batch_size: int, seed: int) -> None:
@@ -137,11 +128,7 @@ class Ledger:
         self._count()
 
     def require_trained(self, step: int) -> None:
-        """Check that a step with tickets is complete, so that it can have been trained.
-
-        Raises:
-            ConfigError: tickets are missing.
-        """
+        """Raise ConfigError if a step with tickets is incomplete, so that it cannot have been trained."""
         tickets = self.of_step(step)
         if tickets and self.missing(step):
             raise ConfigError(
@@ -170,11 +157,7 @@ class Ledger:
         return {"format": _FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "tickets": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state. A refused state leaves the ledger unchanged.
-
-        Raises:
-            CheckpointMismatchError: the state has another format, batch size or seed.
-        """
+        """Restore a state, or raise CheckpointMismatchError and leave the ledger unchanged."""
         if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
             raise CheckpointMismatchError(
                 f"the state of the rollouts is not one of format {_FORMAT}: it has "

@@ -11,11 +11,7 @@ _BLOCKED_S = 60.0
 
 
 class LoopThread:
-    """A running loop on a daemon thread.
-
-    Args:
-        name: name of the thread.
-    """
+    """A running loop on a daemon thread with this ``name``."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,11 +19,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
-        """Run ``fn(*args)`` on the thread of the loop and wait for it.
-
-        Raises:
-            RolloutError: the loop is blocked.
-        """
+        """Run ``fn(*args)`` on the thread of the loop and wait for it. Raises RolloutError if the loop is blocked."""
 
         async def called() -> None:
             fn(*args)

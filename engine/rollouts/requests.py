@@ -24,14 +24,9 @@ _LOOK_AGAIN_S = 0.1
 
 
 class RequestSender:
-    """Send the requests of all episodes, on one asyncio loop.
+    """Send the requests of all episodes, on one asyncio loop. ``retried`` counts the repeated ones.
 
-    Args:
-        servers: the servers. An episode stays at one server, because that server caches its prefix.
-        config: time limits and number of attempts.
-
-    Attributes:
-        retried: number of repeated requests so far.
+    An episode stays at one server, because that server caches its prefix.
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
@@ -128,21 +123,11 @@ class RequestSender:
 
 
 class TicketEngine:
-    """The `EpisodeEngine` of one ticket.
-
-    Args:
-        ticket: the ticket.
-        oldest: oldest version of the weights that may sample a token.
-        sender: sends the requests.
-
-    Attributes:
-        server: server of this episode.
-        failed: server that failed last.
-    """
+    """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its tokens."""
 
     def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
-        self.server: Any = None
-        self.failed: Any = None
+        self.server: Any = None  # of this episode
+        self.failed: Any = None  # the server that failed last
         self._ticket, self._oldest, self._sender, self._calls = ticket, oldest, sender, 0
 
     def __str__(self) -> str:
@@ -160,11 +145,7 @@ class TicketEngine:
             raise RolloutError(f"no server completed request {request.rid}, the last one said: {error}") from error
 
     def check(self, response: ModelResponse) -> None:
-        """Check the versions in an answer.
-
-        Raises:
-            ServerError: too old or too new weights sampled a token, or a version or log-probability is missing.
-        """
+        """Raise ServerError if too old or too new weights sampled the answer, or an entry is missing."""
         lengths = {len(each) for each in (response.output_tokens, response.output_logprobs, response.output_versions)}
         if len(lengths) > 1:
             raise ServerError(

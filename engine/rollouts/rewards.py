@@ -24,12 +24,7 @@ class Rewards:
 
     A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or ends its process
     twice. A failure is logged as a warning and counted in `stats`. The run ends only if the first 16 calls all fail.
-
-    Args:
-        reward_fn: see `RewardFn`.
-        tokenizer: decodes the texts.
-        pool: pool for the calls. None: a new one.
-        lost_reward: reward for a failed call.
+    Without ``pool``, the calls run in a new one.
     """
 
     def __init__(self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float) -> None:
@@ -56,11 +51,7 @@ class Rewards:
         return reward
 
     def lose(self, error: Exception) -> float:
-        """Count a call that failed with ``error`` and return its reward.
-
-        Raises:
-            RolloutError: see `reward`.
-        """
+        """Count a call that failed with ``error`` and return its reward, or raise as `reward` does."""
         self._counts["lost" if isinstance(error, CallLost) else "raised"] += 1
         if not self._counts["returned"] and sum(self._counts.values()) >= _CALLS_TO_JUDGE_BY:
             raise RolloutError(

@@ -17,8 +17,7 @@ class RLVRWorkflow:
         workflow = RLVRWorkflow(reward_fn, GenerationHyperparameters(n_samples=8, max_new_tokens=1024), tokenizer)
 
     Args:
-        reward_fn: see `RewardFn`.
-        gconfig: sampling parameters.
+        reward_fn, gconfig: see `RewardFn` and `GenerationHyperparameters`.
         tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for ``reward_fn``. None: the
             samples have ``input_ids``.
         pool: pool for rewards. None: a new one with default limits.

@@ -22,10 +22,9 @@ from .trajectory import concat_trajectories
 
 
 class SharedRollouts:
-    """The methods of `RolloutExecutor`, each called by all ranks.
+    """The methods of `RolloutExecutor`, each called by all ranks. ``make`` creates the executor on rank 0.
 
-    Args:
-        make: creates the executor on rank 0.
+    rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving))
     """
 
     def __init__(self, make: Callable[[], RolloutExecutor]) -> None:

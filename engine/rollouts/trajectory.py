@@ -23,21 +23,13 @@ _TRUNCATED = "truncated"
 
 @dataclass
 class TokenSequence:
-    """One growing sequence: a prompt, then completions with answers of tools or users between them.
-
-    Attributes:
-        input_ids: all tokens.
-        loss_mask: 1 for sampled tokens.
-        logprobs: log-probability of each sampled token, 0 for others.
-        versions: version of the weights that sampled each token, -1 for others.
-        truncated: whether the last completion ended at a length limit.
-    """
+    """One growing sequence: a prompt, then completions with answers of tools or users between them."""
 
     input_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    truncated: bool = False
+    loss_mask: list[int] = field(default_factory=list)  # 1 for sampled tokens
+    logprobs: list[float] = field(default_factory=list)  # 0 for tokens that were not sampled
+    versions: list[int] = field(default_factory=list)  # of the weights, -1 for tokens that were not sampled
+    truncated: bool = False  # the last completion ended at a length limit
 
     def extend_given(self, ids: Sequence[int]) -> None:
         """Append tokens that were not sampled, such as a prompt or the answer of a tool."""
@@ -74,11 +66,7 @@ def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) 
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """Check that a trajectory can be trained on.
-
-    Raises:
-        BatchError: it is no dict, or an entry is missing, is no tensor, or has another shape than in `Trajectory`.
-    """
+    """Raise BatchError if a trajectory is no dict, or lacks an entry of `Trajectory` in the right shape."""
     if not isinstance(trajectory, dict):
         raise BatchError(f"the workflow returned a {type(trajectory).__name__}; expected a dict of tensors, or None")
     if missing := {*_PER_TOKEN, "rewards"} - trajectory.keys():
@@ -108,11 +96,8 @@ def rewards_differ(trajectory: Trajectory) -> bool:
 def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
     """Concatenate all sequences, in order, to one batch. Integers and masks become int64.
 
-    If only some trajectories have ``truncated``, the sequences of the others count as complete, because the ledger of
-    an older version lacks this entry.
-
-    Raises:
-        BatchError: other entries are missing from some of the trajectories.
+    Ledgers of older versions lack ``truncated``, so a trajectory without it counts as complete. Raises BatchError if
+    the trajectories differ in other entries.
     """
     if any(_TRUNCATED in each for each in trajectories):
         complete = [torch.zeros(len(each["rewards"]), dtype=torch.bool) for each in trajectories]

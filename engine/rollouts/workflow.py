@@ -44,11 +44,7 @@ class RolloutWorkflow(Protocol):
 
 
 def encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of a prompt: ``messages`` in the chat template, or ``input_ids`` if there is no tokenizer.
-
-    Raises:
-        ConfigError: the sample lacks this entry.
-    """
+    """Token ids of a prompt: ``messages`` in the chat template, or ``input_ids`` if there is no tokenizer."""
     key = "input_ids" if tokenizer is None else "messages"
     if key not in data:
         raise ConfigError(f"the sample has no {key!r}; it has {sorted(data)}")

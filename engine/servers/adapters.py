@@ -26,23 +26,14 @@ _PREFIX = "holdfast-v"
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Requirements of published adapters on the flags of a server.
-
-    Attributes:
-        rank: largest rank.
-        modules: last parts of the names of the adapted layers, sorted.
-    """
+    """Largest rank of published adapters, and sorted last parts of the names of the adapted layers."""
 
     rank: int
     modules: Sequence[str]
 
 
 def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
-    """Read the facts of a published folder of adapters.
-
-    Raises:
-        PublishError: the folder holds no adapters, or is damaged.
-    """
+    """Read the facts of a published folder. Raises PublishError if it holds no adapters, or is damaged."""
     path = Path(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
@@ -68,11 +59,7 @@ def listed_adapters(models: dict[str, Any]) -> list[str]:
 
 
 def refuse_adapters(folder: str | os.PathLike[str]) -> None:
-    """Check that a folder holds all weights of a model.
-
-    Raises:
-        PublishError: the folder holds adapters alone. No server was asked to load it.
-    """
+    """Raise PublishError if a folder holds adapters alone, before a server is asked to load all weights from it."""
     if (Path(folder) / WEIGHTS).exists():
         raise PublishError(f"{folder} holds adapters alone; tell servers of it by update_adapters_from_disk")
 

@@ -165,11 +165,7 @@ class ServerClient(ABC):
 
     @contextmanager
     def _update(self, path: str, version: int) -> Iterator[Calls]:
-        """Open the calls of one update. Updates exclude each other, or one would resume the server while another loads.
-
-        Raises:
-            SlowServerError: the update before has not ended.
-        """
+        """Open the calls of one update. Updates exclude each other, or one would resume what another loads."""
         what, limit_s = f", told to load version {version} from {path}", self._update_limit_s
         if not self._updating.acquire(timeout=limit_s):
             raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {limit_s:g} s")
@@ -226,17 +222,7 @@ class ServerClient(ABC):
         return probe
 
     def _check_content(self, calls: Calls, path: str, probe: WeightsProbe | None, adapter: str | None = None) -> None:
-        """Compare the server's answer to the probe with the trainer's.
-
-        Args:
-            calls: calls of the update.
-            path: published folder.
-            probe: probe in the folder.
-            adapter: adapter that answers. None: the base.
-
-        Raises:
-            WrongContentError: other weights answered. They were withdrawn.
-        """
+        """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe is wrong."""
         if probe is None:
             return
         answer = checked_answer(path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype)
@@ -278,12 +264,7 @@ class ServerClient(ABC):
         return readable(f"{self.name}: {of}", ServerError)
 
     async def _require_fit(self, request: ModelRequest) -> None:
-        """Check a prompt against the limits of the server before it is sent.
-
-        Raises:
-            PromptError: the server cannot complete the prompt.
-            ServerError: the server could not be reached for its limits.
-        """
+        """Raise PromptError if the server cannot complete the prompt, and ServerError if its limits are unknown."""
         try:
             (self._limits or await self._ask_limits()).require(request, self.name)
         except PromptError:  # the limits may stem from a server that ran here before
@@ -303,24 +284,20 @@ class ServerClient(ABC):
     # HTTP calls of one kind of server
 
     @abstractmethod
-    def _status(self, calls: Calls) -> ServerStatus:
-        """Ask for the status of the base."""
+    def _status(self, calls: Calls) -> ServerStatus: ...
 
     @abstractmethod
     def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
         """Raise PublishError if the server was started without room for such adapters."""
 
     @abstractmethod
-    def _loaded_adapters(self, calls: Calls) -> list[str]:
-        """Names of the loaded adapters."""
+    def _loaded_adapters(self, calls: Calls) -> list[str]: ...
 
     @abstractmethod
-    def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
-        """Load an adapter. A refusal raises PublishError and changes nothing."""
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
 
     @abstractmethod
-    def _unload_adapter(self, calls: Calls, name: str) -> None:
-        """Unload an adapter that no request uses."""
+    def _unload_adapter(self, calls: Calls, name: str) -> None: ...
 
     @abstractmethod
     def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:

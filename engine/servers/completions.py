@@ -18,12 +18,7 @@ def response_of(
 ) -> ModelResponse:
     """Check a completion and convert its labels to versions.
 
-    Args:
-        request: the completed request.
-        tokens: sampled token ids.
-        logprobs: log-probability of each token.
-        spans: runs of tokens that the same weights sampled, in order: ``version`` (a label), ``start`` and ``end``.
-        reason: finish reason of the server.
+    ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label), ``start`` and ``end``.
 
     Raises:
         ValueError: the completion is unfinished, the lengths differ, or a label belongs to no published weights.
@@ -49,12 +44,7 @@ def response_of(
 
 
 def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Spans of a completion by an adapter. The spans of the server only name the base under the adapter.
-
-    Args:
-        adapter: adapter in the request.
-        answered_by: adapter in the answer.
-        spans: spans with labels of the base, as for `response_of`.
+    """Put the label of an adapter into the spans of its completion, because a server labels them with the base.
 
     Raises:
         ValueError: another adapter answered, or published weights replaced the base.
@@ -72,13 +62,9 @@ def samples_plainly(gconfig: GenerationHyperparameters) -> bool:
 
 
 def untempered(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
-    """Describe the error if log-probabilities ignore the temperature, else return None.
+    """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at temperature 1.
 
-    At temperature 0.5, differences between tokens are twice as large: ``log p = z / T - logsumexp(z / T)``.
-
-    Args:
-        plain: log-probabilities of the most likely tokens at temperature 1, by token id.
-        tempered: log-probabilities at temperature 0.5.
+    Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.
     """
     common = sorted(plain.keys() & tempered.keys(), key=plain.__getitem__)
     spread = plain[common[-1]] - plain[common[0]] if common else 0.0

@@ -137,10 +137,7 @@ class ServerFleet(Generic[S]):
             raise failure from next(iter(errors), None)
 
     def withdraw(self, version: int) -> None:
-        """Stop loading the folder of ``version`` or of a newer one, because it is about to be replaced.
-
-        Servers that serve it are behind until the next `update`.
-        """
+        """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers are behind then."""
         with self._updating:
             if self._folder is not None and self._folder.version >= version:
                 self._folder = None
@@ -148,11 +145,7 @@ class ServerFleet(Generic[S]):
                     member.want(None)
 
     def require_receivers(self) -> None:
-        """Check that every server can receive weights.
-
-        Raises:
-            ConfigError: a server is no `BroadcastServer`.
-        """
+        """Raise ConfigError if a server is no `BroadcastServer`."""
         for member in self._members:
             if not isinstance(member.server, BroadcastServer):
                 raise ConfigError(
@@ -161,11 +154,7 @@ class ServerFleet(Generic[S]):
                 )
 
     def require_adapter_servers(self) -> None:
-        """Check that every server can load adapters.
-
-        Raises:
-            ConfigError: a server is no `AdapterServer`.
-        """
+        """Raise ConfigError if a server is no `AdapterServer`."""
         for member in self._members:
             if not isinstance(member.server, AdapterServer):
                 raise ConfigError(
@@ -174,8 +163,7 @@ class ServerFleet(Generic[S]):
                 )
 
     def may_check_content(self) -> bool:
-        """Whether a client compares answers with a published probe. True without servers, because the folder may be
-        loaded elsewhere."""
+        """Whether a client checks contents. True without servers, because the folder may be loaded elsewhere."""
         return not self._members or any(getattr(member.server, "checks_content", False) for member in self._members)
 
     def serving(self) -> list[S]:

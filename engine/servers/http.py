@@ -43,17 +43,9 @@ _BUSY_S = 1.0
 
 
 class Calls:
-    """The calls of one operation on a server, within one deadline. Use it as a context manager.
+    """The calls of one operation on a server, together within ``limit_s``. Use it as a context manager.
 
-    Args:
-        url: URL of the server.
-        what: name of the server and of the operation, for errors.
-        limit_s: longest time of all calls together.
-        error: raised for a refusal.
-
-    Attributes:
-        url: URL of the server.
-        seconds: duration of each phase, by its name.
+    Errors name ``what``, and a refusal raises ``error``. ``seconds`` holds the duration of each phase.
     """
 
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
@@ -92,13 +84,10 @@ class Calls:
         """Send one request and return the JSON object of the answer, or an empty one if the answer has no body.
 
         Args:
-            phase: phase whose `seconds` the call adds to.
-            method: HTTP method.
-            path: path of the endpoint.
-            body: JSON to send.
-            params: query parameters.
+            phase: key of ``seconds`` that the call adds to.
+            method, path, body, params: the request.
             key: bearer token.
-            error: raised for a refusal. None: the error of this object.
+            error: raised for a refusal instead of the error of this object.
             advice: remedy that the error of a refusal names.
 
         Raises:
@@ -146,12 +135,7 @@ class Calls:
 
 
 class Connections:
-    """Connections for completions, one pool per event loop.
-
-    Args:
-        url: URL of the server.
-        key: bearer token.
-    """
+    """Connections for completions, with the bearer token ``key`` and one pool per event loop."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url, self._key = url, key

@@ -29,23 +29,14 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A published version for servers to load.
-
-    Attributes:
-        path: folder, as the servers see it.
-        version: version number.
-        label: `weights_label` of the folder.
-        broadcast: whether the weights are sent to the servers, which need not see the folder.
-        adapters: whether the folder holds adapters alone.
-        timeout_s: time limit of one server.
-    """
+    """A published version for servers to load."""
 
     path: str
     version: int
-    label: str
-    broadcast: bool
-    adapters: bool
-    timeout_s: float
+    label: str  # `weights_label`
+    broadcast: bool  # the weights are sent, so the servers need not see the folder
+    adapters: bool  # the folder holds adapters alone
+    timeout_s: float  # of one server
 
     def unchanged(self) -> bool:
         """Whether the folder still has the same contents, by the digest of its manifest."""

@@ -108,17 +108,10 @@ def _at_temperature_one(output: Any, data: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """A server's answer to a probe.
+    """A server's answer to the probe of a published folder, see `checked_answer`."""
 
-    Attributes:
-        dtype: coarsest dtype among the trainer's and the server's.
-        digests: digest of each weight file in the published folder.
-        probe: probe of the folder.
-        logprobs: the server's log-probabilities of all tokens of the prompt but the first.
-    """
-
-    dtype: str
-    digests: Mapping[str, str]
+    dtype: str  # the coarser one of the trainer's and the server's
+    digests: Mapping[str, str]  # of the weight files
     probe: WeightsProbe
     logprobs: Sequence[float]
 
@@ -126,13 +119,13 @@ class CheckedAnswer:
 def checked_answer(
     folder: str | os.PathLike[str], probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
 ) -> CheckedAnswer:
-    """Describe an answer for `content_problem`.
+    """Prepare an answer for `content_problem`.
 
     Args:
         folder: published folder that the server loaded.
         probe: probe of the folder.
         logprobs: the server's log-probabilities of all tokens of the prompt but the first.
-        dtype: dtype that the server computes in. None: the dtype that the folder is stored in.
+        dtype: dtype that the server computes in. None: the stored dtype of the folder.
     """
     manifest = read_manifest(folder)
     digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
@@ -141,12 +134,7 @@ def checked_answer(
 
 
 def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | None:
-    """Describe the sign of wrong weights in an answer, or return None if there is none.
-
-    Args:
-        now: answer after the update.
-        before: last answer of the same server without a problem.
-    """
+    """Describe the problem of an answer, or return None. ``before`` is the server's last answer without a problem."""
     difference = _mean_difference(now.logprobs, now.probe.logprobs)
     if not difference <= _LIMITS[now.dtype]:
         return (
@@ -178,10 +166,7 @@ def _mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
-    """Coarsest dtype of the stored weights. For adapters, the dtype of their base counts too.
-
-    The config of a model folder names it, and the manifest of a folder of adapters. If neither does: float32.
-    """
+    """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base. Else float32."""
     if not holds_adapters(manifest):
         manifest = json.loads((Path(folder) / "config.json").read_bytes())
     named = (manifest.get(key) for key in ("dtype", "base_dtype"))

@@ -18,22 +18,13 @@ _SHOWN_IDS = 8
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Known limits of a server.
-
-    Attributes:
-        vocab_size: size of the vocabulary. None: unknown.
-        max_tokens: most tokens of prompt and completion together. None: unknown.
-    """
+    """Size of the vocabulary, and most tokens of prompt and completion together. None: unknown."""
 
     vocab_size: int | None = None
     max_tokens: int | None = None
 
     def require(self, request: ModelRequest, server: str) -> None:
-        """Check that ``server`` can complete a prompt and sample its stop tokens.
-
-        Raises:
-            PromptError: names the prompt, the problem and the limit.
-        """
+        """Raise PromptError if ``server`` cannot complete the prompt or sample its stop tokens."""
         ids = list(request.input_ids)
         what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) {_shown(ids)}, for {server},"
         if not ids:
@@ -76,11 +67,9 @@ def folder_vocab_size(folder: str | Path) -> int | None:
 
 
 def stated_limits(models: Mapping[str, Any], vocab_size: int | None) -> PromptLimits:
-    """The limits in the answer of vLLM or SGLang to ``GET /v1/models``.
+    """The limits in the answer ``models`` of vLLM or SGLang to ``GET /v1/models``.
 
-    Args:
-        models: the answer. It names the model folder, whose config is read if ``vocab_size`` is None.
-        vocab_size: vocabulary size of the model, if known.
+    The answer names the model folder, whose config is read if ``vocab_size`` is None.
     """
     entries = models.get("data")
     entry: Any = entries[0] if isinstance(entries, list) and entries else None

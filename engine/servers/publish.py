@@ -108,11 +108,7 @@ def open_fleet(
     group: dist.ProcessGroup | None,
     probe_interval_s: float | None = 5.0,
 ) -> ServerFleet:
-    """Return ``servers`` if it is a fleet, else a new fleet of them, which is empty on all ranks but 0.
-
-    Raises:
-        ConfigError: see `ServerFleet`. Only on rank 0.
-    """
+    """Return ``servers`` if it is a fleet. Else make a fleet, which is empty on all ranks but 0."""
     if isinstance(servers, ServerFleet):
         return servers
     return ServerFleet(servers if get_rank(group) == 0 else (), probe_interval_s=probe_interval_s)

@@ -59,19 +59,11 @@ class WeightSender:
         }
 
     def connect(self) -> None:
-        """Form the group. The server joins it at the same time.
-
-        Raises:
-            RuntimeError: the workers did not join within ``timeout_s``.
-        """
+        """Form the group while the server joins it. Raises RuntimeError after ``timeout_s``."""
         self._group = dist.ProcessGroupGloo(self._store, 0, 1 + self._workers, self._timeout)
 
     def send(self) -> None:
-        """Send all tensors and then their digest.
-
-        Raises:
-            RuntimeError: a worker left, or did not receive within ``timeout_s``.
-        """
+        """Send all tensors and then their digest. Raises RuntimeError if a worker leaves or exceeds ``timeout_s``."""
         digest = xxhash.xxh3_128()
         for tensor in self._tensors.values():
             data = bytes_of(tensor)

@@ -39,14 +39,8 @@ class SGLangServer(ServerClient):
         server = SGLangServer("http://10.0.0.5:30000", api_key=key, admin_key=admin_key)
 
     Attributes:
-        url: URL of the server, ``http://host:port``. A user and password in it are sent and never shown.
+        url, timeout_s, status_timeout_s, generation_timeout_s, dtype: as for `VLLMServer`.
         api_key: the server's ``--api-key``.
-        timeout_s: longest duration of an update or of `check_generation`. None: the limit of the publication
-            (`WeightUpdateMeta.timeout_s`), or 300 s without one.
-        status_timeout_s: longest duration of `status`.
-        generation_timeout_s: longest duration of a completion, including the time that the server is paused.
-        dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is coarser than the
-            dtype of the published folders. None: the same.
         admin_key: the server's ``--admin-api-key``. A server with this key accepts no other key for updates.
     """
 
@@ -62,23 +56,16 @@ class SGLangServer(ServerClient):
         """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
 
         Raises:
-            UnreachableServerError: the server could not be reached, or the connection broke.
-            SlowServerError: the update exceeded ``timeout_s``.
             PoisonedServerError: the load or the flush failed. The server stays paused until a load succeeds.
-            WrongContentError: other weights answered. The server was paused again.
-            PublishError: the server refused or reports another state, and may be paused.
+            PublishError: see `VLLMServer.update_weights_from_disk`.
         """
         refuse_adapters(path)
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             self._paused = True
             self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
-            load = {
-                "model_path": os.fspath(path),
-                "weight_version": label,
-                "flush_cache": True,
-                "abort_all_requests": False,
-            }
+            load: Json = {"model_path": os.fspath(path), "weight_version": label}
+            load |= {"flush_cache": True, "abort_all_requests": False}
             loaded = self._administer(
                 calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
             )
@@ -95,11 +82,7 @@ class SGLangServer(ServerClient):
         """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
 
         The seed counts only if the server was started with ``--enable-deterministic-inference``. Log-probabilities
-        include the temperature, and leave out top-p and top-k.
-
-        Raises:
-            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
-            ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
+        include the temperature, and leave out top-p and top-k. Raises the errors of `VLLMServer.agenerate`.
         """
         await self._require_fit(request)
         body = _generation(request.input_ids, _sampling_params(request))

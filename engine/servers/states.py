@@ -23,8 +23,7 @@ class ServerReport:
     """Report on one server.
 
     Attributes:
-        name: name in logs.
-        state: last known state.
+        name, state: name in logs, last known state.
         label: `weights_label` of the served weights. None: unknown.
         error: last error. None once the server serves.
         seconds: seconds of each phase of its last update, and of all together (``total``).

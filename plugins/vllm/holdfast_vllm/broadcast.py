@@ -25,35 +25,21 @@ _SENDER = 0
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """The group to join.
+    """The group to join."""
 
-    Attributes:
-        master_address: host of the trainer's ``TCPStore``.
-        master_port: port of the store.
-        rank_offset: rank of this server's first worker. The sender is rank 0.
-        world_size: number of workers of all servers, plus the sender.
-        timeout_s: longest wait of the group for a rank.
-    """
-
-    master_address: str
+    master_address: str  # of the trainer's ``TCPStore``
     master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float
+    rank_offset: int  # rank of this server's first worker
+    world_size: int  # all workers, and the sender as rank 0
+    timeout_s: float  # longest wait for a rank
 
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """The broadcast tensors in order. The xxh3_128 digest of all their bytes follows (``[16]`` uint8).
+    """The broadcast tensors in order. The xxh3_128 digest of all their bytes follows (``[16]`` uint8)."""
 
-    Attributes:
-        names: names as in a Hugging Face folder.
-        dtype_names: dtypes, such as ``"bfloat16"``.
-        shapes: shapes.
-    """
-
-    names: list[str]
-    dtype_names: list[str]
+    names: list[str]  # as in a Hugging Face folder
+    dtype_names: list[str]  # such as "bfloat16"
     shapes: list[list[int]]
 
 

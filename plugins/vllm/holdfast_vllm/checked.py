@@ -28,12 +28,7 @@ class CheckedEngine(WeightTransferEngine):
 
     @abstractmethod
     def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
-        """Return all weights of an update after checking them.
-
-        Args:
-            update_info: instance of ``update_info_cls``.
-            rank: rank of this worker. Workers may share the checks.
-            world_size: number of workers of the model.
+        """Check and return all weights of an update. The ``world_size`` workers may share the checks by ``rank``.
 
         Raises:
             Exception: the weights are wrong or cannot be read.

@@ -29,15 +29,10 @@ class DiskInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """A published version.
+    """A published version."""
 
-    Attributes:
-        path: folder, as the server sees it.
-        manifest: digest of ``manifest.json``.
-    """
-
-    path: str
-    manifest: str
+    path: str  # folder, as the server sees it
+    manifest: str  # digest of ``manifest.json``
 
 
 class DiskWeightTransferEngine(CheckedEngine):

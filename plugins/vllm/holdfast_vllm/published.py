@@ -30,12 +30,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 def read_manifest(folder: str | os.PathLike[str], digest: str) -> dict[str, Mapping[str, Any]]:
     """Read the files of a published folder: name -> ``{"bytes": size, "digest": digest}``.
 
-    Args:
-        folder: published folder.
-        digest: digest of the manifest's bytes, from its publisher.
-
     Raises:
-        FolderError: the manifest is missing, damaged, of another format, or not the published one.
+        FolderError: the manifest is missing, damaged, of another format, or its bytes do not have this ``digest``.
     """
     path = Path(folder) / MANIFEST_NAME
     try:
@@ -65,8 +61,7 @@ def check_files(
 ) -> None:
     """Compare the sizes of all files, and the bytes of every ``world_size``-th one from ``rank`` on, with the manifest.
 
-    Raises:
-        FolderError: names the first file that is missing or differs.
+    Raises FolderError, which names the first file that is missing or differs.
     """
     for name, entry in files.items():
         path = Path(folder) / name
@@ -80,11 +75,7 @@ def check_files(
 
 
 def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
-    """Compare the config of a folder with the served model's, in all keys that shape tensors.
-
-    Raises:
-        FolderError: a size or the architecture differs.
-    """
+    """Raise FolderError if the config of a folder and the served one differ in a key that shapes tensors."""
     for key in sorted(stored.keys() & served.keys()):
         here, there = stored[key], served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):
