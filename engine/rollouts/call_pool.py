@@ -59,11 +59,7 @@ class CallPool:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except (
-            pickle.PicklingError,
-            AttributeError,
-            TypeError,
-        ) as error:  # depending on the object
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the object
             raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, _name(fn))
 

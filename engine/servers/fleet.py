@@ -52,10 +52,7 @@ class ServerFleet(Generic[S]):
     """
 
     def __init__(
-        self,
-        servers: Iterable[S],
-        min_servers: int | None = None,
-        probe_interval_s: float | None = 5.0,
+        self, servers: Iterable[S], min_servers: int | None = None, probe_interval_s: float | None = 5.0
     ) -> None:
         require_range("probe_interval_s", probe_interval_s, low=0.01)
         self._changed = Condition()
