@@ -143,21 +143,14 @@ class ServerFleet(Generic[S]):
 
     def require_receivers(self) -> None:
         """Raise ConfigError if a server is no `BroadcastServer`."""
-        for member in self._members:
-            if not isinstance(member.server, BroadcastServer):
-                raise ConfigError(
-                    f"inference server {member.name}, a {type(member.server).__name__}, cannot be sent weights; "
-                    "publish with WeightUpdateMeta type 'disk'"
-                )
+        self._require_all(BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'")
 
     def require_adapter_servers(self) -> None:
         """Raise ConfigError if a server is no `AdapterServer`."""
-        for member in self._members:
-            if not isinstance(member.server, AdapterServer):
-                raise ConfigError(
-                    f"inference server {member.name}, a {type(member.server).__name__}, has no endpoint that loads "
-                    "adapters; publish merged weights with WeightUpdateMeta type 'disk'"
-                )
+        self._require_all(
+            AdapterServer,
+            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
+        )
 
     def may_check_content(self) -> bool:
         """Whether a client checks contents. True without servers, because the folder may be loaded elsewhere."""
@@ -196,6 +189,11 @@ class ServerFleet(Generic[S]):
         if min_servers is not None and min_servers > len(self._members):
             raise ConfigError(f"min_servers is {min_servers}, but there are {len(self._members)} inference servers")
         return len(self._members) if min_servers is None else min_servers
+
+    def _require_all(self, protocol: type, problem: str) -> None:
+        for member in self._members:
+            if not isinstance(member.server, protocol):
+                raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
 
     def _give_up(self, folder: PublishedFolder, awaited: set[FleetMember], late: bool, timeout_s: float) -> None:
         for member in self._members:

@@ -20,12 +20,11 @@ The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
-
-from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
@@ -153,16 +152,14 @@ class VLLMServer(ServerClient):
         _require_done(calls, sent, timeout_s)
 
     def _reset_prefix_cache(self, calls: Calls) -> None:
-        retrying = Retrying(
-            retry=retry_if_result(lambda done: not done), stop=stop_after_attempt(5), wait=wait_fixed(0.2)
+        for attempt in range(5):
+            time.sleep(0.2 if attempt else 0.0)
+            if calls.post("reset cache", "/reset_prefix_cache").get("success") is True:
+                return
+        raise calls.refuse(
+            "the prefix cache could not be reset, so that tokens would come from blocks that the old weights "
+            "computed; the server stays paused: tell it again"
         )
-        try:
-            retrying(lambda: calls.post("reset cache", "/reset_prefix_cache").get("success") is True)
-        except RetryError:
-            raise calls.refuse(
-                "the prefix cache could not be reset, so that tokens would come from blocks that the old weights "
-                "computed; the server stays paused: tell it again"
-            ) from None
 
     def _status(self, calls: Calls) -> ServerStatus:
         label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
