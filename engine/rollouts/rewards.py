@@ -34,12 +34,7 @@ class Rewards:
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
     async def reward(self, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]) -> float:
-        """Compute the reward of one completion.
-
-        Raises:
-            RolloutError: the first 16 calls of the function all failed.
-            ConfigError: the function or its arguments cannot be pickled, or the pool is closed.
-        """
+        """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the function all fail."""
         texts = decode(prompt_ids, self._tokenizer), decode(completion_ids, self._tokenizer)
         try:
             reward = _finite(await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data))

@@ -7,21 +7,13 @@ import xxhash
 
 @dataclass(frozen=True)
 class Ticket:
-    """One episode that a step waits for.
+    """One episode that a step waits for."""
 
-    Attributes:
-        number: number in the order of hand-out, from 0.
-        index: index of the prompt in the dataset.
-        seed: seed of the samples, see `derive_seed`.
-        step: step that trains on the ticket.
-        round: 0 for the first draw of the step, 1 for a replacement of a rejected ticket of round 0, and so on.
-    """
-
-    number: int
-    index: int
-    seed: int
-    step: int
-    round: int = 0
+    number: int  # in the order of hand-out, from 0
+    index: int  # of the prompt in the dataset
+    seed: int  # of its samples, see `derive_seed`
+    step: int  # that trains on it
+    round: int = 0  # 1 for the replacement of a rejected ticket of round 0, and so on
 
     def __str__(self) -> str:
         return f"ticket {self.number} of step {self.step} (dataset index {self.index})"

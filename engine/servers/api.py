@@ -96,11 +96,7 @@ class GenerationServer(Protocol):
     """A server that completes prompts of token ids."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt.
-
-        Raises:
-            ServerError: the server could not be reached, or failed. Another server may answer.
-        """
+        """Complete one prompt, or raise ServerError if this server cannot. Another server is asked then."""
         ...
 
 
@@ -132,11 +128,7 @@ class ObservableServer(InferenceServer, Protocol):
         ...
 
     def status(self) -> ServerStatus:
-        """Ask the server.
-
-        Raises:
-            ServerError: the server could not be reached, or did not answer as expected.
-        """
+        """Ask the server, or raise ServerError if it does not answer as expected."""
         ...
 
 

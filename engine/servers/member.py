@@ -95,14 +95,11 @@ class FleetMember(Generic[S]):
                 self._note(ServerState.BEHIND, "its weights are about to be replaced", self._report.label)
 
     def tell(self, folder: PublishedFolder, deadline: float) -> None:
-        """Have the server load ``folder`` once it has answered an earlier update.
-
-        Args:
-            folder: folder of the last `want`.
-            deadline: end of the wait for an earlier update, on the clock of ``time.monotonic``.
+        """Have the server load ``folder`` of the last `want`, once it has answered an earlier update.
 
         Raises:
-            PublishError: the server serves another version afterwards, or did not answer the earlier update in time.
+            PublishError: the server serves another version afterwards, or did not answer an earlier update before
+                ``deadline`` (``time.monotonic``).
             Exception: any error of the client.
         """
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -124,8 +121,7 @@ class FleetMember(Generic[S]):
     def probe(self) -> None:
         """Have the server load the wanted weights if it serves others. Do nothing during another update.
 
-        Raises:
-            Exception: the server did not load the weights. Its report has the error too.
+        Raises any error of the client, which the report has too.
         """
         if not self._busy.acquire(blocking=False):
             return

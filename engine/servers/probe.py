@@ -119,13 +119,10 @@ class CheckedAnswer:
 def checked_answer(
     folder: str | os.PathLike[str], probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
 ) -> CheckedAnswer:
-    """Prepare an answer for `content_problem`.
+    """Prepare a server's answer for `content_problem`.
 
-    Args:
-        folder: published folder that the server loaded.
-        probe: probe of the folder.
-        logprobs: the server's log-probabilities of all tokens of the prompt but the first.
-        dtype: dtype that the server computes in. None: the stored dtype of the folder.
+    ``logprobs`` are its log-probabilities of the prompt in ``probe``, without the first token. The server computes in
+    ``dtype``, or in the stored dtype of the published ``folder``.
     """
     manifest = read_manifest(folder)
     digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}

@@ -32,8 +32,7 @@ class PublishedWeights:
     """Result of a publication.
 
     Attributes:
-        path: folder of the version.
-        version: version number.
+        path, version: folder and number of the version.
         seconds: seconds of each phase on this rank: ``write`` (gather, cast, write, fsync), ``digest`` (read again,
             manifest), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
             (`probe_weights`).

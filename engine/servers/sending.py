@@ -21,13 +21,9 @@ from ..memory.tensors import bytes_of
 
 
 class WeightSender:
-    """The sending end of one update.
+    """The sending end of one update. Each end waits ``timeout_s`` for the other.
 
-    Args:
-        folder: published folder.
-        url: URL of the server. The sender listens at the address from which this process reaches the server.
-        workers: number of the server's workers.
-        timeout_s: longest wait of each end for the other.
+    The sender listens at the address from which this process reaches the server's ``url``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], url: str, workers: int, timeout_s: float) -> None:
