@@ -34,8 +34,8 @@ class Entry:
 
     ticket: Ticket
     outcome: Outcome = Outcome.OUTSTANDING
-    trajectory: Trajectory | None = None  # of a finished ticket
-    started: bool = False  # in this process
+    trajectory: Trajectory | None = None  # only of a finished ticket
+    started: bool = False  # its episode was started in this process
 
 
 class Ledger:

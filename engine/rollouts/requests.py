@@ -126,7 +126,7 @@ class TicketEngine:
     """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its tokens."""
 
     def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
-        self.server: Any = None  # of this episode
+        self.server: Any = None  # the server of this episode
         self.failed: Any = None  # the server that failed last
         self._ticket, self._oldest, self._sender, self._calls = ticket, oldest, sender, 0
 

@@ -9,10 +9,10 @@ import xxhash
 class Ticket:
     """One episode that a step waits for."""
 
-    number: int  # in the order of hand-out, from 0
-    index: int  # of the prompt in the dataset
-    seed: int  # of its samples, see `derive_seed`
-    step: int  # that trains on it
+    number: int  # counts tickets in the order of hand-out, from 0
+    index: int  # index of the prompt in the dataset
+    seed: int  # seed of its samples, see `derive_seed`
+    step: int  # step that trains on it
     round: int = 0  # 1 for the replacement of a rejected ticket of round 0, and so on
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ class TokenSequence:
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # 1 for sampled tokens
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens that were not sampled
-    versions: list[int] = field(default_factory=list)  # of the weights, -1 for tokens that were not sampled
+    versions: list[int] = field(default_factory=list)  # version of the weights, -1 for tokens that were not sampled
     truncated: bool = False  # the last completion ended at a length limit
 
     def extend_given(self, ids: Sequence[int]) -> None:

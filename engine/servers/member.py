@@ -33,10 +33,10 @@ class PublishedFolder:
 
     path: str
     version: int
-    label: str  # `weights_label`
+    label: str  # `weights_label` of the folder
     broadcast: bool  # the weights are sent, so the servers need not see the folder
     adapters: bool  # the folder holds adapters alone
-    timeout_s: float  # of one server
+    timeout_s: float  # time limit of one server
 
     def unchanged(self) -> bool:
         """Whether the folder still has the same contents, by the digest of its manifest."""

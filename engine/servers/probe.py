@@ -110,8 +110,8 @@ def _at_temperature_one(output: Any, data: Batch) -> torch.Tensor:
 class CheckedAnswer:
     """A server's answer to the probe of a published folder, see `checked_answer`."""
 
-    dtype: str  # the coarser one of the trainer's and the server's
-    digests: Mapping[str, str]  # of the weight files
+    dtype: str  # coarser dtype of trainer and server
+    digests: Mapping[str, str]  # digest of each weight file
     probe: WeightsProbe
     logprobs: Sequence[float]
 

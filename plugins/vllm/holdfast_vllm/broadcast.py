@@ -27,7 +27,7 @@ _SENDER = 0
 class BroadcastInitInfo(WeightTransferInitInfo):
     """The group to join."""
 
-    master_address: str  # of the trainer's ``TCPStore``
+    master_address: str  # host of the trainer's ``TCPStore``
     master_port: int
     rank_offset: int  # rank of this server's first worker
     world_size: int  # all workers, and the sender as rank 0
@@ -38,7 +38,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     """The broadcast tensors in order. The xxh3_128 digest of all their bytes follows (``[16]`` uint8)."""
 
-    names: list[str]  # as in a Hugging Face folder
+    names: list[str]  # names as in a Hugging Face folder
     dtype_names: list[str]  # such as "bfloat16"
     shapes: list[list[int]]
 
