@@ -49,9 +49,8 @@ from .lora.build import require_adapters_for, require_base
 from .lora.layers import adapters_off
 from .model.initial_model import base_of, build_initial_model, load_weights
 from .model.model_folder import find_model_folder
-from .servers.connection import ServerConnection
 from .servers.fleet import ServerFleet
-from .servers.publish import PublishedWeights
+from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background import BackgroundSave
 from .training.counters import EngineCounters
 from .training.distributed import close_process_groups, open_process_groups

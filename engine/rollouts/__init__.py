@@ -1,7 +1,7 @@
-"""Samples generated while training goes on, with bounded staleness, and none of them lost.
+"""Sample rollouts while training goes on, with bounded staleness and without losing any.
 
-`RolloutExecutor` runs a workflow for every ticket that it hands out, and gives the batch of a step once all tickets of
-that step are finished. The names are in ``__init__.pyi`` and imported when they are used.
+`RolloutExecutor` runs a workflow for every prompt and returns the batch of a step once all its samples are there. The
+names are in ``__init__.pyi`` and imported on first use.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
-"""`CallPool`: functions of a user in processes of their own, each call with a time limit.
+"""`CallPool`: call a user's functions in other processes, with a time limit per call.
 
-A reward may hang (a regular expression, a proof checker) or end its process (memory, a C extension). Here neither
-touches the training: a call that takes too long, or whose process ends, is made once more in a fresh process, and then
-given up. ``concurrent.futures.ProcessPoolExecutor`` cannot end a call, and is broken for good by a process that ends.
+A reward may hang (a regular expression, a proof checker) or end its process (memory, a C extension). Then the call is
+repeated once in a fresh process, and the training is not affected. ``concurrent.futures.ProcessPoolExecutor`` cannot
+end a call, and a process that ends breaks it for good.
 """
 
 import asyncio
@@ -20,21 +20,23 @@ from .call_process import serve
 
 logger = get_logger(__name__)
 
-_CONTEXT = multiprocessing.get_context("forkserver")  # a fork would copy locks that other threads hold
+_CONTEXT = multiprocessing.get_context("forkserver")  # a fork would copy locks held by other threads
 _ATTEMPTS = 2
 _START_S = 120.0
-"""How long a process may take to start and to import what the function needs."""
+"""Time limit for a process to start and to import the function."""
 
 
 class CallPool:
-    """Processes that call functions; they are started when they are first needed, and end with this process.
+    """Processes that call functions. They start on first use and end with this process.
+
+        reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
     Args:
-        n_processes: calls that are made at the same time.
-        timeout_s: how long one may take, from its first instruction.
+        n_processes: number of concurrent calls.
+        timeout_s: time limit of a call, without the start of its process.
 
     Attributes:
-        n_lost: calls that hung or ended their process so far, every attempt counted.
+        n_lost: number of attempts that hung or ended their process.
     """
 
     def __init__(self, n_processes: int = 4, timeout_s: float = 15.0) -> None:
@@ -47,26 +49,26 @@ class CallPool:
         self._busy: set[_Process] = set()
 
     async def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``fn(*args, **kwargs)`` returns; function, arguments and result are pickled.
+        """Return ``fn(*args, **kwargs)``. Function, arguments and result are pickled.
 
         Raises:
-            CallLost: it hung, or ended its process, twice.
+            CallLost: the call hung or ended its process twice.
             ConfigError: function or arguments cannot be pickled, or the pool is closed.
-            Exception: whatever ``fn`` raised.
+            Exception: any error of ``fn``.
         """
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises, by the kind of object
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the object
             raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, _name(fn))
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, and their calls with them."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for process in (*idle, *self._busy):  # a busy one is ended by the thread that waits for it
+            for process in (*idle, *self._busy):  # the thread that waits for a busy process ends it
                 process.kill()
         for process in idle:
             process.end()
@@ -118,11 +120,11 @@ class CallPool:
 
 
 class _Lost(Exception):
-    """What became of a call without an answer, in words."""
+    """A call without an answer. The message is the reason."""
 
 
 class _Process:
-    """A process that makes one call at a time."""
+    """A process for one call at a time."""
 
     def __init__(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
@@ -131,28 +133,24 @@ class _Process:
         theirs.close()
 
     def ask(self, work: bytes, timeout_s: float) -> bytes:
-        """Have it make a call; the pickled answer.
-
-        Raises:
-            _Lost: there is none.
-        """
+        """Send a pickled call and return the pickled answer. Raises `_Lost` if there is none."""
         try:
             self._pipe.send_bytes(work)
             for limit_s in (_START_S, timeout_s):
                 if not self._pipe.poll(limit_s):
                     raise _Lost(f"has not returned within {limit_s:g} s")
-                answer = self._pipe.recv_bytes()  # that it has begun, then the result
+                answer = self._pipe.recv_bytes()  # first the note that the call began, then the result
             return answer
         except (EOFError, OSError):
             self._process.join(1.0)
             raise _Lost(f"has ended its process (exit code {self._process.exitcode})") from None
 
     def kill(self) -> None:
-        """Have `ask` of another thread raise."""
+        """End the process, so that `ask` raises in another thread."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and free what belongs to it."""
+        """End the process and close its pipe."""
         self._process.kill()
         self._process.join(1.0)
         self._pipe.close()

@@ -1,4 +1,4 @@
-"""What runs in a process of a `CallPool`. It imports nothing heavy: each such process pays for that once more."""
+"""Main function of the processes of a `CallPool`. It imports nothing heavy, because every process pays for it."""
 
 import multiprocessing
 import os
@@ -14,8 +14,8 @@ from typing import Any
 
 
 def serve(pipe: Connection) -> None:
-    """Read a call, say that it begins, make it, answer; until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Read calls and send their results until the other end closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the calling process handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):
         while True:
@@ -50,7 +50,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
 
 
 def _end_with_parent() -> None:
-    """A call may hang when the process that asked for it is killed."""
+    # Without this thread, a hanging call would outlive a killed parent.
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -7,26 +7,26 @@ from ...utils.config import require_range
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How far sampling may run ahead of training, and how patient it is."""
+    """Bounds on how far sampling may run ahead of training, and on its waits."""
 
     max_head_offpolicyness: int = 0
-    """Steps that the weights which sampled a token may be older than those it trains; 0 is synchronous."""
+    """Most steps between the weights that sample a token and the weights that it trains. 0 is synchronous."""
     max_concurrent_rollouts: int = 128
-    """Tickets that run at the same time."""
+    """Most tickets that run at the same time."""
     total_steps: int | None = None
-    """Length of the run: no ticket is handed out for a later step. None: the run has no known end."""
+    """Length of the run. No ticket is handed out for a later step. None: unknown."""
     seed: int = 0
-    """Of the tickets' seeds."""
+    """Seed that the seeds of the tickets are derived from."""
     max_rounds: int = 32
-    """Times that rejected tickets of one step are replaced."""
+    """Most rounds of replacements for rejected tickets of one step."""
     request_attempts: int = 8
-    """Times that a request may fail at a server, each after the first at another one where there is one."""
+    """Most attempts of a request. After a failure the request goes to another server if there is one."""
     request_timeout_s: float = 600.0
-    """A server that has not answered a request for so long has failed."""
+    """Longest time that a server may take to answer a request."""
     server_wait_s: float = 600.0
-    """How long to wait while no server may be used, or while those that may are busy or not there."""
+    """Longest wait for a server while all are unusable, busy or absent."""
     batch_timeout_s: float = 3600.0
-    """How long `next_batch` waits for the tickets of a step."""
+    """Longest wait of `next_batch` for the tickets of a step."""
 
     def __post_init__(self) -> None:
         require_range("max_head_offpolicyness", self.max_head_offpolicyness, low=0)

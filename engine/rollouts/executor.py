@@ -1,18 +1,18 @@
-"""`RolloutExecutor`: hands out tickets, runs their episodes beside the training, and gives the batch of each step.
+"""`RolloutExecutor`: hand out tickets, run their episodes during training, and return the batch of each step.
 
-**Order.** A step trains on ``loader.batch_size`` tickets. They are drawn from the loader in program order: the first
-round of a step in the `set_version` that lets it start, further rounds, in place of rejected tickets, in its
-`next_batch`. A batch is the accepted tickets of its step by number. So which prompts a step trains on does not depend
-on what arrives when, and a run that was killed draws as one that was not.
+**Order.** A step trains on ``loader.batch_size`` tickets. They are drawn from the loader in program order. The first
+round of a step is drawn in the `set_version` that lets the step start. Replacements of rejected tickets are drawn in
+its `next_batch`. A batch is the accepted tickets of its step by number. So the prompts of a step do not depend on
+arrival times, and a killed and resumed run draws the same prompts.
 
-**Staleness.** Weights of version v are those after v steps. The tickets of step s start once v >= s -
-``max_head_offpolicyness``, and servers in use serve at least v; so each token of step s was sampled by weights of a
-version from s - ``max_head_offpolicyness`` to s (version s + 1 is made from the batch of s). An update in the middle of
-a sequence only makes what follows newer. Answers that say otherwise are not taken (`TicketEngine.check`).
+**Staleness.** Version v of the weights exists after v steps. The tickets of step s start once v >= s -
+``max_head_offpolicyness``, and the servers in use serve at least v. So weights of versions s -
+``max_head_offpolicyness`` to s sample the tokens of step s (its batch produces version s + 1). An update within a
+sequence only makes the later tokens newer. Other answers are refused (`TicketEngine.check`).
 
-**State.** The loader is read in `set_version` and `next_batch` only, that is, in the thread that also calls
-`RecoverHandler.dump`: its cursor and this ledger are one cut. The ledger holds a step's tickets, trajectories
-included, until `set_version` says that the step is trained.
+**State.** Only `set_version` and `next_batch` read the loader, in the thread that also calls `RecoverHandler.dump`. So
+its cursor and the ledger are consistent. The ledger keeps the tickets of a step with their trajectories until
+`set_version` marks the step as trained.
 """
 
 import asyncio
@@ -43,36 +43,44 @@ _BEAT_EVERY_S = 1.0
 
 
 class PromptLoader(Protocol):
-    """Where prompts come from; `holdfast.recover.ResumableDataLoader` is one."""
+    """A source of prompts, such as `holdfast.recover.ResumableDataLoader`."""
 
     @property
     def dataset(self) -> Any:
-        """Samples by index; read in the caller's thread."""
+        """Samples by index, read in the caller's thread."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Tickets that a step trains on."""
+        """Number of tickets per step."""
         ...
 
     def index_batches(self) -> Iterator[Sequence[int]]:
-        """Indices of the samples in the order they are to be used, without end; the loader's state moves along."""
+        """Yield indices of samples in the order of use, without end. The loader's state advances with them."""
         ...
 
 
 class RolloutExecutor:
-    """Samples for the steps to come, at most ``max_head_offpolicyness`` ahead; see the module for what it guarantees.
+    """Sample for the next steps, at most ``max_head_offpolicyness`` ahead. The module docstring states the guarantees.
 
-    A step is: publish the weights, `set_version`, `next_batch`, train, `RecoverHandler.dump`. Register the executor
-    with the handler before `load`, and pass the loader to `load` and `dump`. One thread calls all methods.
+        executor = RolloutExecutor(RolloutConfig(max_head_offpolicyness=1), loader, workflow, fleet.serving)
+        handler.register("rollouts", executor)  # before handler.load
+        handler.load(engine, dataloader=loader)
+        for step in range(first, last):
+            engine.update_weights()
+            executor.set_version(step)
+            stats = engine.train_batch(executor.next_batch(step), loss_fn, loss_weight_fn)
+            handler.dump(engine, step_info, dataloader=loader)
+
+    One thread must call all methods.
 
     Args:
         config: bounds.
-        loader: prompts. Nobody else iterates over it.
-        workflow: run for every ticket.
-        servers: to sample with.
-        should_accept: a ticket whose trajectory it refuses is rejected, as one whose workflow returns None;
-            `rewards_differ` is the dynamic sampling of DAPO. It runs on the thread of the workflow.
+        loader: prompts. Only the executor may iterate over it.
+        workflow: runs once per ticket.
+        servers: servers, or a function that returns the usable ones.
+        should_accept: returns False to reject a trajectory, on the thread of the workflow. `rewards_differ` is the
+            dynamic sampling of DAPO.
     """
 
     def __init__(
@@ -89,7 +97,7 @@ class RolloutExecutor:
         self._indices = iter(loader.index_batches())
         self._sender = RequestSender(servers, config)
         self._ledger = Ledger(loader.batch_size, config.seed)
-        self._changed = threading.Condition()  # guards the ledger and what follows
+        self._changed = threading.Condition()  # guards the ledger and the next four attributes
         self._failure: RolloutError | None = None
         self._waiting: list[tuple[int, int, Ticket, Any]] = []  # a heap: earlier steps first
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,13 +106,13 @@ class RolloutExecutor:
         self._restored = self._closed = False
 
     def set_version(self, version: int) -> None:
-        """The servers in use serve the weights after ``version`` steps: start what may start now.
+        """Note that the servers serve the weights after ``version`` steps, and start the tickets that may start now.
 
-        Steps before ``version`` are trained; their tickets are left behind. The same version may be set again.
+        Tickets of steps before ``version`` are dropped as trained. The same version may be set again.
 
         Raises:
-            ConfigError: it is older than the last, or a step before it was not trained.
-            RolloutError: the loop is blocked; see `LoopThread.call`.
+            ConfigError: the version is older than the last one, or a step before it was not trained.
+            RolloutError: the loop is blocked, see `LoopThread.call`.
         """
         self._require_open()
         with self._changed:
@@ -127,23 +135,21 @@ class RolloutExecutor:
         self._start()
 
     def next_batch(self, step: int) -> Batch:
-        """Wait until all tickets of ``step`` are finished; the batch they make.
-
-        Asked again before the next `set_version`, it is the same.
+        """Wait for all tickets of ``step`` and return their batch. Repeated calls return the same batch.
 
         Returns:
-            all sequences of the step's tickets, in the order of their numbers, as `Trajectory` has them, padded to
-            ``[B, S]``; integers and masks are int64.
+            the entries of `Trajectory` for all sequences, in the order of ticket numbers, padded to ``[B, S]``.
+            Integers and masks are int64.
 
         Raises:
-            RolloutTimeout: that took longer than ``batch_timeout_s``.
+            RolloutTimeout: the wait exceeded ``batch_timeout_s``.
             RolloutError: a ticket cannot be finished, or too many were rejected.
-            ConfigError: the step is trained, may not start with the present version, or is beyond ``total_steps``.
+            ConfigError: the step is trained, may not start with the present version, or exceeds ``total_steps``.
         """
         return concat_trajectories([trajectory for _, trajectory in self.next_trajectories(step)])
 
     def next_trajectories(self, step: int) -> list[tuple[Ticket, Trajectory]]:
-        """What `next_batch` makes a batch of. Nothing may change the tensors."""
+        """Return the tickets and trajectories of `next_batch`. The caller must not change the tensors."""
         self._require_open()
         self._require_startable(step)
         started_s = time.monotonic()
@@ -169,7 +175,7 @@ class RolloutExecutor:
         return accepted
 
     def pause(self) -> None:
-        """Send no request until `resume`, because the servers are about to be updated. What is under way goes on."""
+        """Send no new request until `resume`, such as during an update. Requests in flight go on."""
         self._require_open()
         self._loop.call(self._sender.pause)
 
@@ -179,10 +185,12 @@ class RolloutExecutor:
         self._loop.call(self._sender.resume)
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a log, of the batch given last: ``staleness_mean`` and ``staleness_max`` of its sampled tokens
-        (steps), ``waited_s`` for it; ``running`` tickets now; ``finished`` and ``rejected`` ones of the whole run, and
-        requests ``retried`` since this executor was made. Each name begins with ``rollouts/``. What ``stats()`` of the
-        workflow returns, if it has one, is added."""
+        """Statistics under ``rollouts/``, and those from ``stats()`` of the workflow if it has this method.
+
+        - ``staleness_mean``, ``staleness_max`` (steps) and ``waited_s`` of the last batch
+        - ``running`` tickets now, ``finished`` and ``rejected`` tickets of the whole run
+        - ``retried`` requests of this process
+        """
         with self._changed:
             staleness = self._staleness.float() if len(self._staleness) else torch.zeros(1)
             numbers = {
@@ -198,7 +206,7 @@ class RolloutExecutor:
         return own | getattr(self._workflow, "stats", dict)()
 
     def close(self) -> None:
-        """Give up what is being sampled; may be called twice. The workflow and the servers are their owner's."""
+        """Cancel all episodes. The workflow and the servers stay open. Later calls do nothing."""
         self._closed = True
         self._loop.close(_CLOSE_S)
 
@@ -211,18 +219,16 @@ class RolloutExecutor:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger; see `Ledger.state_dict`. Its size is that of the trajectories of at most
-        ``max_head_offpolicyness`` + 1 steps."""
+        """The ledger, with the trajectories of at most ``max_head_offpolicyness`` + 1 steps."""
         with self._changed:
             return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a ledger; its unfinished tickets start with the next `set_version`, and finished ones that are too
-        stale for this executor's ``max_head_offpolicyness`` are sampled again.
+        """Restore a ledger before the first `set_version`, which starts its unfinished tickets and the too stale ones.
 
         Raises:
             CheckpointMismatchError: see `Ledger.load_state_dict`.
-            ConfigError: this executor has handed out tickets of its own.
+            ConfigError: this executor has handed out tickets already.
         """
         with self._changed:
             if self._ledger.version is not None:
@@ -247,7 +253,6 @@ class RolloutExecutor:
         self._ledger.hand_out(step, count)
 
     def _start(self) -> None:
-        """Give the loop what may run and does not yet."""
         with self._changed:
             new = self._ledger.not_started(range(self._end_of_steps()))
             work = [(ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index]) for ticket in new]
@@ -317,7 +322,7 @@ class RolloutExecutor:
         except BaseException as error:
             if self._closed:
                 raise
-            self._fail(ticket, error)  # also of a SystemExit, which would end the loop, and of a CancelledError
+            self._fail(ticket, error)  # also for SystemExit, which would end the loop, and CancelledError
             return
         with self._changed:
             if trajectory is None:

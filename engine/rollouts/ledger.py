@@ -1,11 +1,10 @@
-"""The ledger: every ticket that was handed out and not yet left behind, and what became of it.
+"""The ledger: the tickets of all steps that are not trained yet, and their outcomes.
 
-It holds the tickets of the steps from ``version`` to ``version + max_head_offpolicyness``: weights of version v are
-those after v steps, so tickets of earlier steps are trained. A finished ticket keeps its trajectory here, because no
-server would sample it again bit for bit. A rejected one is replaced by another of the same step in the next round, and
-stays on record.
+These are the steps from ``version`` to ``version + max_head_offpolicyness``, because version v of the weights exists
+after v steps. A finished ticket keeps its trajectory, because no server would sample it again bit for bit. A rejected
+ticket stays on record, and another one replaces it in the next round.
 
-Which sample of the dataset a ticket gets depends on the order of `Ledger.hand_out` alone. Nothing here locks.
+The order of `Ledger.hand_out` alone decides which dataset sample a ticket gets. The caller locks.
 """
 
 from collections import Counter
@@ -22,7 +21,7 @@ _FORMAT = 1
 
 
 class Outcome(StrEnum):
-    """What became of a ticket."""
+    """Outcome of a ticket."""
 
     OUTSTANDING = "outstanding"
     FINISHED = "finished"
@@ -31,35 +30,26 @@ class Outcome(StrEnum):
 
 @dataclass
 class Entry:
-    """A ticket and what became of it.
-
-    Attributes:
-        ticket: the ticket.
-        outcome: what became of it.
-        trajectory: of a finished one; else None.
-        started: whether its episode runs, or has run, in this process.
-    """
+    """A ticket and its outcome."""
 
     ticket: Ticket
     outcome: Outcome = Outcome.OUTSTANDING
-    trajectory: Trajectory | None = None
-    started: bool = False
+    trajectory: Trajectory | None = None  # only of a finished ticket
+    started: bool = False  # its episode was started in this process
 
 
 class Ledger:
     """Tickets and their outcomes.
 
     Args:
-        batch_size: tickets that a step trains on.
-        seed: of the tickets' seeds.
+        batch_size: number of tickets per step.
+        seed: seed that the seeds of the tickets are derived from.
 
     Attributes:
-        version: of the weights, as they were told last; None: not yet.
-        next_number: number of the next ticket.
-        next_step: first step that no ticket was handed out for.
-        drawn: dataset indices that came from the loader and are of no ticket yet.
-        finished: tickets that were finished so far, in the whole run.
-        rejected: tickets that were rejected so far, in the whole run.
+        version: last version of the weights. None: not set yet.
+        next_number, next_step: number of the next ticket, first step without tickets.
+        drawn: dataset indices from the loader that have no ticket yet.
+        finished, rejected: number of tickets with this outcome in the whole run.
     """
 
     def __init__(self, batch_size: int, seed: int) -> None:
@@ -71,13 +61,13 @@ class Ledger:
         self._n_outstanding: Counter[int] = Counter()  # by step
 
     def set_version(self, version: int) -> None:
-        """Weights after ``version`` steps are there: leave the tickets of earlier steps behind."""
+        """Note the weights after ``version`` steps, and drop the tickets of earlier steps."""
         self.version, self.next_step = version, max(self.next_step, version)
         self._entries = {n: entry for n, entry in self._entries.items() if entry.ticket.step >= version}
         self._count()
 
     def hand_out(self, step: int, count: int) -> None:
-        """Make tickets for a step of the next ``count`` of `drawn`: its first round, or its next."""
+        """Create the tickets of the next round of a step from the next ``count`` indices in `drawn`."""
         indices, self.drawn = self.drawn[:count], self.drawn[count:]
         assert len(indices) == count, "the caller draws first"
         round = 1 + max((entry.ticket.round for entry in self.of_step(step)), default=-1)
@@ -89,12 +79,12 @@ class Ledger:
         self.next_step = max(self.next_step, step + 1)
 
     def finish(self, number: int, trajectory: Trajectory) -> None:
-        """Keep what an outstanding ticket came to."""
+        """Keep the trajectory of an outstanding ticket."""
         self._settle(number, Outcome.FINISHED, trajectory)
         self.finished += 1
 
     def reject(self, number: int) -> None:
-        """Note that an outstanding ticket is not trained on."""
+        """Reject an outstanding ticket."""
         self._settle(number, Outcome.REJECTED, None)
         self.rejected += 1
 
@@ -108,11 +98,11 @@ class Ledger:
         return [ticket for ticket in tickets if ticket.step in steps]
 
     def not_started(self, steps: Iterable[int]) -> list[Ticket]:
-        """Those of the `outstanding` ones that were not started in this process."""
+        """The `outstanding` tickets that were not started in this process."""
         return [ticket for ticket in self.outstanding(steps) if not self._entries[ticket.number].started]
 
     def note_started(self, tickets: Iterable[Ticket]) -> None:
-        """Their episodes run."""
+        """Note that the episodes of these tickets run."""
         for ticket in tickets:
             self._entries[ticket.number].started = True
 
@@ -125,11 +115,11 @@ class Ledger:
         return [(e.ticket, e.trajectory) for e in self.of_step(step) if e.trajectory is not None]
 
     def missing(self, step: int) -> int:
-        """How many accepted tickets a step lacks."""
+        """Number of accepted tickets that a step lacks."""
         return self.batch_size - len(self.accepted(step))
 
     def resample_stale(self, max_head_offpolicyness: int) -> None:
-        """Make finished tickets outstanding again that have staler tokens, of a run with a larger bound."""
+        """Sample finished tickets again if their tokens exceed the bound, as after a run with a larger one."""
         for number, entry in self._entries.items():
             oldest = entry.ticket.step - max_head_offpolicyness
             if entry.trajectory is not None and bool((sampled_versions(entry.trajectory) < oldest).any()):
@@ -138,11 +128,7 @@ class Ledger:
         self._count()
 
     def require_trained(self, step: int) -> None:
-        """See that a step could have been trained, if it had tickets.
-
-        Raises:
-            ConfigError: it lacks some.
-        """
+        """Raise ConfigError if a step with tickets is incomplete, so that it cannot have been trained."""
         tickets = self.of_step(step)
         if tickets and self.missing(step):
             raise ConfigError(
@@ -163,7 +149,7 @@ class Ledger:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it in plain values; trajectories are not copied, nothing changes them."""
+        """The ledger in plain values. Trajectories are not copied, because they never change."""
         entries = [
             asdict(entry.ticket) | {"outcome": entry.outcome.value, "trajectory": entry.trajectory}
             for entry in self._entries.values()
@@ -171,12 +157,7 @@ class Ledger:
         return {"format": _FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "tickets": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state back.
-
-        Raises:
-            CheckpointMismatchError: not a state of this class, or of another batch size or seed. The ledger is as it
-                was.
-        """
+        """Restore a state, or raise CheckpointMismatchError and leave the ledger unchanged."""
         if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
             raise CheckpointMismatchError(
                 f"the state of the rollouts is not one of format {_FORMAT}: it has "
@@ -220,7 +201,7 @@ _PLAIN = {
     "batch_size": int,
     "seed": int,
 }
-"""The attributes of a `Ledger` that a state holds as they are, and their types."""
+"""The attributes of a `Ledger` in its state, and their types."""
 
 
 def _read_entry(found: Any) -> Entry:

@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, for code that blocks meanwhile."""
+"""An asyncio loop on a thread, for callers that block."""
 
 import asyncio
 import threading
@@ -11,11 +11,7 @@ _BLOCKED_S = 60.0
 
 
 class LoopThread:
-    """A running loop; its thread does not keep the process from ending.
-
-    Args:
-        name: of the thread.
-    """
+    """A running loop on a daemon thread with this ``name``."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,11 +19,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
-        """``fn(*args)`` on the loop's thread; returns when it has.
-
-        Raises:
-            RolloutError: something blocks the loop.
-        """
+        """Run ``fn(*args)`` on the thread of the loop and wait for it. Raises RolloutError if the loop is blocked."""
 
         async def called() -> None:
             fn(*args)
@@ -41,7 +33,7 @@ class LoopThread:
             ) from error
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what runs and end the thread, which is left behind if that takes longer than ``timeout_s``."""
+        """Cancel all tasks and end the thread. After ``timeout_s`` the thread is abandoned."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stop()))

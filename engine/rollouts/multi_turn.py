@@ -1,7 +1,7 @@
-"""`MultiTurnWorkflow`: a conversation of the model with tools, ``n_samples`` times.
+"""`MultiTurnWorkflow`: conversations of the model with tools.
 
-A conversation is one sequence of tokens that only grows: what the model sampled is never decoded and encoded again, so
-that log-probabilities belong to the tokens that are trained on. What tools say is in it, and not in the loss.
+A conversation is one growing sequence of tokens. Sampled tokens are never decoded and encoded again, so their
+log-probabilities belong to the tokens that are trained on. Answers of tools are in the sequence, but not in the loss.
 """
 
 import asyncio
@@ -18,27 +18,28 @@ from .trajectory import TokenSequence, Trajectory, to_trajectory
 from .workflow import EpisodeEngine, decode, encode_prompt
 
 ToolFn = Callable[..., Sequence[int] | str | None]
-"""``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``: the completion that came last, and
-all before it. Returns what is appended, in the form that the model expects of a tool's answer and with what makes it
-speak again: token ids, or text with a tokenizer; None ends the episode. A top-level function."""
+"""``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``, a top-level function.
+
+It gets the last completion and everything before. It returns the tool's answer in the format of the model, followed by
+the start of the model's next turn: token ids, or a text if there is a tokenizer. None ends the episode."""
 
 
 class MultiTurnWorkflow:
-    """Has the model and a tool take turns.
+    """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per prompt.
 
-    An episode ends when the tool says so, when a completion is cut off by its length or there is no room for another
-    (``truncated`` says so in either case), or after ``max_turns``. The reward function then sees everything after the
-    prompt as the completion. An episode whose tool hangs or ends its process, twice, ends there with ``lost_reward``.
+    An episode ends if the tool returns None, if a completion or the conversation reaches its length limit
+    (``truncated``), or after ``max_turns``. The reward function gets everything after the prompt as the completion. If
+    a tool call hangs or ends its process twice, the episode ends with ``lost_reward``.
 
     Args:
-        reward_fn: see `RewardFn`; `Rewards` says what becomes of one that fails.
-        tool_fn: see `ToolFn`; called in the pool too.
-        gconfig: how to sample; ``max_new_tokens`` counts for each turn.
+        reward_fn: see `RewardFn`.
+        tool_fn: see `ToolFn`. It runs in the pool.
+        gconfig: sampling parameters. ``max_new_tokens`` applies to each turn.
         tokenizer: as for `RLVRWorkflow`.
-        max_turns: completions of an episode.
-        max_tokens: length of the conversation, prompt included; None: the server's limit, which must not be met.
-        pool: where rewards and tools are called; None makes one.
-        lost_reward: see above.
+        max_turns: most completions of an episode.
+        max_tokens: longest conversation, including the prompt. None: no limit, and the server must never reach its own.
+        pool: pool for rewards and tools. None: a new one.
+        lost_reward: reward if a tool or reward call fails.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class MultiTurnWorkflow:
         return sequence, await self._rewards.reward(prompt, sequence.input_ids[len(prompt) :], data)
 
     def _limited(self, length: int) -> GenerationHyperparameters | None:
-        """How to sample after ``length`` tokens; None when there is no room for one more."""
+        """Sampling parameters after ``length`` tokens, or None if the conversation is full."""
         if self._max_tokens is None:
             return self._gconfig
         room = min(self._max_tokens - length, self._gconfig.max_new_tokens)
@@ -113,5 +114,5 @@ class MultiTurnWorkflow:
         return self._rewards.stats()
 
     def close(self) -> None:
-        """End the processes that compute rewards and call tools."""
+        """End the processes of the pool."""
         self._rewards.pool.close()

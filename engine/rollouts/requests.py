@@ -1,4 +1,4 @@
-"""Requests of episodes, sent to servers that may be used now, and sent again elsewhere when they fail."""
+"""Send the requests of episodes to usable servers, and repeat failed ones on other servers."""
 
 import asyncio
 import time
@@ -18,20 +18,15 @@ from .ticket import Ticket, derive_seed
 logger = get_logger(__name__)
 
 Servers = Sequence[GenerationServer] | Callable[[], Sequence[GenerationServer]]
-"""The servers, or what returns those that may be used now: that serve the newest weights and are not paused."""
+"""The servers, or a function that returns the usable ones: they serve the newest weights and are not paused."""
 
 _LOOK_AGAIN_S = 0.1
 
 
 class RequestSender:
-    """Sends the requests of all episodes; on one asyncio loop.
+    """Send the requests of all episodes, on one asyncio loop. ``retried`` counts the repeated ones.
 
-    Args:
-        servers: to send to. Requests of an episode stay at one server, which has its prefix in a cache.
-        config: how patient to be.
-
-    Attributes:
-        retried: requests that were sent again so far.
+    An episode stays at one server, because that server caches its prefix.
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
@@ -43,15 +38,15 @@ class RequestSender:
         self._open.set()
 
     def pause(self) -> None:
-        """Send nothing until `resume`; what is under way goes on."""
+        """Send no new request until `resume`."""
         self._open.clear()
 
     def resume(self) -> None:
-        """Send again."""
+        """Send requests again."""
         self._open.set()
 
     async def send(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
-        """The answer of a server; see `TicketEngine.agenerate`."""
+        """Return the answer of a server. See `TicketEngine.agenerate`."""
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._config.request_attempts),
             wait=wait_exponential(multiplier=0.1, max=10.0),  # no jitter: it draws from the training's generator
@@ -62,7 +57,7 @@ class RequestSender:
         return await retrying(self._send_once, request, episode)
 
     async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
-        """Send a request once. A server that is busy or absent has not failed: wait for it, or ask another one."""
+        # A busy or absent server has not failed. Wait for it, or ask another one.
         given_up_s = time.monotonic() + self._config.server_wait_s
         while True:
             try:
@@ -72,7 +67,7 @@ class RequestSender:
                 if left_s <= 0:
                     raise RolloutError(f"no server took a request for {limit_s:g} s: {error}") from error
                 again_s = error.retry_after_s if isinstance(error, BusyServerError) else 0.0
-                await asyncio.sleep(min(max(again_s, _LOOK_AGAIN_S), left_s))  # then of another, maybe
+                await asyncio.sleep(min(max(again_s, _LOOK_AGAIN_S), left_s))  # perhaps of another server
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         server = await self._choose(episode)
@@ -98,8 +93,7 @@ class RequestSender:
         return response
 
     async def _choose(self, episode: "TicketEngine") -> GenerationServer:
-        """The server of the episode, or else the one with the fewest requests in flight; not the one that failed last,
-        if there is another."""
+        """The server of the episode, else the one with the fewest requests. Avoids the one that failed last."""
         await self._open.wait()
         given_up_s = time.monotonic() + self._config.server_wait_s
         while not (serving := list(self._servers() if callable(self._servers) else self._servers)):
@@ -129,21 +123,11 @@ class RequestSender:
 
 
 class TicketEngine:
-    """The `EpisodeEngine` of one ticket.
-
-    Args:
-        ticket: whose seed the requests' are derived from.
-        oldest: version of the weights that may have sampled a token at least.
-        sender: sends the requests.
-
-    Attributes:
-        server: that answers this episode.
-        failed: the one that failed to, last.
-    """
+    """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its tokens."""
 
     def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
-        self.server: Any = None
-        self.failed: Any = None
+        self.server: Any = None  # the server of this episode
+        self.failed: Any = None  # the server that failed last
         self._ticket, self._oldest, self._sender, self._calls = ticket, oldest, sender, 0
 
     def __str__(self) -> str:
@@ -161,12 +145,7 @@ class TicketEngine:
             raise RolloutError(f"no server completed request {request.rid}, the last one said: {error}") from error
 
     def check(self, response: ModelResponse) -> None:
-        """See that weights of the right versions have sampled the answer, whatever the server was told.
-
-        Raises:
-            ServerError: a token is staler than may be trained, or of weights that come after the step; or its version
-                or log-probability is missing.
-        """
+        """Raise ServerError if too old or too new weights sampled the answer, or an entry is missing."""
         lengths = {len(each) for each in (response.output_tokens, response.output_logprobs, response.output_versions)}
         if len(lengths) > 1:
             raise ServerError(

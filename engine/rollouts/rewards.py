@@ -1,4 +1,4 @@
-"""Rewards of the ready workflows: a user's function in a `CallPool`, and what counts when it gives none."""
+"""Rewards of the included workflows: a user's function in a `CallPool`, and a fallback if it fails."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,25 +12,19 @@ from .workflow import decode
 logger = get_logger(__name__)
 
 RewardFn = Callable[..., float]
-"""``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)``: texts (None without a tokenizer), token ids,
-and the sample of the dataset; AReaL's arguments. A top-level function, so that it can be pickled."""
+"""``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`` with AReaL's arguments: texts (None if there is
+no tokenizer), token ids, and the sample of the dataset. It must be a top-level function, because it is pickled."""
 
 _CALLS_TO_JUDGE_BY = 16
-"""A function that has failed every call so far, this many, is wrong itself."""
+"""If the first calls all fail, this many, the function itself is wrong."""
 
 
 class Rewards:
-    """Calls a reward function. A call that fails costs its completion the reward, not the run.
+    """Call a reward function and survive its failures.
 
-    The completion gets ``lost_reward`` when the function raises, returns no finite number, or hangs or ends its process
-    twice; a warning says so, and `stats` counts it. Only a function whose first 16 calls all fail ends the run: no
-    completion is to blame then.
-
-    Args:
-        reward_fn: see `RewardFn`.
-        tokenizer: for the texts.
-        pool: where to call it; None makes one.
-        lost_reward: see above.
+    A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or ends its process
+    twice. A failure is logged as a warning and counted in `stats`. The run ends only if the first 16 calls all fail.
+    Without ``pool``, the calls run in a new one.
     """
 
     def __init__(self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float) -> None:
@@ -40,28 +34,19 @@ class Rewards:
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
     async def reward(self, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]) -> float:
-        """Of one completion.
-
-        Raises:
-            RolloutError: the function has failed each of its first 16 calls.
-            ConfigError: function or arguments cannot be pickled, or the pool is closed.
-        """
+        """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the function all fail."""
         texts = decode(prompt_ids, self._tokenizer), decode(completion_ids, self._tokenizer)
         try:
             reward = _finite(await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data))
         except ConfigError:
             raise
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             return self.lose(error)
         self._counts["returned"] += 1
         return reward
 
     def lose(self, error: Exception) -> float:
-        """Count a call that ended with ``error``; the reward in its place.
-
-        Raises:
-            RolloutError: see `reward`.
-        """
+        """Count a call that failed with ``error`` and return its reward, or raise as `reward` does."""
         self._counts["lost" if isinstance(error, CallLost) else "raised"] += 1
         if not self._counts["returned"] and sum(self._counts.values()) >= _CALLS_TO_JUDGE_BY:
             raise RolloutError(
@@ -72,8 +57,7 @@ class Rewards:
         return self.lost_reward
 
     def stats(self) -> dict[str, float]:
-        """Rewards that were given in place of calls that failed, since this object was made: ``rewards/raised`` by the
-        function, and ``rewards/lost``, which hung or ended their process."""
+        """Number of failed calls: ``rewards/raised``, and ``rewards/lost`` (it hung or ended its process)."""
         return {f"rewards/{name}": float(self._counts[name]) for name in ("raised", "lost")}
 
 

@@ -1,4 +1,4 @@
-"""`RLVRWorkflow`: one completion of a prompt and a verifiable reward of it, ``n_samples`` times."""
+"""`RLVRWorkflow`: single completions with verifiable rewards."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,15 +12,16 @@ from .workflow import EpisodeEngine, encode_prompt
 
 
 class RLVRWorkflow:
-    """Samples a prompt ``gconfig.n_samples`` times; the group is one trajectory.
+    """Sample a prompt ``gconfig.n_samples`` times. The group is one trajectory.
+
+        workflow = RLVRWorkflow(reward_fn, GenerationHyperparameters(n_samples=8, max_new_tokens=1024), tokenizer)
 
     Args:
-        reward_fn: see `RewardFn`; `Rewards` says what becomes of one that fails.
-        gconfig: how to sample.
-        tokenizer: applies the chat template to the samples' ``messages``, and decodes for ``reward_fn``. None: samples
-            have ``input_ids``.
-        pool: where rewards are computed; None makes one, with its own defaults.
-        lost_reward: of a completion whose reward raises, hangs or ends its process.
+        reward_fn, gconfig: see `RewardFn` and `GenerationHyperparameters`.
+        tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for ``reward_fn``. None: the
+            samples have ``input_ids``.
+        pool: pool for rewards. None: a new one with default limits.
+        lost_reward: reward of a completion if ``reward_fn`` raises, hangs or ends its process.
     """
 
     def __init__(
@@ -53,5 +54,5 @@ class RLVRWorkflow:
         return self._rewards.stats()
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the processes of the pool."""
         self._rewards.pool.close()

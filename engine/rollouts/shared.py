@@ -1,8 +1,8 @@
 """`SharedRollouts`: one executor for the ranks of a torchrun job.
 
-Rank 0 samples for all and its tickets are those of the run; every rank gets whole tickets of each batch. The ledger is
-rank 0's state, so that any number of ranks can resume. Every rank has the same loader, one that gives whole batches
-(``world_size`` 1): that of rank 0 is read and saved, the others are put back to the same place.
+Rank 0 samples for all ranks, and every rank gets whole tickets of each batch. The ledger is state of rank 0 alone, so
+any number of ranks can resume. Every rank needs the same loader of whole batches (``world_size`` 1). Rank 0's is read
+and saved, and a resume sets the others to the same position.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,9 @@ from .trajectory import concat_trajectories
 
 
 class SharedRollouts:
-    """The methods of `RolloutExecutor`, each called by all ranks.
+    """The methods of `RolloutExecutor`, each called by all ranks. ``make`` creates the executor on rank 0.
 
-    Args:
-        make: makes the executor; called on rank 0.
+    rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving))
     """
 
     def __init__(self, make: Callable[[], RolloutExecutor]) -> None:
@@ -39,8 +38,7 @@ class SharedRollouts:
         rank_zero_decides(lambda: self._leader.set_version(version))
 
     def next_batch(self, step: int) -> Batch:
-        """This rank's share of `RolloutExecutor.next_batch`: of n tickets those from ``r * n // w`` to
-        ``(r + 1) * n // w``."""
+        """Return this rank's share of the batch: of n tickets, ``r * n // w`` up to ``(r + 1) * n // w``."""
         accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step))
         rank, world_size = get_rank(), get_world_size()
         require_range("batch_size", len(accepted), low=world_size)
@@ -56,11 +54,11 @@ class SharedRollouts:
         rank_zero_decides(lambda: self._leader.resume())
 
     def stats(self) -> dict[str, float]:
-        """See `RolloutExecutor.stats`; of the whole batch."""
+        """See `RolloutExecutor.stats`. Covers the whole batch."""
         return rank_zero_decides(lambda: self._leader.stats())
 
     def close(self) -> None:
-        """See `RolloutExecutor.close`; each rank for itself."""
+        """See `RolloutExecutor.close`. Each rank may call it alone."""
         if self._executor is not None:
             self._executor.close()
 
@@ -71,11 +69,11 @@ class SharedRollouts:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger on rank 0; nothing on the others."""
+        """The ledger on rank 0, an empty dict on other ranks."""
         return {} if self._executor is None else self._executor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `RolloutExecutor.load_state_dict`; only rank 0 reads it."""
+        """See `RolloutExecutor.load_state_dict`. Only rank 0 reads the state."""
         if self._executor is not None:
             self._executor.load_state_dict(state_dict)
 

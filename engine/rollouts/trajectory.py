@@ -1,4 +1,4 @@
-"""Trajectories: what an episode returns, checked, and concatenated to the batch of a step."""
+"""Trajectories: results of episodes, their check, and their concatenation to a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from ..training.microbatch import validate_batch
 
 Trajectory = dict[str, torch.Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs`` and
-``versions`` of ``[n, S]``, ``rewards`` of ``[n]``; more entries of either shape may follow, among them ``truncated``,
-``[n]`` bool: which sequences ended for want of room. Everything per token is aligned with the token itself, as in
-`Batch`; ``versions`` are -1 where nothing was sampled."""
+``versions`` of ``[n, S]``, ``rewards`` of ``[n]``. More entries of either shape may follow. ``truncated``, ``[n]``
+bool, marks sequences that ended at a length limit. Values per token are aligned with the token itself, as in `Batch`.
+``versions`` are -1 for tokens that were not sampled."""
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _PADDING = {"versions": -1}
@@ -23,24 +23,16 @@ _TRUNCATED = "truncated"
 
 @dataclass
 class TokenSequence:
-    """One sequence while it grows: a prompt, then completions and what others said between them.
-
-    Attributes:
-        input_ids: all tokens.
-        loss_mask: 1 where a token was sampled.
-        logprobs: log-probability of each sampled token; 0 elsewhere.
-        versions: version of the weights that sampled each token; -1 elsewhere.
-        truncated: whether the last completion ended for its length and not with a stop token.
-    """
+    """One growing sequence: a prompt, then completions with answers of tools or users between them."""
 
     input_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    truncated: bool = False
+    loss_mask: list[int] = field(default_factory=list)  # 1 for sampled tokens
+    logprobs: list[float] = field(default_factory=list)  # 0 for tokens that were not sampled
+    versions: list[int] = field(default_factory=list)  # version of the weights, -1 for tokens that were not sampled
+    truncated: bool = False  # the last completion ended at a length limit
 
     def extend_given(self, ids: Sequence[int]) -> None:
-        """Append tokens that were not sampled: a prompt, or a tool's answer."""
+        """Append tokens that were not sampled, such as a prompt or the answer of a tool."""
         self.input_ids += ids
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -56,7 +48,7 @@ class TokenSequence:
 
 
 def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) -> Trajectory:
-    """Pad sequences: int32 tokens and versions, bool masks and ``truncated``, float32 log-probabilities and rewards."""
+    """Pad sequences to tensors: int32 tokens and versions, bool masks and ``truncated``, float32 values."""
     longest = max(len(sequence.input_ids) for sequence in sequences)
 
     def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
@@ -74,11 +66,7 @@ def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) 
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """See that a trajectory can be trained on.
-
-    Raises:
-        BatchError: it is no dict, an entry is missing, is no tensor, or has another shape than `Trajectory` says.
-    """
+    """Raise BatchError if a trajectory is no dict, or lacks an entry of `Trajectory` in the right shape."""
     if not isinstance(trajectory, dict):
         raise BatchError(f"the workflow returned a {type(trajectory).__name__}; expected a dict of tensors, or None")
     if missing := {*_PER_TOKEN, "rewards"} - trajectory.keys():
@@ -94,25 +82,22 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 
 def sampled_versions(trajectory: Trajectory) -> torch.Tensor:
-    """``[tokens]`` versions of the weights that sampled the tokens of the loss, of those that were sampled."""
+    """Versions of the weights that sampled the tokens in the loss, ``[tokens]``."""
     versions = trajectory["versions"]
     return versions[trajectory["loss_mask"].bool() & (versions >= 0)]
 
 
 def rewards_differ(trajectory: Trajectory) -> bool:
-    """Whether the sequences of a prompt have different rewards: with equal ones GRPO has no advantage to learn from
-    (Yu et al., "DAPO", 2025, dynamic sampling)."""
+    """Whether the sequences of a prompt have different rewards. GRPO learns nothing from equal rewards, see dynamic
+    sampling in Yu et al., "DAPO", 2025."""
     return bool(trajectory["rewards"].max() > trajectory["rewards"].min())
 
 
 def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
-    """One batch of all sequences, in order, padded to the longest; integers and masks become int64.
+    """Concatenate all sequences, in order, to one batch. Integers and masks become int64.
 
-    Where only some say which sequences are ``truncated``, those of the others count as complete: a ledger of an older
-    version does not say it.
-
-    Raises:
-        BatchError: the trajectories do not all have the same other entries.
+    Ledgers of older versions lack ``truncated``, so a trajectory without it counts as complete. Raises BatchError if
+    the trajectories differ in other entries.
     """
     if any(_TRUNCATED in each for each in trajectories):
         complete = [torch.zeros(len(each["rewards"]), dtype=torch.bool) for each in trajectories]

@@ -1,4 +1,4 @@
-"""What a workflow is, and the prompts of the ready ones. The names are AReaL's (``areal/api/workflow_api.py``)."""
+"""Protocol of a workflow, with AReaL's names (``areal/api/workflow_api.py``), and helpers of the included ones."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,46 +9,42 @@ from .trajectory import Trajectory
 
 
 class EpisodeEngine(Protocol):
-    """What a workflow samples with; made for one ticket."""
+    """Interface of a workflow to the servers, for one ticket."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt, on whatever server that takes.
+        """Complete one prompt on some server.
 
-        The seed of the request is replaced by one derived from the ticket's and from it, or from how many calls came
-        before where it is None. A workflow that makes several calls at once, and others after them, numbers them in
-        ``seed`` itself: then a rerun of the ticket asks for the same, whatever comes first.
+        The request's seed is hashed with the seed of the ticket. If it is None, the number of calls so far replaces it.
+        A workflow with concurrent calls should number its requests in ``seed``, so that a rerun of the ticket sends the
+        same requests whatever answer comes first.
 
         Raises:
-            RolloutError: no server answered, as often as it was tried.
+            RolloutError: no server answered in all attempts.
         """
         ...
 
 
 class RolloutWorkflow(Protocol):
-    """How an episode goes."""
+    """A user's episode: sample completions, compute rewards, return a trajectory."""
 
     async def arun_episode(self, engine: EpisodeEngine, data: Any) -> Trajectory | None:
         """Sample one ticket.
 
-        It runs on a thread beside the training: work that takes longer than a few milliseconds belongs into a
-        `CallPool`. The global generators (``random``, ``np.random``, ``torch``) are the training's: draw from none.
+        It runs on a thread of the training process. Put work of more than a few milliseconds into a `CallPool`. Do not
+        draw from the global generators (``random``, ``np.random``, ``torch``), which belong to the training.
 
         Args:
-            engine: to sample with.
-            data: the sample of the dataset.
+            engine: completes prompts.
+            data: sample of the dataset.
 
         Returns:
-            what is trained on; None rejects the ticket, and another one is handed out in its place.
+            the trajectory to train on. None rejects the ticket, and another ticket replaces it.
         """
         ...
 
 
 def encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of a sample's prompt: its ``messages`` in the chat template, or ``input_ids`` without a tokenizer.
-
-    Raises:
-        ConfigError: the sample has none.
-    """
+    """Token ids of a prompt: ``messages`` in the chat template, or ``input_ids`` if there is no tokenizer."""
     key = "input_ids" if tokenizer is None else "messages"
     if key not in data:
         raise ConfigError(f"the sample has no {key!r}; it has {sorted(data)}")
@@ -58,5 +54,5 @@ def encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
 
 
 def decode(ids: list[int], tokenizer: Any) -> str | None:
-    """The text of ``ids``; None without a tokenizer."""
+    """The text of ``ids``, or None if there is no tokenizer."""
     return None if tokenizer is None else tokenizer.decode(ids)

@@ -1,11 +1,10 @@
-"""Adapters on a server: each version under a name of its own, and which of them requests use.
+"""Adapters on a server: one name per version, and which adapters requests use.
 
-A request names the adapter that is to answer it, and keeps it to its end, whatever is loaded meanwhile. So an update
-pauses nothing and drops no cache: new requests name the new version, those in flight end on the one that they began
-with, and a name says which version sampled a token. A name has the digest of the published folder in it: a version that
-is published anew with other contents is another adapter.
+A request names its adapter and keeps it to its end, whatever is loaded meanwhile. So an update pauses nothing and drops
+no cache, and the name says which version sampled a token. The name holds the digest of the published folder: a version
+that is published again with other contents is another adapter.
 
-A server may read an adapter again while requests use it, when it had to make room in memory: its folder stays so long.
+A server may read an adapter again while requests use it, if it had to make room in memory. The folder stays until then.
 """
 
 import os
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -26,23 +26,14 @@ _PREFIX = "holdfast-v"
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What a server has to be started for.
-
-    Attributes:
-        rank: the largest.
-        modules: last parts of the names of the adapted layers, sorted.
-    """
+    """Largest rank of published adapters, and sorted last parts of the names of the adapted layers."""
 
     rank: int
     modules: Sequence[str]
 
 
 def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
-    """The facts of a published folder of adapters.
-
-    Raises:
-        PublishError: it is none, or is damaged.
-    """
+    """Read the facts of a published folder. Raises PublishError if it holds no adapters, or is damaged."""
     path = Path(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
@@ -53,7 +44,7 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
 
 
 def adapter_name(label: str) -> str:
-    """What a server calls the adapters of a published folder with this `weights_label`."""
+    """Name on the server for the adapters of a published folder with this `weights_label`."""
     return _PREFIX + label
 
 
@@ -62,18 +53,19 @@ def adapter_label(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def refuse_adapters(folder: str | os.PathLike[str]) -> None:
-    """See that a folder that a server is to take all its weights from has them.
+def listed_adapters(models: dict[str, Any]) -> list[str]:
+    """Names of the adapters in the answer of ``GET /v1/models``."""
+    return [card["id"] for card in models["data"] if card.get("parent") is not None]
 
-    Raises:
-        PublishError: it has adapters alone; nobody was told of it.
-    """
+
+def refuse_adapters(folder: str | os.PathLike[str]) -> None:
+    """Raise PublishError if a folder holds adapters alone, before a server is asked to load all weights from it."""
     if (Path(folder) / WEIGHTS).exists():
         raise PublishError(f"{folder} holds adapters alone; tell servers of it by update_adapters_from_disk")
 
 
 class AdaptersInUse:
-    """The adapters that one client has its server use; all methods may be called from any thread."""
+    """The adapters that one client uses on its server. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -83,11 +75,11 @@ class AdaptersInUse:
 
     @property
     def current(self) -> str | None:
-        """Name of the adapter that new requests use; None: they are answered by the base."""
+        """Name of the adapter for new requests. None: the base answers them."""
         return self._current
 
     def switch(self, name: str | None, folder: str = "") -> None:
-        """Have new requests use the adapter ``name``, loaded from ``folder``; None: the base."""
+        """Use the adapter ``name``, loaded from ``folder``, for new requests. None: the base."""
         with self._lock:
             self._current = name
             if name is not None:
@@ -95,7 +87,7 @@ class AdaptersInUse:
 
     @contextmanager
     def request(self) -> Iterator[str | None]:
-        """A request; yields the adapter that it is to name, which is in use until the block ends."""
+        """Yield the adapter for one request and keep it in use until the block ends."""
         with self._lock:
             name = self._current
             if name is not None:
@@ -108,13 +100,13 @@ class AdaptersInUse:
                     self._requests[name] -= 1
 
     def idle(self, loaded: Iterable[str]) -> list[str]:
-        """Those of the ``loaded`` adapters that were published and that no request uses any more."""
+        """The published adapters among ``loaded`` that no request uses any more."""
         with self._lock:
             used = self._used()
             return [name for name in loaded if name.startswith(_PREFIX) and name not in used]
 
     def folders(self) -> set[str]:
-        """Folders of the adapters that are in use."""
+        """Folders of the adapters in use."""
         with self._lock:
             used = self._used()
             self._folders = {name: folder for name, folder in self._folders.items() if name in used}

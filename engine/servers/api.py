@@ -1,7 +1,6 @@
-"""What is said to an inference server and what it answers, whatever server it is.
+"""Requests, responses and client protocols for inference servers of any kind.
 
-Requests and responses have AReaL's names (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so that a workflow
-written for AReaL reads the same.
+The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for AReaL reads the same.
 """
 
 import os
@@ -16,21 +15,21 @@ from ...utils.manifest import MANIFEST_NAME
 from ..api import InferenceServer
 
 StopReason = Literal["stop", "length"]
-"""Why a response ended: a stop token, or ``max_new_tokens``."""
+"""Reason for the end of a response: a stop token, or ``max_new_tokens``."""
 
 
 @dataclass(frozen=True)
 class GenerationHyperparameters:
-    """How to sample.
+    """Sampling parameters.
 
     Attributes:
-        n_samples: completions of one prompt.
-        max_new_tokens: length of a completion at most.
-        min_new_tokens: no stop token is sampled before so many tokens.
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_p: smallest set of tokens with this probability is sampled from; 1: all.
-        top_k: so many of the most likely tokens are sampled from; 0: all.
-        stop_token_ids: a completion ends with the first of these; it is part of it.
+        n_samples: number of completions per prompt.
+        max_new_tokens: most tokens of a completion.
+        min_new_tokens: fewest tokens before a stop token.
+        temperature: divisor of the logits. 0 takes the most likely token.
+        top_p: sample from the smallest set of tokens with this probability. 1: all tokens.
+        top_k: sample from this number of most likely tokens. 0: all tokens.
+        stop_token_ids: the first of these tokens ends a completion and is part of the completion.
 
     Raises:
         ConfigError: a value is out of range.
@@ -59,11 +58,11 @@ class ModelRequest:
 
     Attributes:
         input_ids: token ids of the prompt.
-        gconfig: how to sample; a server is asked for one completion, whatever ``n_samples`` says.
-        seed: the same request with the same seed has about the same answer: a server that batches does not repeat bit
-            for bit. None: the server draws one.
-        rid: name of the request, for logs and to abort it.
-        metadata: of the caller; no server sees it.
+        gconfig: sampling parameters. A request asks for one completion, ``n_samples`` is ignored.
+        seed: the same seed gives about the same answer. A server that batches does not repeat it bit for bit. None: the
+            server draws a seed.
+        rid: name of the request, for logs.
+        metadata: data of the caller, which is not sent.
     """
 
     input_ids: Sequence[int]
@@ -79,10 +78,10 @@ class ModelResponse:
 
     Attributes:
         input_tokens: the prompt.
-        output_tokens: token ids of the completion, a stop token included.
-        output_logprobs: log-probability of each, in the distribution that it was sampled from.
-        output_versions: version of the weights that sampled each, from the server's own record.
-        stop_reason: why it ended.
+        output_tokens: token ids of the completion, including a stop token.
+        output_logprobs: log-probability of each token in the distribution that it was sampled from.
+        output_versions: version of the weights that sampled each token, from the record of the server.
+        stop_reason: reason for the end.
     """
 
     input_tokens: list[int]
@@ -97,21 +96,17 @@ class GenerationServer(Protocol):
     """A server that completes prompts of token ids."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt.
-
-        Raises:
-            ServerError: the server could not be reached, or failed; another one may be asked.
-        """
+        """Complete one prompt, or raise ServerError if this server cannot. Another server is asked then."""
         ...
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What a server says of itself.
+    """A server's report on itself.
 
     Attributes:
-        label: of the weights it serves, as `weights_label` makes it; None when it has none (just started).
-        paused: it takes requests and answers none.
+        label: `weights_label` of the served weights. None: no published weights, as after a start.
+        paused: whether the server holds requests back.
     """
 
     label: str | None
@@ -120,33 +115,29 @@ class ServerStatus:
 
 @runtime_checkable
 class ObservableServer(InferenceServer, Protocol):
-    """An inference server that can be asked what it serves."""
+    """A client that can ask its server which weights it serves. A fleet checks such servers regularly."""
 
     @property
     def name(self) -> str:
-        """What logs and errors call it; a URL without secrets, say."""
+        """Name in logs and errors, such as a URL without secrets."""
         ...
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds of each phase of the last update, by its name (``pause``, ``load``, ``check`` ...)."""
+        """Seconds of each phase of the last update (``pause``, ``load``, ``check`` ...)."""
         ...
 
     def status(self) -> ServerStatus:
-        """Ask the server.
-
-        Raises:
-            ServerError: it could not be reached, or did not answer as expected.
-        """
+        """Ask the server, or raise ServerError if it does not answer as expected."""
         ...
 
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:
-    """What a server that serves the published ``folder`` says of itself: ``<version>-<digest of the manifest>``."""
+    """Label of a server that serves the published ``folder``: ``<version>-<digest of the manifest>``."""
     return f"{version}-{bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())}"
 
 
 def labelled_version(label: str | None) -> int | None:
-    """The version in a `weights_label`; None for any other text."""
+    """The version in a `weights_label`, or None for any other text."""
     number = (label or "").partition("-")[0]
     return int(number) if number.isdecimal() else None

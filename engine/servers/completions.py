@@ -1,4 +1,4 @@
-"""What servers answer to a prompt of token ids, made into a `ModelResponse`, or refused."""
+"""Turn the answer of a server into a `ModelResponse`, or refuse it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,18 +16,13 @@ def response_of(
     spans: Sequence[Mapping[str, Any]],
     reason: str,
 ) -> ModelResponse:
-    """A server's completion.
+    """Check a completion and convert its labels to versions.
 
-    Args:
-        request: what it is a completion of.
-        tokens: token ids.
-        logprobs: of each.
-        spans: ``version`` (a label), ``start`` and ``end`` of tokens that the same weights sampled, in order.
-        reason: why it ended.
+    ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label), ``start`` and ``end``.
 
     Raises:
-        ValueError: it was not finished, the three do not fit each other, or a label is not one of published weights.
-        KeyError, TypeError: a span is not as above.
+        ValueError: the completion is unfinished, the lengths differ, or a label belongs to no published weights.
+        KeyError, TypeError: a span has another format.
     """
     if reason not in _STOP_REASONS:
         raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
@@ -49,15 +44,10 @@ def response_of(
 
 
 def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The spans of a completion by an adapter. The server's own are of the base beside it, whatever the adapter was.
-
-    Args:
-        adapter: that the request named.
-        answered_by: that the server says it was completed by.
-        spans: of the base, as for `response_of`.
+    """Put the label of an adapter into the spans of its completion, because a server labels them with the base.
 
     Raises:
-        ValueError: another one completed it, or its base was replaced by published weights.
+        ValueError: another adapter answered, or published weights replaced the base.
     """
     if answered_by != adapter:
         raise ValueError(f"it was completed by {answered_by!r}; expected {adapter!r}")
@@ -67,18 +57,14 @@ def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, A
 
 
 def samples_plainly(gconfig: GenerationHyperparameters) -> bool:
-    """Whether tokens are sampled from the model's own distribution, which needs no check."""
+    """Whether tokens are sampled from the unchanged distribution of the model."""
     return gconfig.temperature in (0.0, 1.0) and gconfig.top_p == 1.0 and gconfig.top_k == 0
 
 
 def untempered(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
-    """What is wrong with log-probabilities at temperature 0.5, when those at temperature 1 are ``plain``.
+    """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at temperature 1.
 
-    Differences between tokens must be twice as large: ``log p = z / T - logsumexp(z / T)``.
-
-    Args:
-        plain: of the most likely tokens, by token id.
-        tempered: likewise.
+    Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.
     """
     common = sorted(plain.keys() & tempered.keys(), key=plain.__getitem__)
     spread = plain[common[-1]] - plain[common[0]] if common else 0.0

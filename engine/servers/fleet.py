@@ -1,12 +1,11 @@
-"""`ServerFleet`: inference servers that are told of new weights together, and brought up to date when they were missed.
+"""`ServerFleet`: update inference servers together, and repair the servers that missed an update.
 
-A publication succeeds when as many servers as it needs have confirmed it. The others are known for what they are
-(`ServerState`), get no requests (`serving`), and are brought to the folder published last by the prober: a thread that
-asks every server now and then what it serves, and at once after a publication that some server missed. So a server that
-was restarted, or that a killed publisher left paused, needs nobody to look after it.
+A publication succeeds once enough servers have confirmed it. The other servers get no requests (`serving`). A thread,
+the prober, asks every server regularly which weights it serves, and at once after a publication that a server missed.
+It has each of the others load the folder published last. So a restarted server, or one that a killed publisher left
+paused, recovers by itself.
 
-One fleet, in one process, tells a server: rank 0 of the trainers, or the driver of a Ray job. Nothing here keeps that
-process from ending.
+Only one process may update a server: rank 0 of the trainers, or the driver of a Ray job. All threads are daemons.
 """
 
 import time
@@ -32,27 +31,28 @@ from .states import ServerReport, ServerState, server_stats
 logger = get_logger(__name__)
 
 _SILENCE_S = 10.0
-"""A server that does not say for so long what it serves is gone; one that is busy may take some seconds."""
+"""A server is gone if a status request takes longer. A busy server may take some seconds."""
 
 
 class ServerFleet(Generic[S]):
-    """Inference servers, each with a state; all methods may be called from any thread.
+    """Inference servers and their states. Any thread may call any method.
+
+        fleet = ServerFleet([VLLMServer(url) for url in urls], min_servers=len(urls) - 1)
+        engine.connect_engine(fleet, WeightUpdateMeta("disk", "/shared/weights"))
+        executor = RolloutExecutor(config, loader, workflow, servers=fleet.serving)
 
     Args:
-        servers: clients. One that is no `ObservableServer` is known by its updates alone.
-        min_servers: how many have to confirm a publication; None: all.
-        probe_interval_s: how often the servers are looked at from the first `update` on; None: never, so that those
-            that were missed wait for the next `update`.
+        servers: clients. Without `ObservableServer`, the state follows from the updates alone.
+        min_servers: confirmations that a publication needs. None: from all servers.
+        probe_interval_s: interval of the prober, which starts with the first `update`. None: no prober, so a server
+            that missed an update waits for the next one.
 
     Raises:
         ConfigError: a value is out of range, or two servers have the same name.
     """
 
     def __init__(
-        self,
-        servers: Iterable[S],
-        min_servers: int | None = None,
-        probe_interval_s: float | None = 5.0,
+        self, servers: Iterable[S], min_servers: int | None = None, probe_interval_s: float | None = 5.0
     ) -> None:
         require_range("probe_interval_s", probe_interval_s, low=0.01)
         self._changed = Condition()
@@ -76,30 +76,30 @@ class ServerFleet(Generic[S]):
         *,
         broadcast: bool = False,
     ) -> list[ServerReport]:
-        """Have every server load a published folder, of weights or of adapters; return when enough have confirmed it.
+        """Have every server load a published folder of weights or adapters. Return once enough have confirmed it.
 
-        All are told at once, whatever they said before: a label may be right and the server paused. Those that missed
-        the update before are waited for only while they are needed, the others until they have answered. Who has not
-        confirmed is left to the prober, also when this raises.
+        All servers are told at once, even if their label is right, because a server may be paused. A server that
+        missed the last update is waited for only while its confirmation is needed, any other until it answers. The
+        prober updates the rest, also after an error.
 
         Args:
-            path: folder of the version, as `publish_weights` writes it; the servers must see it under this path, unless
+            path: folder of the version, as `publish_weights` writes it. The servers must see it under this path, unless
                 its weights are broadcast.
-            version: the version in its manifest.
-            timeout_s: how long the servers may take, and how long one that missed it may take later. A client that was
-                made with a shorter limit of its own keeps to that.
-            min_servers: as in `ServerFleet`; None: what that was given.
-            broadcast: send its weights to the servers, which are `BroadcastServer`s; the prober does so, too.
+            version: version in its manifest.
+            timeout_s: time limit of each server, now and when the prober updates it later. A client with a shorter
+                limit keeps to its limit.
+            min_servers: needed confirmations. None: as in `ServerFleet`.
+            broadcast: send the weights to the servers, which must be `BroadcastServer`s.
 
         Returns:
-            `states` after that.
+            `states` after the update.
 
         Raises:
-            ConfigError: ``min_servers`` is more than there are, the folder is of another version, or a server cannot
-                be sent weights, or takes no adapters.
+            ConfigError: ``min_servers`` exceeds the number of servers, the folder has another version, or a server
+                cannot receive weights or takes no adapters.
             CheckpointCorruptError: there is no published folder.
-            WorkerLost: too few have confirmed it, one of them because its worker was lost.
-            PublishError: too few have confirmed it; names the others, and why.
+            WorkerLost: too few servers confirmed, and one of the others lost its worker.
+            PublishError: too few servers confirmed. The message names the others and their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
         if broadcast:
@@ -124,20 +124,17 @@ class ServerFleet(Generic[S]):
                 self._probe_soon()
             if confirmed >= needed:
                 took_s = time.monotonic() - deadline + timeout_s
-                if count := len(self._members):  # whoever else tells servers says so
+                if count := len(self._members):  # else the driver updates the servers, and logs it
                     logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, path, took_s)
                 return self.states()
             failure = self._failure(folder, confirmed, needed)
             for error in errors:
-                if isinstance(error, WorkerLost):  # who started the worker can start it again
+                if isinstance(error, WorkerLost):  # the caller may start the worker again
                     raise error from failure
             raise failure from next(iter(errors), None)
 
     def withdraw(self, version: int) -> None:
-        """Bring no server to the folder of ``version``, or of a newer one, any more: it is about to be replaced.
-
-        What serves it is behind until the next `update`.
-        """
+        """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers are behind then."""
         with self._updating:
             if self._folder is not None and self._folder.version >= version:
                 self._folder = None
@@ -145,42 +142,26 @@ class ServerFleet(Generic[S]):
                     member.want(None)
 
     def require_receivers(self) -> None:
-        """See that weights can be sent to every server.
-
-        Raises:
-            ConfigError: one is no `BroadcastServer`.
-        """
-        for member in self._members:
-            if not isinstance(member.server, BroadcastServer):
-                raise ConfigError(
-                    f"inference server {member.name}, a {type(member.server).__name__}, cannot be sent weights; "
-                    "publish with WeightUpdateMeta type 'disk'"
-                )
+        """Raise ConfigError if a server is no `BroadcastServer`."""
+        self._require_all(BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'")
 
     def require_adapter_servers(self) -> None:
-        """See that every server can be told of adapters.
-
-        Raises:
-            ConfigError: one is no `AdapterServer`.
-        """
-        for member in self._members:
-            if not isinstance(member.server, AdapterServer):
-                raise ConfigError(
-                    f"inference server {member.name}, a {type(member.server).__name__}, has no endpoint that loads "
-                    "adapters; publish merged weights with WeightUpdateMeta type 'disk'"
-                )
+        """Raise ConfigError if a server is no `AdapterServer`."""
+        self._require_all(
+            AdapterServer,
+            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
+        )
 
     def may_check_content(self) -> bool:
-        """Whether anyone may compare answers with a published probe: a server of these, or, of none, whoever is told
-        of the folder elsewhere."""
+        """Whether a client checks contents. True without servers, because the folder may be loaded elsewhere."""
         return not self._members or any(getattr(member.server, "checks_content", False) for member in self._members)
 
     def serving(self) -> list[S]:
-        """The servers that may be asked to generate."""
+        """The servers that may generate now."""
         return [member.server for member in self._members if member.report.state is ServerState.SERVING]
 
     def wait_serving(self, count: int, timeout_s: float) -> bool:
-        """Wait until ``count`` servers may be asked to generate; False: there are fewer after ``timeout_s``."""
+        """Wait until ``count`` servers may generate. False: there were fewer after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
 
@@ -189,15 +170,15 @@ class ServerFleet(Generic[S]):
         return [member.report for member in self._members]
 
     def stats(self) -> dict[str, float]:
-        """`server_stats` of that: how many servers are in which state, and seconds of the phases of an update."""
+        """Number of servers per state, and seconds of the phases of an update (`server_stats`)."""
         return server_stats(self.states())
 
     def folders_in_use(self) -> set[Path]:
-        """Folders that a server is loading at this moment, or has adapters of that requests still use."""
+        """Folders that a server is loading, or whose adapters a request still uses."""
         return {Path(folder) for member in self._members for folder in member.folders_in_use()}
 
     def close(self) -> None:
-        """Stop the prober. An update that a server has been told of goes on there."""
+        """Stop the prober. An update that runs on a server goes on."""
         self._closed.set()
         self._woken.set()
         if self._prober is not None:
@@ -209,8 +190,12 @@ class ServerFleet(Generic[S]):
             raise ConfigError(f"min_servers is {min_servers}, but there are {len(self._members)} inference servers")
         return len(self._members) if min_servers is None else min_servers
 
+    def _require_all(self, protocol: type, problem: str) -> None:
+        for member in self._members:
+            if not isinstance(member.server, protocol):
+                raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
+
     def _give_up(self, folder: PublishedFolder, awaited: set[FleetMember], late: bool, timeout_s: float) -> None:
-        """Note who has not answered at the end of an update."""
         for member in self._members:
             if late:
                 member.give_up(folder, ServerState.GONE, f"it did not load {folder.path} within {timeout_s:g} s")
@@ -243,7 +228,7 @@ class ServerFleet(Generic[S]):
                 return
             for member in self._members:
                 member.note_silence(_SILENCE_S)
-            for member in self._members:  # a thread each: one that hangs keeps nobody waiting
+            for member in self._members:  # on threads, because a probe may hang
                 on_daemon_thread(member.probe, f"probe of {member.name}")
 
 
@@ -262,7 +247,7 @@ def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout
 def _wait(
     told: dict[Future[None], FleetMember], awaited: set[FleetMember], needed: int, deadline: float
 ) -> tuple[int, list[BaseException]]:
-    """Wait while more answers are needed, or ``awaited``: how many confirmed, and what the others raised."""
+    """Wait for needed and ``awaited`` answers. Returns the number of confirmations, and the errors of the others."""
     confirmed, errors, pending = 0, [], set(told)
     while needed <= confirmed + len(pending) and (confirmed < needed or any(told[call] in awaited for call in pending)):
         done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)

@@ -1,9 +1,8 @@
-"""`FleetMember`: one server of a fleet, what it is to serve, and what is known of it.
+"""`FleetMember`: one server of a fleet, its wanted weights, and its known state.
 
-Two threads tell a server of weights: the publisher's, and the prober's, which comes back to those that were missed.
-Whoever does holds the member's lock as long as the server works on it, however long that is. So a server has one update
-at a time, and one that outlived its time limit is not told again before it has answered. An answer counts when it is
-about the weights that the server is to serve *then*, and their folder is still the one that it was told of.
+The publisher's thread and the prober's thread both update a server. Each holds the member's lock until the server has
+answered, however long that takes. So a server has one update at a time, and gets no second one after a timeout before
+it has answered the first. An answer counts only if its weights are still the wanted ones and their folder is unchanged.
 """
 
 import logging
@@ -18,7 +17,7 @@ from ...utils.remote import without_secrets
 from ...utils.timing import timed
 from ..api import AdapterServer, BroadcastServer, InferenceServer
 from .api import ObservableServer, ServerStatus, weights_label
-from .http import HTTPServer
+from .client import ServerClient
 from .states import ServerReport, ServerState
 
 logger = get_logger(__name__)
@@ -30,26 +29,17 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A version that servers are told of.
-
-    Attributes:
-        path: its folder, as the servers are told.
-        version: its number.
-        label: its `weights_label`.
-        broadcast: whether the servers are sent its weights, and need not see it.
-        adapters: whether it holds adapters alone.
-        timeout_s: how long a server may take to load it.
-    """
+    """A published version for servers to load."""
 
     path: str
     version: int
-    label: str
-    broadcast: bool
-    adapters: bool
-    timeout_s: float
+    label: str  # `weights_label` of the folder
+    broadcast: bool  # the weights are sent, so the servers need not see the folder
+    adapters: bool  # the folder holds adapters alone
+    timeout_s: float  # time limit of one server
 
     def unchanged(self) -> bool:
-        """Whether the same contents are still there; the digest of the manifest answers for all of them."""
+        """Whether the folder still has the same contents, by the digest of its manifest."""
         try:
             return weights_label(self.path, self.version) == self.label
         except OSError:
@@ -61,8 +51,8 @@ class FleetMember(Generic[S]):
 
     Args:
         server: the client.
-        changed: guards what is known of all servers of the fleet, and is notified when that changes.
-        retry_s: `probe` tries a load that failed twice again after so long, then after twice as long ...
+        changed: condition that guards the reports on all servers of the fleet. Notified after each change.
+        retry_s: pause of `probe` after a load failed twice. It doubles with each further failure.
     """
 
     def __init__(self, server: S, changed: Condition, retry_s: float) -> None:
@@ -86,18 +76,18 @@ class FleetMember(Generic[S]):
         return self._report
 
     def folders_in_use(self) -> set[str]:
-        """The folder that it is loading at this moment, and those that it may read adapters from again."""
+        """Folders that the server is loading, or may read adapters from again."""
         used = self.server.folders_in_use() if isinstance(self.server, AdapterServer) else set[str]()
-        loading = self._loading  # looked at once: another thread sets it
+        loading = self._loading  # read once, because another thread sets it
         return used if loading is None else used | {loading}
 
     @property
     def expected(self) -> bool:
-        """Whether it should answer to the next update: it serves, or it could not have missed one."""
+        """Whether the server should answer the next update, because it missed none."""
         return self._wanted is None or self._report.state is ServerState.SERVING
 
     def want(self, folder: PublishedFolder | None) -> None:
-        """Set what it is to serve from now on; it is not told yet. None: what it serves is not to be used any more."""
+        """Set the weights that the server should serve, without telling it. None: it may not be used any more."""
         with self._changed:
             self._wanted, self._logged = folder, frozenset()
             self._forget_failures()
@@ -105,15 +95,12 @@ class FleetMember(Generic[S]):
                 self._note(ServerState.BEHIND, "its weights are about to be replaced", self._report.label)
 
     def tell(self, folder: PublishedFolder, deadline: float) -> None:
-        """Have it load ``folder``, once it has answered to an earlier update.
-
-        Args:
-            folder: what it is to serve since the last `want`.
-            deadline: on the clock of ``time.monotonic``; for an earlier update it waits no longer.
+        """Have the server load ``folder`` of the last `want`, once it has answered an earlier update.
 
         Raises:
-            PublishError: it serves another version after this, or there was no time to tell it.
-            Exception: what the client raised.
+            PublishError: the server serves another version afterwards, or did not answer an earlier update before
+                ``deadline`` (``time.monotonic``).
+            Exception: any error of the client.
         """
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PublishError("it has not answered to an earlier update yet")
@@ -126,16 +113,15 @@ class FleetMember(Generic[S]):
             self._busy.release()
 
     def give_up(self, folder: PublishedFolder, state: ServerState, error: str) -> None:
-        """Note that its publisher waits for it no longer, unless it has answered to ``folder`` by now."""
+        """Note the end of the publisher's wait, unless the server has answered to ``folder`` by now."""
         with self._changed:
             if self._wanted is folder and self._answered is not folder:
                 self._note(state, error)
 
     def probe(self) -> None:
-        """Look whether it serves what it is to serve, and tell it if not; nothing while somebody else tells it.
+        """Have the server load the wanted weights if it serves others. Do nothing during another update.
 
-        Raises:
-            Exception: it did not load the weights; its report says so too.
+        Raises any error of the client, which the report has too.
         """
         if not self._busy.acquire(blocking=False):
             return
@@ -149,27 +135,27 @@ class FleetMember(Generic[S]):
             self._busy.release()
 
     def note_silence(self, limit_s: float) -> None:
-        """Note it as gone when it has been asked what it serves, and has not answered for ``limit_s``."""
+        """Note the server as gone if a status request has taken ``limit_s``."""
         with self._changed:
             if self._asked_at is not None and (silent_s := time.monotonic() - self._asked_at) >= limit_s:
                 self._note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
 
     def _needs(self, folder: PublishedFolder) -> bool:
-        """Whether it answers, as far as one can ask it, and does not serve ``folder``."""
+        """Whether the server answers, and does not serve ``folder``."""
         if not isinstance(self.server, ObservableServer):
             return self._report.state is not ServerState.SERVING
         status = self._ask(self.server)
         if status is None:
-            self._forget_failures()  # of its last life, perhaps
+            self._forget_failures()  # the server may have been restarted
             return False
-        # The label alone would not do: it may be that of a load that failed later on, or of another publisher.
+        # The label alone proves nothing: the load may have failed afterwards, or another job may publish.
         if status == ServerStatus(folder.label, paused=False) and self._confirmed is folder:
             self._note(ServerState.SERVING, None, folder.label)
             return False
         seen = "it is paused" if status.paused else f"it serves {status.label or 'other weights'}"
         if not status.paused and self._confirmed is folder and status.label not in (None, folder.label):
             seen += f", published by somebody else since it confirmed {folder.label}; let one job publish to a server"
-        known = self._report.error if self._failures else None  # says more
+        known = self._report.error if self._failures else None  # it is more specific
         self._note_unready(status, known or seen)
         return True
 
@@ -212,7 +198,7 @@ class FleetMember(Generic[S]):
             if isinstance(error, WorkerLost):
                 state = ServerState.GONE
             elif observable and self._report.state is not ServerState.SERVING:
-                state = self._report.state  # until it has been asked
+                state = self._report.state  # until the status request below
             self._note(state, text)
         if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
             self._note_unready(status, text)
@@ -221,11 +207,11 @@ class FleetMember(Generic[S]):
         self._failures, self._retry_at = 0, 0.0
 
     def _ask(self, server: ObservableServer, error: str | None = None) -> ServerStatus | None:
-        """Its status; without one it is noted as gone because of ``error``, or of what `status` raised."""
+        """Ask for the status. Without an answer, note the server as gone because of ``error`` or the error here."""
         self._asked_at = time.monotonic()
         try:
             return server.status()
-        except Exception as unanswered:  # of whatever type: the report is where a prober's errors are told
+        except Exception as unanswered:  # the report holds the errors of the prober
             self._note(ServerState.GONE, error or describe(unanswered))
             return None
         finally:
@@ -239,7 +225,7 @@ class FleetMember(Generic[S]):
             before = self._report.state
             self._report = replace(self._report, state=state, error=error, label=label)
             if state is not before:
-                # Nothing is wanted of it while a version that it serves is published again: no fault of its own.
+                # Without a wanted folder, its version is just being published again, and the server has no fault.
                 level = logging.INFO if state is ServerState.SERVING or self._wanted is None else logging.WARNING
                 report = f"{self.name} is {state} as before" if error in self._logged else self._report
                 logger.log(level, "inference server %s (it was %s)", report, before)
@@ -248,7 +234,7 @@ class FleetMember(Generic[S]):
 
 
 def _update(server: InferenceServer, folder: PublishedFolder) -> int:
-    if isinstance(server, HTTPServer):
+    if isinstance(server, ServerClient):
         server.allow(folder.timeout_s)
     if folder.adapters:
         return cast(AdapterServer, server).update_adapters_from_disk(folder.path, folder.version)
@@ -258,6 +244,6 @@ def _update(server: InferenceServer, folder: PublishedFolder) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The text of a client's error for logs and reports, without secrets."""
+    """Text of a client's error for logs and reports, without secrets."""
     text = str(error) if isinstance(error, ServerError | WorkerLost) else f"{type(error).__name__}: {error}"
     return without_secrets(text)

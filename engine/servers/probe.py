@@ -1,13 +1,15 @@
-"""Whether a server answers by the weights it was told to load: log-probabilities of one prompt, compared.
+"""The content check: does a server answer with the weights that it was told to load?
 
-The trainer computes the log-probabilities of a fixed pseudo-random prompt and seals them in the published folder
-(`PROBE_NAME`). After an update the client asks the server for the same. Two comparisons follow.
+The trainer computes log-probabilities of a fixed pseudo-random prompt and writes them into the published folder
+(`PROBE_NAME`). After an update the client asks the server for the same log-probabilities and compares them twice
+(`content_problem`).
 
-- With the trainer's. In float32 kernels differ by 5e-7 and one step at learning rate 1e-6 makes 9e-5, so that this
-  tells a version from the one before. In bfloat16 they differ by 7e-3, more than a step makes: it finds only garbage.
-- With the server's own answer of the version before. A server without other work repeats bit for bit. So an answer that
-  did not change, although the trainer's did and a weight file has another digest, is that of the old weights. A server
-  with other requests in the same batch does not repeat, and then this finds nothing.
+- With the trainer's values. In float32, kernels differ by 5e-7 and a step at learning rate 1e-6 changes 9e-5, so the
+  comparison detects the previous version. In bfloat16, kernels differ by 7e-3, more than a step changes, so it only
+  detects garbage.
+- With the server's answer for the previous version. An idle server repeats its answers bit for bit. So an unchanged
+  answer, although the trainer's values and the digest of a weight file changed, comes from the old weights. A busy
+  server does not repeat its answers, and this comparison then detects nothing.
 """
 
 import json
@@ -30,19 +32,20 @@ PROBE_NAME = "weights_probe.json"
 """The file of a published folder that holds its `WeightsProbe`."""
 
 _LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest mean difference of log-probabilities that is put down to other kernels, by dtype; finer dtypes first."""
+"""Largest mean difference of log-probabilities that other kernels explain, by dtype. Finer dtypes come first."""
+DTYPES = tuple(_LIMITS)
 _TOKENS = 32
-"""Their mean difference is as steady as that of more, and on a CPU a forward of more takes longer than the writing."""
+"""More tokens give no steadier mean, and on a CPU their forward takes longer than writing the weights."""
 
 
 @dataclass(frozen=True)
 class WeightsProbe:
-    """A prompt, and what the trainer makes of it.
+    """A prompt and its log-probabilities by the trainer.
 
     Attributes:
         prompt_ids: token ids.
-        logprobs: log-probability of each but the first, given those before it, at temperature 1.
-        dtype: what the trainer computes in.
+        logprobs: log-probability of each token but the first, given the tokens before it, at temperature 1.
+        dtype: dtype that the trainer computes in.
     """
 
     prompt_ids: Sequence[int]
@@ -50,20 +53,20 @@ class WeightsProbe:
     dtype: str
 
     def encode(self) -> bytes:
-        """The bytes of the file `PROBE_NAME`."""
+        """Contents of the file `PROBE_NAME`."""
         return json.dumps(asdict(self)).encode()
 
 
 def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
-    """The probe of a published folder; None when it has none.
+    """Read the probe of a published folder, or return None if the folder has none.
 
     Raises:
-        PublishError: the file is not one of `WeightsProbe.encode`.
+        PublishError: the file does not come from `WeightsProbe.encode`.
     """
     path = Path(folder) / PROBE_NAME
     try:
         probe = WeightsProbe(**json.loads(path.read_bytes()))
-        require_choice("dtype", probe.dtype, tuple(_LIMITS))
+        require_choice("dtype", probe.dtype, DTYPES)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -72,18 +75,21 @@ def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
 
 
 def probe_weights(engine: Any) -> WeightsProbe | None:
-    """The probe of an engine's weights as they are, on every rank; None for a critic, whose answers no server has.
+    """Compute the probe of the current weights. All ranks of the engine call it, and every rank gets the result.
 
-    Collective over the ranks of the engine. It is one forward of 32 tokens, which are the same at every call for
-    one model; no generator advances, and the model is in the mode afterwards that it was in.
+    It costs one forward of 32 tokens, which are the same at every call. No random generator advances, and the model
+    keeps its mode.
 
     Args:
         engine: an `FSDPEngine`.
+
+    Returns:
+        the probe, or None for a critic, because no server computes values.
     """
     if engine.config.is_critic:
         return None
     config = engine.model.config.get_text_config(decoder=True)
-    # The server samples one more token. Special tokens are the first or the last ones.
+    # The server samples one more token. Special tokens have the first or the last ids.
     tokens = min(_TOKENS, (getattr(config, "max_position_embeddings", None) or _TOKENS + 1) - 1)
     low = config.vocab_size // 4
     generator = torch.Generator().manual_seed(0)
@@ -101,56 +107,49 @@ def _at_temperature_one(output: Any, data: Batch) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Served:
-    """What a server served when it was last found right."""
+class CheckedAnswer:
+    """A server's answer to the probe of a published folder, see `checked_answer`."""
 
-    digests: Mapping[str, str]
+    dtype: str  # coarser dtype of trainer and server
+    digests: Mapping[str, str]  # digest of each weight file
     probe: WeightsProbe
-    answer: Sequence[float]
+    logprobs: Sequence[float]
 
 
-class ContentCheck:
-    """Compares a server's answers with the trainer's, and with its own of the version before.
+def checked_answer(
+    folder: str | os.PathLike[str], probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
+) -> CheckedAnswer:
+    """Prepare a server's answer for `content_problem`.
 
-    Args:
-        dtype: what the server computes in; None: what its folder is stored in.
+    ``logprobs`` are its log-probabilities of the prompt in ``probe``, without the first token. The server computes in
+    ``dtype``, or in the stored dtype of the published ``folder``.
     """
-
-    def __init__(self, dtype: str | None = None) -> None:
-        require_choice("dtype", dtype, (None, *_LIMITS))
-        self._dtype = dtype
-        self._served: _Served | None = None
-
-    def problem(self, folder: str | os.PathLike[str], probe: WeightsProbe, answer: Sequence[float]) -> str | None:
-        """What is wrong with a server that was told to load ``folder``; None when nothing is, which is remembered.
-
-        Args:
-            folder: the published folder.
-            probe: of it.
-            answer: the server's log-probabilities of ``probe.prompt_ids`` but the first.
-        """
-        dtype = max((probe.dtype, self._dtype or _stored_dtype(folder)), key=list(_LIMITS).index)
-        difference = _mean_difference(answer, probe.logprobs)
-        if not difference <= _LIMITS[dtype]:
-            return (
-                f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on average, in "
-                f"{dtype} by at most {_LIMITS[dtype]:g}: it answers by other weights, or computes in another dtype "
-                "(start it with the dtype of the folder, or give the client its dtype)"
-            )
-        digests = _weight_digests(folder)
-        before, self._served = self._served, _Served(digests, probe, answer)
-        if before and _stale(before, self._served):
-            self._served = before
-            return (
-                "its answer to the probe is bit for bit that of the version before, although the weights are others: "
-                "it has kept the old ones"
-            )
-        return None
+    manifest = read_manifest(folder)
+    digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
+    coarsest = max((probe.dtype, dtype or _stored_dtype(folder, manifest)), key=DTYPES.index)
+    return CheckedAnswer(coarsest, digests, probe, logprobs)
 
 
-def _stale(before: _Served, now: _Served) -> bool:
+def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | None:
+    """Describe the problem of an answer, or return None. ``before`` is the server's last answer without a problem."""
+    difference = _mean_difference(now.logprobs, now.probe.logprobs)
+    if not difference <= _LIMITS[now.dtype]:
+        return (
+            f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on average, in "
+            f"{now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other weights, or computes in another dtype "
+            "(start it with the dtype of the folder, or give the client its dtype)"
+        )
+    if before and _stale(before, now):
+        return (
+            "its answer to the probe is bit for bit that of the version before, although the weights are others: "
+            "it has kept the old ones"
+        )
+    return None
+
+
+def _stale(before: CheckedAnswer, now: CheckedAnswer) -> bool:
     return (
-        list(now.answer) == list(before.answer)
+        list(now.logprobs) == list(before.logprobs)
         and now.digests != before.digests
         and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
         and list(now.probe.logprobs) != list(before.probe.logprobs)
@@ -158,22 +157,14 @@ def _stale(before: _Served, now: _Served) -> bool:
 
 
 def _mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """NaN, which is within no limit, when there are not as many."""
     if len(ours) != len(theirs):
-        return float("nan")
+        return float("nan")  # exceeds every limit
     return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def _stored_dtype(folder: str | os.PathLike[str]) -> str:
-    """The dtype in the folder's config; of adapters, the coarser one of theirs and their base's. The finest one when
-    none of those that matter is named."""
-    manifest = read_manifest(folder)
+def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
+    """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base. Else float32."""
     if not holds_adapters(manifest):
         manifest = json.loads((Path(folder) / "config.json").read_bytes())
     named = (manifest.get(key) for key in ("dtype", "base_dtype"))
-    return max((dtype for dtype in named if dtype in _LIMITS), key=list(_LIMITS).index, default=next(iter(_LIMITS)))
-
-
-def _weight_digests(folder: str | os.PathLike[str]) -> dict[str, str]:
-    files = read_manifest(folder)["files"]
-    return {name: entry["digest"] for name, entry in files.items() if name.endswith(".safetensors")}
+    return max((dtype for dtype in named if dtype in _LIMITS), key=DTYPES.index, default=DTYPES[0])

@@ -1,7 +1,7 @@
-"""Which prompts a server can be asked to complete: token ids of its vocabulary, and fewer of them than it has room for.
+"""Limits of a server on prompts: its vocabulary and its context length.
 
-A token id beyond the vocabulary reads outside the embedding. vLLM looks at ids only where it has a tokenizer: with
-``--skip-tokenizer-init`` one bad prompt kills the server, and the next one that it is sent to. So a client looks first.
+A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a tokenizer. With
+``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the prompt is sent to afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,22 +18,13 @@ _SHOWN_IDS = 8
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What is known of the limits of a server.
-
-    Attributes:
-        vocab_size: token ids are smaller; None: not known.
-        max_tokens: tokens of a prompt and its completion together; None: not known.
-    """
+    """Size of the vocabulary, and most tokens of prompt and completion together. None: unknown."""
 
     vocab_size: int | None = None
     max_tokens: int | None = None
 
     def require(self, request: ModelRequest, server: str) -> None:
-        """See that ``server`` can complete a prompt, and sample its stop tokens.
-
-        Raises:
-            PromptError: it cannot; names the prompt, what is wrong with it, and the limit.
-        """
+        """Raise PromptError if ``server`` cannot complete the prompt or sample its stop tokens."""
         ids = list(request.input_ids)
         what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) {_shown(ids)}, for {server},"
         if not ids:
@@ -53,7 +44,6 @@ class PromptLimits:
             )
 
     def _first_outside(self, ids: Sequence[Any]) -> tuple[int, Any] | None:
-        """Place and value of the first that is no token id."""
         for place, found in enumerate(ids):
             if not isinstance(found, int) or found < 0 or (self.vocab_size is not None and found >= self.vocab_size):
                 return place, found
@@ -64,12 +54,12 @@ class PromptLimits:
 
 
 def folder_vocab_size(folder: str | Path) -> int | None:
-    """The size of the vocabulary of a model's folder, by its ``config.json``; None where that does not say."""
+    """Vocabulary size in the ``config.json`` of a model folder, or None."""
     try:
         config = read_raw_config(Path(folder))
     except OSError:
         return None
-    text: Any = config.get("text_config")  # of a model that sees, too
+    text: Any = config.get("text_config")  # the text part of a multimodal model
     for some in (config, text if isinstance(text, Mapping) else {}):
         if isinstance(size := some.get("vocab_size"), int):
             return size
@@ -77,11 +67,9 @@ def folder_vocab_size(folder: str | Path) -> int | None:
 
 
 def stated_limits(models: Mapping[str, Any], vocab_size: int | None) -> PromptLimits:
-    """The limits in the answer to ``GET /v1/models``, of vLLM and SGLang.
+    """The limits in the answer ``models`` of vLLM or SGLang to ``GET /v1/models``.
 
-    Args:
-        models: the answer. Without ``vocab_size`` the folder that it names is looked at, where this host sees it.
-        vocab_size: of the model, if that is known.
+    The answer names the model folder, whose config is read if ``vocab_size`` is None.
     """
     entries = models.get("data")
     entry: Any = entries[0] if isinstance(entries, list) and entries else None

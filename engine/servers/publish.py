@@ -1,25 +1,27 @@
-"""Publish versions of the weights to the inference servers: written to disk, announced, confirmed.
+"""Publish weights to inference servers: write a version to disk, have the servers load it, delete old versions.
 
-A version is complete on disk (`write_version`) before rank 0 tells the servers of it, all at once; the other ranks wait
-as long as that takes. Older versions go only after enough servers have confirmed the new one, because a server may
-still be reading one; a folder that one is still loading stays.
+A version is complete on disk (`write_version`) before rank 0 tells all servers at once. The other ranks wait meanwhile.
+Old versions are deleted after enough servers have confirmed the new one, and a folder that a server reads stays.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides, rank_zero_decides_slowly
+from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
 from ..hf.adapter_folder import require_adapters
 from ..hf.versions import delete_old, write_version
 from .fleet import ServerFleet
+from .probe import PROBE_NAME, probe_weights
 from .states import ServerReport, server_stats
 
 logger = get_logger(__name__)
@@ -27,14 +29,14 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """What became of a publication.
+    """Result of a publication.
 
     Attributes:
-        path: folder of the version.
-        version: its number.
-        seconds: of ``write`` (gather, cast, write, fsync), ``digest`` (read again, manifest), ``tell`` (until enough
-            servers confirmed it) and ``total``, on this rank; of an engine's weights also ``probe`` (`probe_weights`).
-        servers: what rank 0 knows of each server.
+        path, version: folder and number of the version.
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, write, fsync), ``digest`` (read again,
+            manifest), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
+            (`probe_weights`).
+        servers: report on each server, on every rank.
     """
 
     path: Path
@@ -43,7 +45,7 @@ class PublishedWeights:
     servers: tuple[ServerReport, ...]
 
     def stats(self) -> dict[str, float]:
-        """Numbers for the statistics: ``publish_<phase>_s``, and those of `server_stats`."""
+        """Statistics: ``publish_<phase>_s`` and `server_stats`."""
         return {f"publish_{phase}_s": seconds for phase, seconds in self.seconds.items()} | server_stats(self.servers)
 
 
@@ -57,23 +59,27 @@ def publish_weights(
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> PublishedWeights:
-    """Write the weights as ``version``, have the servers load them, and delete old versions; all ranks call it.
+    """Write the weights as ``version``, have the servers load them, and delete old versions. All ranks call it.
+
+        servers = ServerFleet([VLLMServer("http://10.0.0.5:8000")], min_servers=1)
+        published = publish_weights(model, WeightUpdateMeta("disk", "/shared/weights"), version=step, servers=servers)
 
     Args:
         model: sharded model.
-        meta: where to, how many servers have to confirm it, and how many versions stay.
-        version: what the servers must confirm.
-        servers: told by rank 0; other ranks' are not used. Of a sequence nobody looks after those that were missed.
+        meta: folder, type and dtype of the publication, and how many versions to keep.
+        version: version that the servers must confirm.
+        servers: servers of rank 0. Other ranks' are ignored. Without a fleet, no thread updates a server that missed
+            the version.
         group: control group.
-        base_model_path: folder whose tokenizer and other files go along.
-        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is.
-        extra_files: name -> contents of files that go along, too, and that the manifest covers; rank 0's are used.
+        base_model_path: folder whose tokenizer and other files are copied.
+        base_dtype: stored dtype if ``meta.dtype`` is None. None: the dtype of each parameter.
+        extra_files: name -> contents of additional files under the manifest. Rank 0's are written.
 
     Raises:
-        CheckpointWriteError: any rank could not write; no server was told.
-        ConfigError: see `ServerFleet.update`; where a server cannot be sent weights, or takes no adapters, or the model
-            has none to publish alone, nothing was written.
-        PublishError, WorkerLost: see there; on every rank.
+        CheckpointWriteError: a rank could not write. No server was told.
+        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type``, or the model has no adapters
+            to publish, nothing was written.
+        PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
     with timed(seconds, "total"):
@@ -101,11 +107,49 @@ def open_fleet(
     group: dist.ProcessGroup | None,
     probe_interval_s: float | None = 5.0,
 ) -> ServerFleet:
-    """``servers`` as a fleet; that of any rank but 0 is empty, unless it is one already.
-
-    Raises:
-        ConfigError: see `ServerFleet`; on rank 0.
-    """
+    """Return ``servers`` if it is a fleet. Else make a fleet, which is empty on all ranks but 0."""
     if isinstance(servers, ServerFleet):
         return servers
     return ServerFleet(servers if get_rank(group) == 0 else (), probe_interval_s=probe_interval_s)
+
+
+class ServerConnection:
+    """The servers of an engine. It closes the fleet that it makes from single servers, and never a given fleet."""
+
+    def __init__(self) -> None:
+        self._servers: Sequence[InferenceServer] | ServerFleet = ()
+        self._own: ServerFleet | None = None
+        self._meta: WeightUpdateMeta | None = None
+
+    def connect(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
+        """Publish to ``servers`` as ``meta`` says, from now on."""
+        self.close()
+        self._servers, self._meta = servers, meta
+
+    def publish(self, engine: Any, meta: WeightUpdateMeta | None) -> PublishedWeights:
+        """Publish the weights of an `FSDPEngine`. ``meta`` replaces the one of `connect`.
+
+        If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward.
+        """
+        meta = meta or self._meta
+        if meta is None:
+            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        group, version = engine.control_group, engine.get_version() if meta.version is None else meta.version
+        with all_ranks_succeed("connecting the inference servers", group):
+            fleet = self._own or open_fleet(self._servers, group)
+        self._own = None if fleet is self._servers else fleet
+        seconds: dict[str, float] = {}
+        with timed(seconds, "probe"):
+            probe = probe_weights(engine) if rank_zero_decides(fleet.may_check_content, group) else None
+        extra = {} if probe is None else {PROBE_NAME: probe.encode()}
+        done = publish_weights(
+            engine.model, meta, version, fleet, group, str(engine.model_folder), engine.base_dtype, extra
+        )
+        total_s = seconds["probe"] + done.seconds["total"]
+        return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
+
+    def close(self) -> None:
+        """Disconnect from the servers. A fleet of the user goes on."""
+        if self._own is not None:
+            self._own.close()
+        self._servers, self._own = (), None

@@ -1,11 +1,8 @@
-"""Send the weights of a published folder to a server that need not see it: backend ``holdfast_broadcast``.
+"""Broadcast the weights of a published folder to a server that does not see the folder.
 
-The sender and the workers of one server make a gloo group for one update. Nothing is kept for the next one, so that
-there is nothing to repair after a death on either side; and a server that fails keeps no other one waiting. The folder
-stays as it is, the way back.
-
-Tensors are mapped from the folder, which has just been written, and sent one after the other; then the digest of all
-their bytes.
+The sender and the workers of one server form a gloo group for one update. The next update forms another one, so no
+death on either side needs repair, and a failing server delays no other. The tensors are mapped from the folder and sent
+one after the other, followed by the digest of all their bytes.
 """
 
 import os
@@ -24,13 +21,9 @@ from ..memory.tensors import bytes_of
 
 
 class WeightSender:
-    """The sending end of one update.
+    """The sending end of one update. Each end waits ``timeout_s`` for the other.
 
-    Args:
-        folder: of the version.
-        url: of the server; the sender is reached at the address from which this process reaches it.
-        workers: of the server.
-        timeout_s: how long each end waits for the other.
+    The sender listens at the address from which this process reaches the server's ``url``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], url: str, workers: int, timeout_s: float) -> None:
@@ -43,7 +36,7 @@ class WeightSender:
 
     @property
     def init_info(self) -> dict[str, Any]:
-        """What ``/init_weight_transfer_engine`` is told."""
+        """Body of ``/init_weight_transfer_engine``."""
         return {
             "master_address": self._address,
             "master_port": self._store.port,
@@ -54,7 +47,7 @@ class WeightSender:
 
     @property
     def update_info(self) -> dict[str, Any]:
-        """What ``/update_weights`` is told: names, dtypes and shapes of the tensors, in the order they are sent in."""
+        """Body of ``/update_weights``: names, dtypes and shapes of the tensors, in the order of sending."""
         return {
             "names": list(self._tensors),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._tensors.values()],
@@ -62,19 +55,11 @@ class WeightSender:
         }
 
     def connect(self) -> None:
-        """Make the group, once the server was told to join it.
-
-        Raises:
-            RuntimeError: the workers have not joined within ``timeout_s``.
-        """
+        """Form the group while the server joins it. Raises RuntimeError after ``timeout_s``."""
         self._group = dist.ProcessGroupGloo(self._store, 0, 1 + self._workers, self._timeout)
 
     def send(self) -> None:
-        """Send all tensors, then their digest.
-
-        Raises:
-            RuntimeError: a worker left, or did not receive within ``timeout_s``.
-        """
+        """Send all tensors and then their digest. Raises RuntimeError if a worker leaves or exceeds ``timeout_s``."""
         digest = xxhash.xxh3_128()
         for tensor in self._tensors.values():
             data = bytes_of(tensor)

@@ -1,14 +1,13 @@
-"""An SGLang server (0.5.23 or newer) that serves published weights, and completes prompts of token ids.
+"""`SGLangServer`: the HTTP calls that update an SGLang server (0.5.23 or newer) and complete prompts of token ids.
 
-One update is pause, load (which flushes the cache and sets the label), continue, read back, and compare contents.
-Requests in flight are retracted: they go on afterwards, with their KV cache computed again by the new weights.
+An update is pause, load (which flushes the cache and sets the label), continue, read back, content check. Requests in
+flight are retracted: they continue afterwards, and the new weights compute their KV cache again.
 
-A load is refused with 400 also when the weights were loaded and the cache could not be flushed, and what the server
-rolls back to after a failed load it reads from the path that has just failed. So after any refusal the server stays
-paused until a load succeeds.
+The server answers 400 also if it loaded the weights and could not flush the cache. After a failed load it rolls back to
+the path that has just failed. So after any refusal the server stays paused until a load succeeds.
 
-Adapters are loaded beside the base under a name for each version, while requests go on (`adapted`). The server unloads
-one only when its last request has ended, so it is told to only then.
+Adapters are loaded next to the base, one name per version, while requests go on. An unload waits for the last request
+of the adapter, so the client asks for it only after that request.
 """
 
 import os
@@ -17,10 +16,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from ...utils.errors import PoisonedServerError, PublishError
-from .adapted import AdaptedServer, listed_adapters
-from .adapters import AdapterFacts, refuse_adapters
+from .adapters import AdapterFacts, listed_adapters, refuse_adapters
 from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
-from .checked import unexpected
+from .client import ServerClient
 from .completions import adapter_spans, response_of
 from .http import Calls, Json
 
@@ -33,20 +31,17 @@ _KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
 
 
 @dataclass(eq=False, repr=False)
-class SGLangServer(AdaptedServer):
-    """A client of one SGLang server: an `ObservableServer`, `AdapterServer` and `GenerationServer`; picklable. A copy
-    does not know which adapters the server was told of: let the client that tells it also ask it.
+class SGLangServer(ServerClient):
+    """A client of one SGLang server. It updates weights and adapters, reports the status, and completes prompts.
+
+    It can be pickled. A copy does not know which adapters were loaded, so use one client to load them and to generate.
+
+        server = SGLangServer("http://10.0.0.5:30000", api_key=key, admin_key=admin_key)
 
     Attributes:
-        url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
-        api_key: what the server was given as ``--api-key``.
-        timeout_s: longest time that one update, or `check_generation`, may take; None: as long as the publication
-            allows (`WeightUpdateMeta.timeout_s`), and 300 s without one.
-        status_timeout_s: longest time that `status` may take.
-        generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
-        dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
-            dtype that folders are stored in; None: the same.
-        admin_key: what the server was given as ``--admin-api-key``; updates take no other key then.
+        url, timeout_s, status_timeout_s, generation_timeout_s, dtype: as for `VLLMServer`.
+        api_key: the server's ``--api-key``.
+        admin_key: the server's ``--admin-api-key``. A server with this key accepts no other key for updates.
     """
 
     _how_to_temper: ClassVar[str] = "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -58,26 +53,19 @@ class SGLangServer(AdaptedServer):
         self._paused = False
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Have the server serve the published folder ``path``, and see that it does; returns ``version``.
+        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
 
         Raises:
-            UnreachableServerError: it could not be reached, or the connection broke.
-            SlowServerError: it did not finish within ``timeout_s``.
-            PoisonedServerError: it failed to load, or to flush its cache; it stays paused until a load succeeds.
-            WrongContentError: it answers by other weights; it was paused again.
-            PublishError: it refused, or says something else than expected; it may be paused.
+            PoisonedServerError: the load or the flush failed. The server stays paused until a load succeeds.
+            PublishError: see `VLLMServer.update_weights_from_disk`.
         """
         refuse_adapters(path)
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             self._paused = True
             self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
-            load = {
-                "model_path": os.fspath(path),
-                "weight_version": label,
-                "flush_cache": True,
-                "abort_all_requests": False,
-            }
+            load: Json = {"model_path": os.fspath(path), "weight_version": label}
+            load |= {"flush_cache": True, "abort_all_requests": False}
             loaded = self._administer(
                 calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
             )
@@ -85,21 +73,16 @@ class SGLangServer(AdaptedServer):
                 raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
             self._administer(calls, "resume", "/continue_generation", {})
             self._paused = False
-            if (status := self._status(calls)).label != label:
-                raise self._withdrawn(calls, unexpected(status, label))
+            self._require_label(calls, label)
             self._check_content(calls, path, probe)
             self._leave_adapters(calls)
         return version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
+        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
 
-        The seed counts only if the server was started with ``--enable-deterministic-inference``. Log-probabilities are
-        those at the temperature, before top-p and top-k.
-
-        Raises:
-            PromptError: the prompt is empty, too long, or has token ids that the model has not; it was not sent.
-            ServerError: the server could not be reached, failed, aborted the request, or has not been told weights.
+        The seed counts only if the server was started with ``--enable-deterministic-inference``. Log-probabilities
+        include the temperature, and leave out top-p and top-k. Raises the errors of `VLLMServer.agenerate`.
         """
         await self._require_fit(request)
         body = _generation(request.input_ids, _sampling_params(request))
@@ -108,18 +91,18 @@ class SGLangServer(AdaptedServer):
         with self._adapters.request() as adapter:
             if adapter is not None:
                 body["lora_path"] = adapter
-            answer = await self._ask("/generate", body)
+            answer = await self._complete("/generate", body)
         with self._reading("a completion"):
             meta = answer["meta_info"]
             spans = meta["weight_versions"]
-            if adapter is not None:  # it does not say by which: a name that it does not have is refused
+            if adapter is not None:  # the answer names no adapter, but SGLang refuses an unknown one
                 spans = adapter_spans(adapter, adapter, spans)
             tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
             logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
             return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
 
     def _status(self, calls: Calls) -> ServerStatus:
-        """It does not say whether it is paused: that is what this client, in this process, left it as."""
+        # SGLang does not report whether it is paused, so this client remembers how it left the server.
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")
         if not isinstance(label, str):
             raise calls.refuse(f"the server says that its label is {label!r}")
@@ -145,7 +128,7 @@ class SGLangServer(AdaptedServer):
             return {token: logprob for logprob, token, *_ in answer["meta_info"]["output_top_logprobs"][0]}
 
     def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        """Nothing to ask: a load of what it cannot take is refused."""
+        """Do nothing: SGLang refuses to load adapters that it has no room for."""
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
         models = calls.get("look", "/v1/models", key=self.api_key, advice=_KEYS)

@@ -1,4 +1,4 @@
-"""What a fleet knows of each of its servers, for people and for the statistics."""
+"""State of each server of a fleet, for logs and statistics."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,29 +6,27 @@ from enum import StrEnum
 
 
 class ServerState(StrEnum):
-    """Whether a server may be asked to generate, and if not, why."""
+    """Whether a server may generate, and the reason if not."""
 
     SERVING = "serving"
-    """It confirmed the weights that were published last; until it has answered to the publication under way, those
-    before."""
+    """The server confirmed the weights published last. During a publication, it confirmed the weights before."""
     BEHIND = "behind"
-    """It answers, but serves other weights, or failed to load those."""
+    """The server answers, but serves other weights or failed to load the published ones."""
     PAUSED = "paused"
-    """It answers, but completes nothing: an update failed, or its publisher was killed."""
+    """The server answers and completes nothing: an update failed, or its publisher was killed."""
     GONE = "gone"
-    """It does not answer."""
+    """The server does not answer."""
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server, as a fleet last saw it.
+    """Report on one server.
 
     Attributes:
-        name: what logs call it.
-        state: see there.
-        label: of the weights it is known to serve (`weights_label`); None: not known.
-        error: what went wrong last; None once it serves.
-        seconds: of each phase of its last update, ``total`` among them.
+        name, state: name in logs, last known state.
+        label: `weights_label` of the served weights. None: unknown.
+        error: last error. None once the server serves.
+        seconds: seconds of each phase of its last update, and of all together (``total``).
     """
 
     name: str
@@ -43,7 +41,7 @@ class ServerReport:
 
 
 def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
-    """Numbers for the statistics: ``servers_<state>``, how many are in it, and ``update_<phase>_s``, of the slowest."""
+    """Statistics: ``servers_<state>`` (number of servers) and ``update_<phase>_s`` (seconds of the slowest server)."""
     reports = list(reports)
     counts = {f"servers_{state}": float(sum(report.state is state for report in reports)) for state in ServerState}
     phases = sorted({phase for report in reports for phase in report.seconds})

@@ -1,56 +1,86 @@
-"""A vLLM server (0.32 or newer) that serves published weights, and completes prompts of token ids.
+"""`VLLMServer`: the HTTP calls that update a vLLM server (0.32 or newer) and complete prompts of token ids.
 
-One update is pause, load, reset the prefix cache, label, resume, read back, and compare contents. It is always the
-whole cycle, whatever the label says: a publisher that was killed leaves the server paused. Requests in flight are kept;
-their KV cache is computed again by the new weights, and the server records which label sampled which token.
+An update is pause, load, reset of the prefix cache, label, resume, read back, content check. It always runs in full,
+because a killed publisher leaves the server paused whatever its label says. Requests in flight are kept: the new
+weights compute their KV cache again, and the server records which label sampled which token.
 
-A load that failed leaves layers without weights, and the next completion would kill the server. So it stays paused. The
-next good load repairs it, unless a part of the bad folder had been read already: the server may then fail once more, or
-serve a mixture, which the comparison of contents finds, and has to be restarted.
+A failed load leaves layers without weights, and the next completion would kill the server, so it stays paused. The next
+good load repairs it, unless vLLM had read a part of the bad folder already. The server may then fail once more or mix
+weights. The content check detects a mixture, and the server has to be restarted.
 
-Adapters are loaded beside the base under a name for each version, while requests go on (`adapted`, `vllm_adapters`).
+vLLM's ``reload_weights`` dismantles the model before it reads. The backends of ``plugins/vllm`` check everything first:
+a refusal changes nothing, and the next good load repairs a later failure.
 
-The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``; see docs/servers.md.
+Adapters (``--enable-lora``) are loaded next to the base, one name per version, while requests go on. A load reads the
+whole folder first, and a failed one changes nothing. Unloading forgets the name, and requests in flight go on. The
+engine keeps the ``--max-cpu-loras`` last used adapters in memory. It reads others again from their folders, and dies if
+a folder is gone. It computes with ``--max-loras`` adapters at once, and requests for another one wait.
+
+The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers.md.
 """
 
+import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from tenacity import RetryError, Retrying, retry_if_result, stop_after_attempt, wait_fixed
-
 from ...utils.config import require_choice
-from .adapted import AdaptedServer
-from .adapters import AdapterFacts, refuse_adapters
+from ...utils.errors import PoisonedServerError, PublishError
+from ...utils.threads import on_daemon_thread
+from .adapters import AdapterFacts, listed_adapters, refuse_adapters
 from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
-from .checked import unexpected
+from .client import ServerClient
 from .completions import adapter_spans, response_of
 from .http import Calls, Json
-from .vllm_adapters import list_adapters, load_adapter, require_room, unload_adapter
-from .vllm_loading import TRANSFERS, load_folder, send_folder
+from .sending import WeightSender
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
 _NO_LABEL = "default"
-"""What a server that has just been started says of its weights."""
+"""Label of a server that has just been started."""
+_TRANSFERS = (None, "holdfast_disk")
+"""Ways to load a folder: vLLM's own, or a weight-transfer backend of ``plugins/vllm``."""
+_BROADCAST = "holdfast_broadcast"
+"""Backend of ``plugins/vllm`` that receives weights."""
+_POISONED = (
+    "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
+    "the folder, and tell it again; if that fails too, restart it"
+)
+_NO_PLUGIN = (
+    "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
+    """'{{"backend": "{}"}}'; without it publish by type "disk", and leave out transfer"""
+)
+_REFUSED = "refused, the weights stay as they are"
+"""Answer of the plugin if it refuses weights before it loads any."""
+_HEAD = "lm_head"
+_NOT_SEEN = "No adapter found"
+"""Answer of vLLM, with status 404, if the folder does not exist."""
 
 
 @dataclass(eq=False, repr=False)
-class VLLMServer(AdaptedServer):
-    """A client of one vLLM server: an `ObservableServer`, `BroadcastServer`, `AdapterServer` and `GenerationServer`;
-    picklable. A copy does not know which adapters the server was told of: let the client that tells it also ask it.
+class VLLMServer(ServerClient):
+    """A client of one vLLM server. It updates weights and adapters, reports the status, and completes prompts.
+
+    It can be pickled. A copy does not know which adapters were loaded, so use one client to load them and to generate.
+
+        server = VLLMServer("http://10.0.0.5:8000", api_key=key)
+        engine.connect_engine([server], WeightUpdateMeta("disk", "/shared/weights"))
+        engine.update_weights()
+        response = await server.agenerate(ModelRequest(input_ids=[1, 2, 3]))
 
     Attributes:
-        url: of the server, ``http://host:port``; a user and password in it are sent, and shown nowhere.
-        api_key: what the server was given as ``--api-key``.
-        timeout_s: longest time that one update, or `check_generation`, may take; None: as long as the publication
-            allows (`WeightUpdateMeta.timeout_s`), and 300 s without one.
-        status_timeout_s: longest time that `status` may take.
-        generation_timeout_s: longest time that one completion may take, waiting on a paused server included.
-        dtype: what the server computes in (``float32``, ``float16`` or ``bfloat16``), where that is coarser than the
-            dtype that folders are stored in; None: the same.
-        transfer: how it loads a folder. None: by vLLM's ``reload_weights``. ``"holdfast_disk"``, where it was started
-            with this backend of ``plugins/vllm``: the folder is compared with its manifest first.
+        url: URL of the server, ``http://host:port``. A user and password in it are sent and never shown.
+        api_key: the server's ``--api-key``.
+        timeout_s: longest duration of an update or of `check_generation`. None: the limit of the publication
+            (`WeightUpdateMeta.timeout_s`), or 300 s without one.
+        status_timeout_s: longest duration of `status`.
+        generation_timeout_s: longest duration of a completion, including the time that the server is paused.
+        dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is coarser than the
+            dtype of the published folders. None: the same.
+        transfer: how the server loads a folder. None: vLLM's ``reload_weights``. ``"holdfast_disk"``: the backend of
+            ``plugins/vllm``, which compares the folder with its manifest first.
     """
 
     _: KW_ONLY
@@ -60,31 +90,32 @@ class VLLMServer(AdaptedServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("transfer", self.transfer, TRANSFERS)
+        require_choice("transfer", self.transfer, _TRANSFERS)
         self._salt: str | None = None
 
+    # Updates of all weights
+
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Have the server serve the published folder ``path``, and see that it does; returns ``version``.
+        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
 
         Raises:
-            UnreachableServerError: it could not be reached, or the connection broke.
-            SlowServerError: it did not finish within ``timeout_s``.
-            PoisonedServerError: it failed to load; it stays paused until a load succeeds.
-            WrongContentError: it answers by other weights; it was paused again.
-            PublishError: it refused, or says something else than expected; it may be paused. What the plugin refused
-                leaves it as it was.
+            UnreachableServerError: the server could not be reached, or the connection broke.
+            SlowServerError: the update exceeded ``timeout_s``.
+            PoisonedServerError: the load failed. The server stays paused until a load succeeds.
+            WrongContentError: other weights answered. The server was paused again.
+            PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
+                it as it was.
         """
         label = weights_label(path, version)
-        return self._serve(path, version, label, lambda calls: load_folder(calls, path, label, self.transfer))
+        return self._serve(path, version, label, lambda calls: self._load_folder(calls, path, label))
 
     def update_weights_from_distributed(self, path: str, version: int) -> int:
-        """Do as `update_weights_from_disk` does, but send it the weights: it need not see the folder.
+        """Send the weights to a server that does not see the folder. Otherwise like `update_weights_from_disk`.
 
-        It must have been started with the backend ``holdfast_broadcast`` of ``plugins/vllm``, and reach any port of
-        this host.
+        The server must run the backend ``holdfast_broadcast`` of ``plugins/vllm``, and reach any port of this host.
         """
         label = weights_label(path, version)
-        return self._serve(path, version, label, lambda calls: send_folder(calls, path, self._update_limit_s))
+        return self._serve(path, version, label, lambda calls: self._send_folder(calls, path))
 
     def _serve(self, path: str, version: int, label: str, load: Callable[[Calls], None]) -> int:
         refuse_adapters(path)
@@ -95,20 +126,116 @@ class VLLMServer(AdaptedServer):
             self._reset_prefix_cache(calls)
             calls.post("label", "/update_weight_version", {"new_version": label})
             calls.post("resume", "/resume")
-            if (status := self._status(calls)) != ServerStatus(label, paused=False):
-                raise self._withdrawn(calls, unexpected(status, label))
+            self._require_label(calls, label)
             self._check_content(calls, path, probe)
             self._leave_adapters(calls)
         return version
 
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt; a completion ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
+    def _load_folder(self, calls: Calls, path: str, label: str) -> None:
+        if self.transfer is None:
+            load: Json = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
+            calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+        else:
+            _open_transfer(calls, self.transfer)
+            _transfer(calls, {"path": os.fspath(path), "manifest": label.partition("-")[2]})
 
-        Log-probabilities are those of the sampled distribution only if the server was started so: `check_generation`.
+    def _send_folder(self, calls: Calls, path: str) -> None:
+        timeout_s = self._update_limit_s
+        _open_transfer(calls, _BROADCAST)
+        workers = int(calls.get("load", "/get_world_size")["world_size"])
+        sender = WeightSender(path, calls.url, workers, timeout_s)
+        joined = on_daemon_thread(sender.connect, "weight sender")
+        calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
+        _require_done(calls, joined, timeout_s)
+        sent = on_daemon_thread(sender.send, "weight sender")
+        _transfer(calls, sender.update_info)
+        _require_done(calls, sent, timeout_s)
+
+    def _reset_prefix_cache(self, calls: Calls) -> None:
+        for attempt in range(5):
+            time.sleep(0.2 if attempt else 0.0)
+            if calls.post("reset cache", "/reset_prefix_cache").get("success") is True:
+                return
+        raise calls.refuse(
+            "the prefix cache could not be reset, so that tokens would come from blocks that the old weights "
+            "computed; the server stays paused: tell it again"
+        )
+
+    def _status(self, calls: Calls) -> ServerStatus:
+        label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
+        paused = calls.get("read back", "/is_paused", advice=_DEV_MODE).get("is_paused")
+        if not isinstance(label, str) or not isinstance(paused, bool):
+            raise calls.refuse(f"the server says that its label is {label!r} and paused is {paused!r}")
+        return ServerStatus(None if labelled_version(label) is None else label, paused)
+
+    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
+        if adapter is not None:
+            return self._unload_adapter(calls, adapter)
+        calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
+        calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
+
+    # Adapters
+
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
+        # The answer to a load is not enough: vLLM silently leaves out adapters of modules without the flag. And if the
+        # head can be adapted, log-probabilities of a prompt kill the engine (on CPUs) when it has other requests.
+        told = calls.get("look", "/server_info", params={"config_format": "json"}).get("vllm_config")
+        rank, modules = facts.rank, facts.modules
+        with calls.reading("what GET /server_info says of adapters"):
+            limits = told["lora_config"]  # type: ignore[index]
+            flags = f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(modules)}"
+            if limits is None:
+                raise calls.refuse(f"it was started without adapters; start it with {flags}")
+            if rank > limits["max_lora_rank"]:
+                raise calls.refuse(
+                    f"the adapters have rank {rank}, it takes ranks up to {limits['max_lora_rank']}; start it with "
+                    f"{flags} (or the next larger rank that vLLM takes)"
+                )
+            if _HEAD in modules:
+                raise calls.refuse(
+                    "the adapters are of the head, too, and with such vLLM cannot tell log-probabilities of a prompt "
+                    "beside other requests; publish merged weights (type 'disk'), or leave lm_head out of "
+                    "target_modules"
+                )
+            adapted = limits["target_modules"]
+            if adapted is None or _HEAD in adapted or not set(modules) <= set(adapted):
+                raise calls.refuse(
+                    f"it adapts {'all modules, its head too' if adapted is None else ', '.join(sorted(adapted))}, the "
+                    f"adapters are of {', '.join(modules)}; start it with {flags}"
+                )
+
+    def _loaded_adapters(self, calls: Calls) -> list[str]:
+        models = calls.get("look", "/v1/models", key=self.api_key)
+        with calls.reading("its list of models"):
+            return listed_adapters(models)
+
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
+        try:
+            calls.tell("load", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, key=self.api_key)
+        except PublishError as error:
+            if _NOT_SEEN in str(error):
+                advice = "let the server see the folder under the same path"
+            elif "was answered with 404" in str(error):
+                advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            elif "was answered with" in str(error):
+                advice = "it goes on with the adapters it has; see its log"
+            else:
+                raise
+            raise type(error)(f"{error}; {advice}") from error
+
+    def _unload_adapter(self, calls: Calls, name: str) -> None:
+        calls.tell("unload", "/v1/unload_lora_adapter", {"lora_name": name}, key=self.api_key)
+
+    # Generation
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
+
+        Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
 
         Raises:
-            PromptError: the prompt is empty, too long, or has token ids that the model has not; it was not sent.
-            ServerError: the server could not be reached, failed, aborted the request, or has not been told weights.
+            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
+            ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
         """
         await self._require_fit(request)
         body: Json = {"token_ids": list(request.input_ids), "sampling_params": _sampling_params(request)}
@@ -117,9 +244,9 @@ class VLLMServer(AdaptedServer):
         with self._adapters.request() as adapter:
             if adapter is not None:  # cached blocks are found under its name and folder only
                 body["model"] = adapter
-            elif self._salt is not None:  # cached blocks that other weights computed are not found under it
+            elif self._salt is not None:  # hides cached blocks that other weights computed
                 body["cache_salt"] = self._salt
-            answer = await self._ask("/inference/v1/generate", body)
+            answer = await self._complete("/inference/v1/generate", body)
         with self._reading("a completion"):
             choice = answer["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -130,37 +257,6 @@ class VLLMServer(AdaptedServer):
                 self._salt = spans[-1]["version"]
             return response
 
-    def _status(self, calls: Calls) -> ServerStatus:
-        label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
-        paused = calls.get("read back", "/is_paused", advice=_DEV_MODE).get("is_paused")
-        if not isinstance(label, str) or not isinstance(paused, bool):
-            raise calls.refuse(f"the server says that its label is {label!r} and paused is {paused!r}")
-        return ServerStatus(None if labelled_version(label) is None else label, paused)
-
-    def _reset_prefix_cache(self, calls: Calls) -> None:
-        retrying = Retrying(
-            retry=retry_if_result(lambda done: not done), stop=stop_after_attempt(5), wait=wait_fixed(0.2)
-        )
-        try:
-            retrying(lambda: calls.post("reset cache", "/reset_prefix_cache").get("success") is True)
-        except RetryError:
-            raise calls.refuse(
-                "the prefix cache could not be reset, so that tokens would come from blocks that the old weights "
-                "computed; the server stays paused: tell it again"
-            ) from None
-
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        require_room(calls, facts)
-
-    def _loaded_adapters(self, calls: Calls) -> list[str]:
-        return list_adapters(calls, self.api_key)
-
-    def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
-        load_adapter(calls, name, path, self.api_key)
-
-    def _unload_adapter(self, calls: Calls, name: str) -> None:
-        unload_adapter(calls, name, self.api_key)
-
     def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
         body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}
         if adapter is not None:
@@ -168,7 +264,7 @@ class VLLMServer(AdaptedServer):
         return calls.post("check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT)
 
     def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        answer = self._generate(calls, ids, adapter, prompt_logprobs=0)  # for which the prefix cache is not read
+        answer = self._generate(calls, ids, adapter, prompt_logprobs=0)  # vLLM then ignores the prefix cache
         with calls.reading("its log-probabilities of the prompt"):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
@@ -179,11 +275,32 @@ class VLLMServer(AdaptedServer):
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return {entry["token_id"]: entry["logprob"] for entry in entries}
 
-    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
-        if adapter is not None:
-            return self._unload_adapter(calls, adapter)
-        calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
-        calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
+
+def _open_transfer(calls: Calls, backend: str) -> None:
+    advice = _NO_PLUGIN.format(backend)
+    try:
+        calls.post("load", "/start_weight_update", advice=advice)
+    except PublishError:  # a killed publisher left its update open, or the next call states another reason
+        calls.post("load", "/finish_weight_update", {}, advice=advice)
+        calls.post("load", "/start_weight_update", advice=advice)
+
+
+def _transfer(calls: Calls, info: Json) -> None:
+    try:
+        calls.post("load", "/update_weights", {"update_info": info}, error=PoisonedServerError, advice=_POISONED)
+    except PoisonedServerError as error:
+        if _REFUSED not in str(error):
+            raise
+        calls.post("resume", "/resume")
+        raise calls.refuse(f"it goes on with the weights it has: {error}") from error
+    calls.post("load", "/finish_weight_update", {})
+
+
+def _require_done(calls: Calls, work: "Future[None]", timeout_s: float) -> None:
+    try:
+        work.result(timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        raise calls.refuse(f"the weights could not be sent: {type(error).__name__}: {error}") from error
 
 
 def _sampling_params(request: ModelRequest) -> Json:

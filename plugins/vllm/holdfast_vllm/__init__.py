@@ -1,8 +1,9 @@
-"""vLLM plugin: weight-transfer engines that check everything before they take a layer of the model apart.
+"""vLLM plugin: weight-transfer engines that check all weights before they dismantle a layer of the model.
 
-``--weight-transfer-config '{"backend": "holdfast_disk"}'`` loads published folders, ``"holdfast_broadcast"`` receives
-tensors over a process group. vLLM's own ``reload_weights`` takes the model apart first and reads after that: a folder
-that cannot be read leaves a server whose next completion ends it.
+    vllm serve MODEL --weight-transfer-config '{"backend": "holdfast_disk"}'
+
+``holdfast_disk`` loads published folders, ``holdfast_broadcast`` receives tensors over a process group. vLLM's own
+``reload_weights`` dismantles the model before it reads. After an unreadable folder the next completion ends the server.
 """
 
 # pyright: reportMissingImports=false
@@ -14,7 +15,7 @@ _ENGINES = {
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``: called once in every process of a server."""
+    """Entry point ``vllm.general_plugins``. vLLM calls it once in every process of a server."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     for name, (module, engine) in _ENGINES.items():

@@ -1,10 +1,10 @@
 """``holdfast_broadcast``: receive the weights from the trainer over a gloo process group.
 
-The trainer's client calls ``/init_weight_transfer_engine`` while it opens the group as rank 0; then for every version
-``/start_weight_update``, ``/update_weights`` while it broadcasts, ``/finish_weight_update``: the routes, and the update
-info, of vLLM's own ``nccl`` engine, which is the one for GPUs. All tensors are received into host memory, and their
-digest compared, before a layer is taken apart: a trainer that dies in a broadcast leaves the server as it was. Costs a
-second copy of the weights in the memory of every worker while that lasts.
+The trainer calls ``/init_weight_transfer_engine`` while it opens the group as rank 0. For every version it calls
+``/start_weight_update``, ``/update_weights`` while it broadcasts, and ``/finish_weight_update``. Routes and update info
+are those in vLLM's ``nccl`` engine for GPUs. All tensors are received into host memory and compared with their digest
+before a layer is dismantled, so a trainer that dies during a broadcast changes nothing. This costs a second copy of the
+weights in the host memory of every worker.
 """
 
 # pyright: reportMissingImports=false
@@ -25,47 +25,33 @@ _SENDER = 0
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """The group to join.
+    """The group to join."""
 
-    Attributes:
-        master_address: host of the trainer's ``TCPStore``.
-        master_port: its port.
-        rank_offset: rank of this server's first worker; the sender is rank 0.
-        world_size: sender and all workers of all servers.
-        timeout_s: how long the group waits for any of them.
-    """
-
-    master_address: str
+    master_address: str  # host of the trainer's ``TCPStore``
     master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float
+    rank_offset: int  # rank of this server's first worker
+    world_size: int  # all workers, and the sender as rank 0
+    timeout_s: float  # longest wait for a rank
 
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """The tensors that will be broadcast, in this order, then the xxh3_128 digest of all their bytes (``[16]`` uint8).
+    """The broadcast tensors in order. The xxh3_128 digest of all their bytes follows (``[16]`` uint8)."""
 
-    Attributes:
-        names: as in a Hugging Face folder.
-        dtype_names: ``"bfloat16"`` ...
-        shapes: of each.
-    """
-
-    names: list[str]
-    dtype_names: list[str]
+    names: list[str]  # names as in a Hugging Face folder
+    dtype_names: list[str]  # such as "bfloat16"
     shapes: list[list[int]]
 
 
 class BroadcastWeightTransferEngine(CheckedEngine):
-    """Receives all tensors on all workers, then loads them."""
+    """Receive all tensors on all workers, then load them."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
     _group: dist.ProcessGroupGloo | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join the group; one that was joined before is left."""
+        """Leave the last group and join the new one."""
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -75,7 +61,7 @@ class BroadcastWeightTransferEngine(CheckedEngine):
         self._group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timeout)
 
     def checked_weights(self, update_info: BroadcastUpdateInfo, rank: int, world_size: int) -> Weights:
-        """The tensors that the sender broadcasts, in host memory, once their digest is that of what was sent."""
+        """Receive the tensors into host memory and compare their digest with the sender's."""
         digest, received = xxhash.xxh3_128(), []
         for dtype_name, shape in zip(update_info.dtype_names, update_info.shapes, strict=True):
             dtype = getattr(torch, dtype_name)

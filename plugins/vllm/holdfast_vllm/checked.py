@@ -1,4 +1,4 @@
-"""What the engines of this plugin share: one verdict of all workers, then a load that can be repeated when it fails."""
+"""`CheckedEngine`: one verdict of all workers, then a load that can be repeated after a failure."""
 
 # pyright: reportMissingImports=false
 
@@ -18,37 +18,31 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-"""Names in a Hugging Face folder, with tensors."""
+"""Pairs of a name in a Hugging Face folder and its tensor."""
 
 
 class CheckedEngine(WeightTransferEngine):
-    """Takes no layer apart before every worker has all weights and has checked them."""
+    """Base of the engines. It dismantles no layer before every worker has all weights and has checked them."""
 
     _mixed = False
 
     @abstractmethod
     def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
-        """All weights of an update.
-
-        Args:
-            update_info: of the engine's own type.
-            rank: of this worker among those of the model, who may share a check.
-            world_size: how many they are.
+        """Check and return all weights of an update. The ``world_size`` workers may share the checks by ``rank``.
 
         Raises:
-            Exception: something is wrong with them, or they cannot be had.
+            Exception: the weights are wrong or cannot be read.
         """
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model is taken apart once the weights are checked."""
+        """Do nothing. `receive_weights` dismantles the model after the check."""
 
     def receive_weights(self, update_info: Any) -> None:
         """Check the weights on all workers, then load them.
 
         Raises:
-            RuntimeError: "refused" by one worker at least: nothing has changed on any. "mixed": vLLM could not take a
-                weight, or some were not replaced; every layer has its old weights or its new ones, and a sound version
-                repairs that.
+            RuntimeError: "refused": a worker refused the weights, and no worker changed. "mixed": vLLM could not load a
+                weight, or some were missing. Each layer has its old or its new weights, and a sound version repairs it.
         """
         weights = self._agree(update_info)
         self._mixed = True
@@ -56,10 +50,10 @@ class CheckedEngine(WeightTransferEngine):
         self._mixed = False
 
     def finish_weight_update(self) -> None:
-        """Do nothing: everything is in place."""
+        """Do nothing. `receive_weights` has loaded everything."""
 
     def _agree(self, update_info: Any) -> Weights:
-        """`checked_weights`; if it raises on one worker, raise on all."""
+        """Call `checked_weights`, and raise on all workers if one raised."""
         workers, weights, cause, refusal = get_world_group(), (), None, None
         try:
             weights = self.checked_weights(update_info, workers.rank_in_group, workers.world_size)
@@ -90,9 +84,9 @@ def _load_weights(model: torch.nn.Module, model_config: Any, weights: Weights) -
 
 
 def _put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """Give the layers that are apart their old weights back, and forget what was loaded for them.
+    """Restore the old weights of dismantled layers, and drop the weights loaded for them.
 
-    vLLM keeps it: the next reload would begin with it, and answer that it loaded well when half is of the failed one.
+    vLLM keeps the loaded ones: the next reload would start with them and report success with half of a failed version.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)

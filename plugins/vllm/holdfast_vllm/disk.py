@@ -1,9 +1,9 @@
-"""``holdfast_disk``: load a published folder whose files are those that were published.
+"""``holdfast_disk``: load a published folder after comparing it with its manifest.
 
-The trainer's client calls ``/start_weight_update``, ``/update_weights`` with ``{"path": folder, "manifest": digest of
-its manifest.json}`` and ``/finish_weight_update``. All is checked in the second call before a layer is taken apart: a
-refused folder leaves the server as it was. Each worker reads the files twice, the second time from the page cache;
-workers share the digests.
+The trainer calls ``/start_weight_update``, ``/update_weights`` with ``{"path": folder, "manifest": digest of its
+manifest.json}`` and ``/finish_weight_update``. The second call checks everything before it dismantles a layer, so a
+refused folder changes nothing. Each worker reads the files twice, the second time from the page cache. The workers
+share the digests.
 """
 
 # pyright: reportMissingImports=false
@@ -24,24 +24,19 @@ from .published import check_files, check_model, read_manifest
 
 @dataclass
 class DiskInitInfo(WeightTransferInitInfo):
-    """Nothing: a folder needs no connection."""
+    """Empty, because a folder needs no connection."""
 
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """A published version.
+    """A published version."""
 
-    Attributes:
-        path: its folder, as the server sees it.
-        manifest: digest of its ``manifest.json``.
-    """
-
-    path: str
-    manifest: str
+    path: str  # folder, as the server sees it
+    manifest: str  # digest of ``manifest.json``
 
 
 class DiskWeightTransferEngine(CheckedEngine):
-    """Checks a folder on all workers, then loads it."""
+    """Check a folder on all workers, then load it."""
 
     init_info_cls = DiskInitInfo
     update_info_cls = DiskUpdateInfo
@@ -50,7 +45,7 @@ class DiskWeightTransferEngine(CheckedEngine):
         """Do nothing."""
 
     def checked_weights(self, update_info: DiskUpdateInfo, rank: int, world_size: int) -> Weights:
-        """The weights in a folder that is the published one, of the model that is served."""
+        """Check that the folder is the published one and fits the served model, then return its weights."""
         folder = Path(update_info.path)
         files = read_manifest(folder, update_info.manifest)
         check_files(folder, files, rank, world_size)

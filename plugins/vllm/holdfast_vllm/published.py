@@ -1,7 +1,7 @@
-"""A published folder compared with its manifest, and with the model that is served, before anything is loaded from it.
+"""Compare a published folder with its manifest and with the served model, before anything is loaded.
 
-The format is that of Holdfast's ``docs/checkpoint-format.md``, version 2. The reader is a second one because a server's
-environment has no Holdfast: that needs a torch of its own choice. It knows neither torch nor vLLM.
+The format is version 2 in Holdfast's ``docs/checkpoint-format.md``. This is a second reader, because a server's
+environment has no Holdfast, which would need another torch. It imports neither torch nor vLLM.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ FORMAT_VERSION = 2
 
 
 class FolderError(ValueError):
-    """A folder that is not what was published; nothing was loaded from it."""
+    """The folder differs from the published one. Nothing was loaded."""
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
@@ -28,14 +28,10 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def read_manifest(folder: str | os.PathLike[str], digest: str) -> dict[str, Mapping[str, Any]]:
-    """The files of a published folder: name -> ``{"bytes": size, "digest": digest}``.
-
-    Args:
-        folder: a version as Holdfast publishes it.
-        digest: of the manifest's own bytes, as its publisher knows it.
+    """Read the files of a published folder: name -> ``{"bytes": size, "digest": digest}``.
 
     Raises:
-        FolderError: there is no manifest, it is damaged, of another format, or not the one that was published.
+        FolderError: the manifest is missing, damaged, of another format, or its bytes do not have this ``digest``.
     """
     path = Path(folder) / MANIFEST_NAME
     try:
@@ -65,8 +61,7 @@ def check_files(
 ) -> None:
     """Compare the sizes of all files, and the bytes of every ``world_size``-th one from ``rank`` on, with the manifest.
 
-    Raises:
-        FolderError: naming the first file that is missing, of another size or of other bytes.
+    Raises FolderError, which names the first file that is missing or differs.
     """
     for name, entry in files.items():
         path = Path(folder) / name
@@ -80,11 +75,7 @@ def check_files(
 
 
 def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
-    """See that the config of a folder is one of the model that is served, as far as its tensors depend on it.
-
-    Raises:
-        FolderError: it has another size, or is of another architecture.
-    """
+    """Raise FolderError if the config of a folder and the served one differ in a key that shapes tensors."""
     for key in sorted(stored.keys() & served.keys()):
         here, there = stored[key], served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):

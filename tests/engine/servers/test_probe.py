@@ -1,6 +1,7 @@
 """The probe of an engine's weights is the same wherever it is computed, and computing it changes nothing."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
-from holdfast.engine.servers.probe import PROBE_NAME, ContentCheck, WeightsProbe, probe_weights, read_probe
+from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers.probe import (
+    PROBE_NAME,
+    WeightsProbe,
+    checked_answer,
+    content_problem,
+    probe_weights,
+    read_probe,
+)
 from holdfast.utils.errors import ConfigError, PublishError
 from holdfast.utils.rng import capture_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -105,30 +114,37 @@ def probe_of(folder: Path) -> WeightsProbe:
     return probe
 
 
+def problem_of(folder: Path, probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None) -> str | None:
+    return content_problem(checked_answer(folder, probe, logprobs, dtype), before=None)
+
+
 def test_an_unchanged_answer_is_stale_only_where_weights_changed(folders: list[Path]) -> None:
     one, two, three = map(probe_of, folders)
-    check = ContentCheck()
-    assert check.problem(folders[0], one, one.logprobs) is None
-    assert check.problem(folders[0], one, one.logprobs) is None, "the same folder again"
-    assert "bit for bit that of the version before" in (check.problem(folders[1], two, one.logprobs) or "")
-    assert check.problem(folders[1], two, two.logprobs) is None
-    assert check.problem(folders[2], three, two.logprobs) is None, "the weights are those of version 2"
-    assert ContentCheck().problem(folders[1], two, one.logprobs) is None, "nothing to compare with"
+    first, again = (checked_answer(folders[0], one, one.logprobs) for _ in range(2))
+    assert content_problem(first, None) is None
+    assert content_problem(again, first) is None, "the same folder again"
+    stale = checked_answer(folders[1], two, one.logprobs)
+    assert "bit for bit that of the version before" in (content_problem(stale, first) or "")
+    second = checked_answer(folders[1], two, two.logprobs)
+    assert content_problem(second, first) is None
+    third = checked_answer(folders[2], three, two.logprobs)
+    assert content_problem(third, second) is None, "the weights are those of version 2"
+    assert content_problem(stale, None) is None, "nothing to compare with"
 
 
 def test_the_coarsest_dtype_says_how_close_an_answer_must_be(folders: list[Path]) -> None:
     probe = probe_of(folders[0])
     off = [logprob + 1e-3 for logprob in probe.logprobs]
     garbage = [logprob + 1.0 for logprob in probe.logprobs]
-    assert ContentCheck().problem(folders[0], probe, off) is None
-    assert "by 1 on average, in bfloat16 by at most 0.1" in (ContentCheck().problem(folders[0], probe, garbage) or "")
+    assert problem_of(folders[0], probe, off) is None
+    assert "by 1 on average, in bfloat16 by at most 0.1" in (problem_of(folders[0], probe, garbage) or "")
     for answer in (off[:-1], [float("nan")] * len(off)):
-        assert ContentCheck().problem(folders[0], probe, answer)
+        assert problem_of(folders[0], probe, answer)
     config = folders[0] / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
     fine = WeightsProbe(probe.prompt_ids, probe.logprobs, "float32")
-    assert ContentCheck().problem(folders[0], fine, off)
-    assert ContentCheck("bfloat16").problem(folders[0], fine, off) is None
-    assert ContentCheck().problem(folders[0], probe, off) is None, "the trainer computes in bfloat16"
+    assert problem_of(folders[0], fine, off)
+    assert problem_of(folders[0], fine, off, "bfloat16") is None
+    assert problem_of(folders[0], probe, off) is None, "the trainer computes in bfloat16"
     with pytest.raises(ConfigError, match="config key 'dtype' is 'int4'"):
-        ContentCheck("int4")
+        VLLMServer("http://127.0.0.1:9", dtype="int4")

@@ -1,0 +1,312 @@
+"""`ServerClient`: base class of the vLLM and SGLang clients. It owns the settings and the checks that both share.
+
+The clients trust no server: after each update they compare log-probabilities with the trainer's, and they check a
+prompt before they send it. The subclasses hold the HTTP calls of one kind of server each.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import partial
+from threading import Lock
+from typing import ClassVar
+
+from ...utils.config import require_choice, require_range
+from ...utils.errors import (
+    BusyServerError,
+    ConfigError,
+    PromptError,
+    PublishError,
+    ServerError,
+    SlowServerError,
+    WrongContentError,
+)
+from ...utils.logging import get_logger
+from ...utils.remote import without_secrets
+from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
+from .api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
+from .completions import samples_plainly, untempered
+from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
+from .prompts import PromptLimits, folder_vocab_size, stated_limits
+
+logger = get_logger(__name__)
+
+_UPDATE_TIMEOUT_S = 300.0
+_WITHDRAW_LIMIT_S = 10.0
+"""A limit separate from the update's, which may be used up by then."""
+_PAUSED = "It was paused again: tell it again, or restart it"
+_UNLOADED = (
+    "They were unloaded again, and it goes on with those before: tell it again, or restart it with the base model that "
+    "is trained"
+)
+_NO_ROOM = (
+    "if it waits for requests of older versions to end, let it compute with more versions at a time (--max-loras of "
+    "vLLM, --max-loras-per-batch of SGLang)"
+)
+
+
+@dataclass(eq=False, repr=False)
+class ServerClient(ABC):
+    """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling keeps only these.
+
+    Raises:
+        ConfigError: ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given. Or a
+            limit is not positive, or ``dtype`` is unknown.
+    """
+
+    checks_content: ClassVar[bool] = True
+    """The client needs a `WeightsProbe` in the published folders."""
+    _how_to_temper: ClassVar[str]
+    """How to start the server so that its log-probabilities take the temperature into account."""
+
+    url: str
+    _: KW_ONLY
+    api_key: str | None = None
+    timeout_s: float | None = None
+    status_timeout_s: float = 10.0
+    generation_timeout_s: float = 1800.0
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        if not leads_to_a_server(self.url):
+            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port, or a path behind that")
+        if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
+            raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
+        for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
+            require_range(key, getattr(self, key), low=1e-3)
+        require_choice("dtype", self.dtype, (None, *DTYPES))
+        self._connections = Connections(self.url, self.api_key)
+        self._seconds: Mapping[str, float] = {}
+        self._updating, self._allowed_s = Lock(), _UPDATE_TIMEOUT_S
+        self._adapters = AdaptersInUse()
+        self._checked: CheckedAnswer | None = None
+        self._warned_unchecked = False
+        self._vocab_size: int | None = None
+        self._limits: PromptLimits | None = None
+
+    def __reduce__(self) -> tuple[partial["ServerClient"], tuple[()]]:
+        return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        """URL of the server, without secrets."""
+        return without_secrets(self.url)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of each phase of the last update."""
+        return self._seconds
+
+    def allow(self, timeout_s: float) -> None:
+        """Limit later updates to ``timeout_s``, unless the client has a ``timeout_s`` already."""
+        self._allowed_s = timeout_s
+
+    def status(self) -> ServerStatus:
+        """Ask the server which weights it serves.
+
+        The label names adapters if the server still has the adapters that this client loaded last.
+
+        Raises:
+            ServerError: the server could not be reached, or did not answer as expected.
+        """
+        with self._calls("", self.status_timeout_s, ServerError) as calls:
+            status, name = self._status(calls), self._adapters.current
+            if status.label is None and name is not None and name in self._loaded_adapters(calls):
+                return replace(status, label=adapter_label(name))
+            return status
+
+    # Updates
+
+    def update_adapters_from_disk(self, path: str, version: int) -> int:
+        """Load the adapters in ``path``, verify them, and use them for new requests. Returns ``version``.
+
+        Requests in flight keep their adapters, so nothing is paused. After an error the server continues as before.
+
+        Raises:
+            UnreachableServerError: the server could not be reached, or the connection broke.
+            SlowServerError: the update exceeded ``timeout_s``.
+            WrongContentError: the server answers with other adapters or on another base. They were unloaded again.
+            PublishError: the server takes no adapters, or not these ones. Or it is paused, or its base was replaced.
+        """
+        label, probe = weights_label(path, version), self._read_probe(path)
+        name = adapter_name(label)
+        with self._update(path, version) as calls:
+            self._require_base(calls)
+            self._require_room(calls, read_facts(path))
+            if name not in self._loaded_adapters(calls):
+                self._load_adapter(calls, name, os.fspath(path))
+                if name not in (loaded := self._loaded_adapters(calls)):
+                    raise calls.refuse(f"after it, the server lists the adapters {loaded}; expected {name}")
+            try:
+                self._check_content(calls, path, probe, name)
+            except SlowServerError as error:
+                raise SlowServerError(f"{error}; {_NO_ROOM}") from error
+            self._adapters.switch(name, os.fspath(path))
+            self._retire(calls)
+        return version
+
+    def folders_in_use(self) -> set[str]:
+        """Folders of adapters that the server may read again, for requests in flight or new ones."""
+        return self._adapters.folders()
+
+    @property
+    def _update_limit_s(self) -> float:
+        return self._allowed_s if self.timeout_s is None else self.timeout_s
+
+    def _calls(self, what: str, limit_s: float, error: type[ServerError] = PublishError) -> Calls:
+        return Calls(self.url, f"{self.name}{what}", limit_s, error)
+
+    @contextmanager
+    def _update(self, path: str, version: int) -> Iterator[Calls]:
+        """Open the calls of one update. Updates exclude each other, or one would resume what another loads."""
+        what, limit_s = f", told to load version {version} from {path}", self._update_limit_s
+        if not self._updating.acquire(timeout=limit_s):
+            raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {limit_s:g} s")
+        try:
+            with self._calls(what, limit_s) as calls:
+                self._seconds = calls.seconds
+                yield calls
+        finally:
+            self._updating.release()
+
+    def _require_base(self, calls: Calls) -> None:
+        status = self._status(calls)
+        if status.label is not None:
+            raise calls.refuse(
+                f"its base model was replaced by the published weights {status.label}, and adapters belong on the one "
+                "before: restart it with the base model"
+            )
+        if status.paused:
+            raise calls.refuse(
+                "it is paused, which no update of adapters does: whoever paused it may have left its weights in "
+                "pieces; resume it by hand, or restart it"
+            )
+
+    def _leave_adapters(self, calls: Calls) -> None:
+        """Answer new requests with the full weights that the server has just loaded."""
+        if self._adapters.current is not None:
+            self._adapters.switch(None)
+            self._retire(calls)
+
+    def _retire(self, calls: Calls) -> None:
+        """Unload published adapters without requests. A failure is logged, and the next update tries again."""
+        try:
+            for name in self._adapters.idle(self._loaded_adapters(calls)):
+                self._unload_adapter(calls, name)
+        except ServerError as error:
+            logger.warning("%s", error)
+
+    def _require_label(self, calls: Calls, label: str) -> None:
+        """Check the status after an update to weights with this label."""
+        if (status := self._status(calls)) != ServerStatus(label, paused=False):
+            raise self._withdrawn(
+                calls,
+                f"after it, the server says {status}; expected the label {label}, not paused. If another job publishes "
+                "to it, nobody knows whose weights it has",
+            )
+
+    def _read_probe(self, path: str) -> WeightsProbe | None:
+        """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
+        if (vocab_size := folder_vocab_size(path)) is not None and vocab_size != self._vocab_size:
+            self._vocab_size, self._limits = vocab_size, None
+        if (probe := read_probe(path)) is None and not self._warned_unchecked:
+            self._warned_unchecked = True
+            logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
+        return probe
+
+    def _check_content(self, calls: Calls, path: str, probe: WeightsProbe | None, adapter: str | None = None) -> None:
+        """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe is wrong."""
+        if probe is None:
+            return
+        answer = checked_answer(path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype)
+        if problem := content_problem(answer, self._checked):
+            raise self._withdrawn(calls, problem, WrongContentError, adapter)
+        self._checked = answer
+
+    def _withdrawn(
+        self, calls: Calls, problem: str, error: type[ServerError] | None = None, adapter: str | None = None
+    ) -> ServerError:
+        """Withdraw the weights or the adapter, and return the error to raise."""
+        try:
+            with self._calls(", to be withdrawn after wrong content", _WITHDRAW_LIMIT_S) as last_calls:
+                self._withdraw(last_calls, adapter)
+        except ServerError as failure:
+            logger.warning("%s", failure)
+        return calls.refuse(f"{problem}. {_PAUSED if adapter is None else _UNLOADED}", error)
+
+    # Generation
+
+    def check_generation(self, gconfig: GenerationHyperparameters) -> None:
+        """Check that the server returns log-probabilities of the distribution that it samples from.
+
+        Call it once, before the first completion. It samples one token. If temperature, top-p or top-k of ``gconfig``
+        change the distribution of the model, it samples a second one.
+
+        Raises:
+            ServerError: the server does not. The message says how to start it.
+        """
+        with self._calls(", asked for log-probabilities", self._update_limit_s, ServerError) as calls:
+            plain = self._top_logprobs(calls, 1.0)
+            if not samples_plainly(gconfig) and (problem := untempered(plain, self._top_logprobs(calls, 0.5))):
+                raise calls.refuse(f"{problem}; {self._how_to_temper}")
+
+    async def _complete(self, path: str, body: Json) -> Json:
+        return await self._connections.ask(path, body, self.generation_timeout_s)
+
+    def _reading(self, of: str) -> AbstractContextManager[None]:
+        return readable(f"{self.name}: {of}", ServerError)
+
+    async def _require_fit(self, request: ModelRequest) -> None:
+        """Raise PromptError if the server cannot complete the prompt, and ServerError if its limits are unknown."""
+        try:
+            (self._limits or await self._ask_limits()).require(request, self.name)
+        except PromptError:  # the limits may stem from a server that ran here before
+            (await self._ask_limits()).require(request, self.name)
+
+    async def _ask_limits(self) -> PromptLimits:
+        try:
+            models = await self._connections.ask("/v1/models", None, self.status_timeout_s)
+        except (PublishError, BusyServerError):  # unreachable or too slow, so the limits are still unknown
+            raise
+        except ServerError as error:
+            logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
+            models = {}
+        self._limits = stated_limits(models, self._vocab_size)
+        return self._limits
+
+    # HTTP calls of one kind of server
+
+    @abstractmethod
+    def _status(self, calls: Calls) -> ServerStatus: ...
+
+    @abstractmethod
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
+        """Raise PublishError if the server was started without room for such adapters."""
+
+    @abstractmethod
+    def _loaded_adapters(self, calls: Calls) -> list[str]: ...
+
+    @abstractmethod
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
+
+    @abstractmethod
+    def _unload_adapter(self, calls: Calls, name: str) -> None: ...
+
+    @abstractmethod
+    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """Log-probabilities of all tokens but the first, by an adapter or by the base."""
+
+    @abstractmethod
+    def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
+        """Log-probabilities of the five most likely tokens after some prompt, by token id."""
+
+    @abstractmethod
+    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
+        """Unload the adapter. With None: pause the server and abort its requests."""
