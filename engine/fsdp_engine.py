@@ -53,17 +53,16 @@ from .servers.connection import ServerConnection
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights
 from .staging.background import BackgroundSave
+from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
-from .training.distributed import close_process_groups, open_process_groups
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
-from .training.model_output import ModelOutput
+from .training.model_output import ModelOutput, model_output
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
-from .training.packing import model_output
+from .training.process_groups import close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
-from .training.trajectories import join_trajectories, split_like
 
 logger = get_logger(__name__)
 

@@ -6,9 +6,8 @@ from .alignment import from_areal_alignment, to_areal_alignment
 from .config import NormConfig, PPOActorConfig, PPOCriticConfig
 from .critic import PPOCritic
 from .dpo import DPO, DPOConfig
-from .losses import count_loss_tokens
+from .losses import count_loss_tokens, sft_loss_fn
 from .reward_model import RewardModel, RewardModelConfig
-from .sft import sft_loss_fn
 
 __all__ = [
     "DPO",

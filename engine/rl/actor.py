@@ -14,9 +14,11 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
+from ..training.batch import validate_batch
 from ..training.logprobs import token_logprobs
-from ..training.microbatch import validate_batch
 from .advantages import (
+    ADV_ESTIMATORS,
+    Outcomes,
     check_groups,
     gae_advantages,
     grpo_advantages,
@@ -24,15 +26,11 @@ from .advantages import (
     overlong_penalty,
     rewards_at_last_token,
 )
-from .aggregation import aggregate, count_losses, with_loss_weights
-from .config import NormConfig, PPOActorConfig
-from .covariance import picked_tokens
-from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
-from .kl_controller import make_kl_controller
-from .losses import kl_estimate, kl_stats
-from .off_policy import behave_weights
-from .policy_losses import OF_PICKED_TOKENS, POLICY_LOSSES, policy_inputs
-from .proximal import approximation_errors, interpolate, prox_alpha
+from .config import OF_PICKED_TOKENS, OVER_GROUPS, NormConfig, PPOActorConfig
+from .kl import kl_estimate, kl_stats, make_kl_controller
+from .losses import aggregate, count_losses, with_loss_weights
+from .off_policy import approximation_errors, behave_weights, interpolate, prox_alpha
+from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
 from .update import (
     TokenStats,
     all_ranks_accept,

@@ -5,13 +5,19 @@ from dataclasses import dataclass
 from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
-from .aggregation import LOSS_AGG_MODES
-from .estimators import ADV_ESTIMATORS, OVER_GROUPS
-from .off_policy import RejectionSamplingConfig
-from .policy_losses import POLICY_LOSSES, WITH_SEQUENCE_RATIOS
-from .proximal import PROX_LOGP_METHODS
-from .rollout_keys import rejection_from_rollout_keys
+from .losses import LOSS_AGG_MODES
+from .off_policy import PROX_LOGP_METHODS, RejectionSamplingConfig, rejection_from_rollout_keys
 
+ADV_ESTIMATORS = ("grpo", "remax", "opo", "gpg", "grpo_passk")
+"""Names in ``adv_estimator``; `holdfast.engine.rl.advantages` has the functions."""
+OVER_GROUPS = ("opo", "gpg", "grpo_passk")
+"""Those that compare answers to one prompt."""
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gpg", "gmpo", "clip_cov", "kl_cov")
+"""Names in ``policy_loss``; `holdfast.engine.rl.policy_losses` has the functions."""
+WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
+"""Those that ``importance_sampling_level: sequence`` has a meaning for."""
+OF_PICKED_TOKENS = ("clip_cov", "kl_cov")
+"""Those that need `PolicyInputs.picked`."""
 LEVELS = ("group", "batch", None)
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 
@@ -92,7 +98,7 @@ class PPOActorConfig(TrainEngineConfig):
     """Scaled rewards are clipped to plus or minus this, before they are normalised."""
     adv_estimator: str = "grpo"
     """Advantage of an answer: ``grpo`` (``reward_norm``), or in its place ``remax`` (less ``reward_baselines`` of the
-    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.estimators`."""
+    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.advantages`."""
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over loss tokens."""
     discount: float = 1.0
@@ -128,7 +134,7 @@ class PPOActorConfig(TrainEngineConfig):
     """Where ``use_decoupled_loss`` has the proximal log-probabilities from: ``recompute``, a forward pass before the
     update; ``loglinear``, interpolation by the ``versions`` of the batch, without that pass; ``metrics``, the former,
     with the error of interpolation in the statistics; ``reuse_train_logp``, those of the one training step itself. See
-    `holdfast.engine.rl.proximal`."""
+    `holdfast.engine.rl.off_policy`."""
     rollout_is: str | None = None
     """verl's name: ``token`` or ``sequence`` sets ``use_decoupled_loss``, with weights limited to the threshold."""
     rollout_is_threshold: float = 2.0
@@ -170,7 +176,7 @@ class PPOActorConfig(TrainEngineConfig):
         self._check_advantages()
 
     def _check_advantages(self) -> None:
-        require_choice("adv_estimator", self.adv_estimator, tuple(ADV_ESTIMATORS))
+        require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
         norm = self.reward_norm
         if self.adv_estimator != "grpo" and norm is not None:
             raise ConfigError(
@@ -204,7 +210,7 @@ class PPOActorConfig(TrainEngineConfig):
         return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean")
 
     def _check_loss(self) -> None:
-        require_choice("policy_loss", self.policy_loss, tuple(POLICY_LOSSES))
+        require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
         require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
         _check_scale_factor(self.agg_mode, self.loss_scale_factor)

@@ -7,11 +7,10 @@ that is *chosen next*, as log-probabilities are: ``values[t]`` is the value befo
 import torch
 
 from ..api import Batch, LossFn, TrainEngine
+from ..training.batch import validate_batch
 from ..training.logprobs import align_with_tokens
-from ..training.microbatch import validate_batch
-from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import PPOCriticConfig
-from .losses import ppo_critic_loss
+from .losses import Stats, aggregate, count_losses, with_loss_weights
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
@@ -83,3 +82,31 @@ class PPOCritic:
 
 def _token_values(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
     return align_with_tokens(output.float(), micro_batch["cu_seqlens"])
+
+
+def ppo_critic_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    loss_mask: torch.Tensor,
+    eps_clip: float = 0.5,
+) -> tuple[torch.Tensor, Stats]:
+    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
+    function near the old one; the clipped form is that of the reference implementation of PPO (OpenAI baselines).
+
+    Returns:
+        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error``
+        (``|v - R|``).
+    """
+    mask = loss_mask.bool()
+    values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
+    held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
+    plain, clipped = (values - returns).square(), (held - returns).square()
+    stats = {
+        "value": values,
+        "value_clip_fraction": (clipped > plain).float(),
+        "value_error": (values - returns).abs(),
+    }
+    return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}

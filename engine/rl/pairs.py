@@ -12,10 +12,9 @@ import torch
 from ...utils.errors import BatchError, ConfigError
 from ..api import Batch, LossFn, TrainEngine
 from ..config import MicroBatchSpec
-from ..training.microbatch import validate_batch
+from ..training.batch import validate_batch
 from .advantages import check_groups
-from .aggregation import by_sequence
-from .losses import Stats
+from .losses import Stats, by_sequence
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token
 
 

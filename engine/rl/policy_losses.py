@@ -11,15 +11,13 @@ gradient that of its own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from .aggregation import by_sequence
-from .losses import MAX_LOG_RATIO, Stats
-
-if TYPE_CHECKING:
-    from .config import PPOActorConfig
+from ..api import Batch, TrainEngine
+from .advantages import SumOverRanks
+from .config import PPOActorConfig
+from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,11 @@ def policy_inputs(
     return PolicyInputs(logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens, picked)
 
 
-PolicyLoss = Callable[[PolicyInputs, "PPOActorConfig"], tuple[torch.Tensor, Stats]]
+PolicyLoss = Callable[[PolicyInputs, PPOActorConfig], tuple[torch.Tensor, Stats]]
 """``[T]`` losses, and statistics of its own (``clip_fraction``: of tokens whose gradient was cut off ...)."""
 
 
-def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``.
 
     Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
@@ -92,7 +90,7 @@ def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, S
     return loss, {"clip_fraction": (clipped > plain).float(), "dual_clip_fraction": dual.float()}
 
 
-def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
 
     MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585; the clip as in verl (TRL's upper limit is `eps_clip_higher` itself).
@@ -102,7 +100,7 @@ def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor,
     return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (ratio != weight).float()}
 
 
-def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def sapo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-A sigmoid(tau (r - 1)) 4 / tau``, ``tau`` being ``sapo_tau_pos`` where A > 0 and else ``sapo_tau_neg``.
 
     Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv 2511.20347: a soft gate where PPO clips.
@@ -112,12 +110,12 @@ def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     return -gate * inputs.advantages, {}
 
 
-def gpg(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def gpg(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, arXiv 2504.02546."""
     return -inputs.advantages * inputs.logprobs, {}
 
 
-def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-mean(A) exp(mean(c))`` for each sequence, the ``c`` being ``log r`` clipped where that lowers the objective.
 
     ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
@@ -132,7 +130,7 @@ def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     return -mean_advantage * mean_ratio, {"clip_fraction": ((held != log_ratio) & (sign != 0)).float()}
 
 
-def clip_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def clip_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """`ppo`'s, but 0, without a gradient, for tokens of large covariance between probability and advantage.
 
     Clip-Cov of Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv
@@ -143,7 +141,7 @@ def clip_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tens
     return torch.where(inputs.picked, 0.0, losses), {**seen, "cov_fraction": inputs.picked.float()}
 
 
-def kl_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def kl_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of largest covariance; ibid., KL-Cov."""
     assert inputs.picked is not None
     penalty = torch.where(inputs.picked, config.ppo_kl_coef * inputs.log_ratio.abs(), 0.0)
@@ -161,12 +159,92 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": kl_cov,
 }
 """By the name in ``policy_loss``; ``gspo`` is `ppo` at the level of sequences."""
-WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
-"""Those that ``importance_sampling_level: sequence`` has a meaning for."""
-OF_PICKED_TOKENS = ("clip_cov", "kl_cov")
-"""Those that need `PolicyInputs.picked`."""
 
 
-def _clip_range(config: "PPOActorConfig") -> tuple[float, float]:
+def _clip_range(config: PPOActorConfig) -> tuple[float, float]:
     upper = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     return 1.0 - config.eps_clip, 1.0 + upper
+
+
+def picked_tokens(
+    batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor, config: PPOActorConfig, engine: TrainEngine
+) -> torch.Tensor:
+    """The tokens that ``config.policy_loss`` treats apart: ``[B, S]`` bool; a collective.
+
+    `kl_cov` picks those of the largest covariance, a share ``kl_cov_ratio`` of all. `clip_cov` draws a share
+    ``clip_cov_ratio`` from those between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO does not clip already; the draw
+    is a function of the tokens in the mini-batch, so it is the same after a resume. Shares are rounded down, but at
+    least one token. Ties go to the lower rank, then to the lower row.
+
+    Args:
+        batch: this rank's share of a mini-batch, with ``loss_mask`` and ``advantages``; there is a loss token on some
+            rank.
+        logprobs: ``[B, S]`` under the weights that the step starts from.
+        old_logprobs: ``[B, S]`` under the old policy.
+        config: of the loss.
+        engine: whose ranks share the mini-batch.
+    """
+    advantages, mask = batch["advantages"].flatten(), batch["loss_mask"].flatten()
+    ends = torch.tensor([0, mask.numel()])
+    inputs = policy_inputs(logprobs.flatten(), old_logprobs.flatten(), advantages, mask, ends)
+    covariances, n_tokens = _covariances(inputs, engine.all_reduce_stats)
+    if config.policy_loss == "kl_cov":
+        candidates = inputs.mask
+        chosen = _largest(covariances[candidates], max(int(config.kl_cov_ratio * n_tokens), 1), engine)
+    else:
+        clipped = ppo(inputs, config)[1]["clip_fraction"].bool()
+        inside = (covariances > config.clip_cov_lb) & (covariances < config.clip_cov_ub)
+        candidates, seed = inputs.mask & inside & ~clipped, _seed(batch, engine.all_reduce_stats)
+        chosen = _drawn(int(candidates.sum()), max(int(config.clip_cov_ratio * n_tokens), 1), seed, engine)
+    picked = torch.zeros_like(candidates).masked_scatter(candidates, chosen.to(candidates.device))
+    return picked.view_as(logprobs)
+
+
+def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
+    """``[T]`` float32, anything outside the mask; and the loss tokens of all ranks."""
+    pair = torch.stack([inputs.advantages, inputs.logprobs]).double()  # 0 outside the mask
+    own = {"A": pair[0].sum().item(), "log p": pair[1].sum().item(), "tokens": float(inputs.mask.sum())}
+    sums = sum_over_ranks(own)
+    means = [sums[name] / sums["tokens"] for name in ("A", "log p")]
+    return ((pair[0] - means[0]) * (pair[1] - means[1])).float(), int(sums["tokens"])
+
+
+def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:
+    """Which of ``values`` (``[n]`` float32) are among the k largest of all ranks, which together have k or more."""
+    bits = (values + 0.0).view(torch.int32).long()  # no -0
+    keys = torch.where(bits >= 0, bits + (1 << 31), -1 - bits)  # in the order of the numbers, from 0 to 2^32 - 1
+    threshold, n_equal = 0, k
+    for shift in (24, 16, 8, 0):  # the k-th largest byte by byte, from counts of all ranks
+        alike = keys[keys >> (shift + 8) == threshold >> (shift + 8)]
+        own = torch.bincount((alike >> shift) & 255, minlength=256).tolist()
+        counts = engine.all_reduce_stats({str(byte): float(count) for byte, count in enumerate(own)})
+        byte = 255
+        while counts[str(byte)] < n_equal:
+            n_equal -= int(counts[str(byte)])
+            byte -= 1
+        threshold |= byte << shift
+    equal = keys == threshold
+    places = equal.cumsum(0) - 1 + _before(int(equal.sum()), engine)[0]
+    return (keys > threshold) | (equal & (places < n_equal))
+
+
+def _drawn(count: int, k: int, seed: int, engine: TrainEngine) -> torch.Tensor:
+    """Which of this rank's ``count`` candidates are among k drawn from those of all ranks (from all, if fewer)."""
+    first, total = _before(count, engine)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return order[first : first + count] < k
+
+
+def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
+    """What the ``count`` of lower ranks, and of all, add up to."""
+    rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
+    counts = engine.all_reduce_stats({str(other): float(count * (other == rank)) for other in range(world_size)})
+    return int(sum(counts[str(other)] for other in range(rank))), int(sum(counts.values()))
+
+
+def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
+    """A number made of tokens and their positions; however the rows are spread over ranks."""
+    tokens = (batch["input_ids"].long() + 1) * batch["attention_mask"].long()
+    factors = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * 0x9E3779B1 % (1 << 31)
+    own = int((tokens * factors).sum()) % (1 << 32)  # an overflow keeps these bits
+    return int(sum_over_ranks({"seed": float(own)})["seed"]) % (1 << 32)

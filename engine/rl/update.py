@@ -12,7 +12,7 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
-from ..training.microbatch import select_rows, sequence_lengths
+from ..training.batch import select_rows, sequence_lengths
 from ..training.partition import partition
 from .losses import Stats
 

@@ -30,14 +30,12 @@ from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
 from .actor import Rendezvous
-from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching
-from .lease import LeaseKeeper
 from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
-from .ray_actor import RankProcess, RayActor
-from .ray_adapter import Answers, cause_of, culprit, headline, raise_cause, require_ray
-from .termination import end_on_nodes
+from .ray_adapter import Answers, RankProcess, RayActor, cause_of, culprit, headline, raise_cause, require_ray
+from .remote_server import RemoteServer
+from .termination import LeaseKeeper, end_on_nodes
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
 

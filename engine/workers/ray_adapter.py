@@ -1,6 +1,7 @@
 """What Ray says when calls end: answers, errors of the code, deaths of processes."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from ray.exceptions import (
 
 from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
+from ...utils.processes import ProcessId
+from .actor import RankActor, device_index
 
 ERROR_GRACE_S = 1.0
 """How long after a rank's error others may still turn out to be dead, or answer."""
@@ -116,3 +119,26 @@ def headline(error: BaseException | None) -> str:
     if error is None:
         return "the process is gone"
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of a rank, the address and Ray's name of its node, and which of the GPUs torch sees there is its."""
+
+    id: ProcessId
+    host: str
+    node_id: str
+    device: int | None
+
+
+class RayActor(RankActor):
+    """`RankActor`, with what only Ray can tell it."""
+
+    def start(self, serve_store: bool) -> tuple[RankProcess, int]:
+        """Who and where this process is, and the port of the store it serves (0 without)."""
+        host = ray.util.get_node_ip_address()
+        gpus = ray.get_gpu_ids()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        device = device_index(gpus, visible) if gpus else None
+        where = RankProcess(self.process(), host, ray.get_runtime_context().get_node_id(), device)
+        return where, self.serve_store(host) if serve_store else 0

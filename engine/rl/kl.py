@@ -5,6 +5,10 @@ An adaptive one has state, which `PPOActor` hands to its engine: it is saved wit
 
 from typing import Any
 
+import torch
+
+from .losses import MAX_LOG_RATIO, Stats
+
 
 class FixedKLController:
     """A coefficient that stays as it is.
@@ -58,3 +62,40 @@ class AdaptiveKLController(FixedKLController):
 def make_kl_controller(value: float, target: float | None, horizon: int) -> FixedKLController:
     """An adaptive one if there is a target."""
     return FixedKLController(value) if target is None else AdaptiveKLController(value, target, horizon)
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
+    """Per-token estimate of ``KL(policy || reference)`` from tokens the policy drew.
+
+    With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
+    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL: no gradient beyond. Schulman, "Approximating KL
+    Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss: Shao et al., "DeepSeekMath",
+    2024, eq. 4. ``l`` is limited to 20 under the exponential.
+
+    The gradient is that of the value but for k1, whose own has an expectation of 0 whatever the policy: it is that of
+    k2, which is the gradient of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient
+    estimation for RL", 2025).
+    """
+    log_ratio = ref_logprobs.float() - logprobs.float()
+    k2 = log_ratio.square() / 2
+    if kind == "k1":
+        return -log_ratio.detach() + (k2 - k2.detach())
+    if kind == "k2":
+        return k2
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    k3 = torch.expm1(log_ratio) - log_ratio
+    return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
+
+
+def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
+    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the policy that drew the tokens to another one.
+
+    Args:
+        name: of the statistic.
+        logprobs: of the policy that drew the tokens.
+        others: of the other one, in the same shape.
+        loss_mask: outside it nothing matters.
+    """
+    log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}
