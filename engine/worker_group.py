@@ -1,4 +1,4 @@
-"""`WorkerGroup` and what goes with it, under their public names; needs the ``ray`` extra."""
+"""Public names of `WorkerGroup` and its placement. Needs the ``ray`` extra."""
 
 from .workers.group import WorkerGroup
 from .workers.placement import STRATEGIES, Placement, PlacementRequest, WorkerResources, place

@@ -1,5 +1,4 @@
-"""Reinforcement learning on top of an engine: losses, advantages, actor, critic; reward models, DPO, supervised
-fine-tuning."""
+"""Reinforcement learning on top of an engine: actor, critic, losses and advantages. Also reward models, DPO and SFT."""
 
 from .actor import PPOActor
 from .alignment import from_areal_alignment, to_areal_alignment

@@ -1,7 +1,7 @@
-"""From rewards to advantages: normalisation over groups or the batch, GRPO, and GAE.
+"""From rewards to advantages: normalisation over groups or the batch, GRPO, GAE, and other estimators by name.
 
-Pure functions over padded tensors. Sums are taken in float64 (a group of equal rewards must give exactly
-equal advantages of 0, not amplified rounding), results are float32.
+Pure functions over padded tensors. Sums are in float64, because a group of equal rewards must give advantages of
+exactly 0, not amplified rounding. Results are float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from ...utils.errors import BatchError
 from .config import NormConfig
 
 SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
-"""Sums each named number over all ranks; `TrainEngine.all_reduce_stats` is one."""
+"""Sums each named number over all ranks, like `TrainEngine.all_reduce_stats`."""
 
 
 def normalise(
@@ -21,21 +21,21 @@ def normalise(
 ) -> torch.Tensor:
     """``(x - mean) / (std + eps)`` over groups of rows or over the whole batch.
 
-    The standard deviation is taken about the mean of its own level. Two cases differ, because there a group of equal
-    values would be divided by ``eps`` alone:
+    The standard deviation is about the mean at its own level, with two exceptions in which a group of equal values
+    would be divided by ``eps`` alone:
 
     - ``mean_level`` null, or ``batch`` with ``std_level: group``: about the mean that is subtracted, as in AReaL. A
       deviation of 0 then means that every result is 0.
-    - A single value: with ``std_unbiased`` its deviation is 1, as in AReaL.
+    - A single value with ``std_unbiased``: the deviation is 1, as in AReaL.
 
     Args:
         values: ``[B]`` or ``[B, S]``.
-        norm: levels; ``group_size`` rows next to each other are a group (None: 1).
-        mask: same shape; entries where it is 0 do not count and come out as 0. None counts all.
-        sum_over_ranks: called (the same number of times on every rank) for a level of ``batch``.
+        norm: levels. ``group_size`` adjacent rows are a group (None: 1).
+        mask: same shape. Masked-out entries do not count, and become 0. None counts all.
+        sum_over_ranks: called the same number of times on every rank if a level is ``batch``.
 
     Returns:
-        float32, shaped as ``values``. With ``mean_leave1out`` a single value is its own mean.
+        float32 in the shape of ``values``. With ``mean_leave1out`` a single value is its own mean.
 
     Raises:
         BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
@@ -68,7 +68,7 @@ def normalise(
 
 
 def _arrange(x: torch.Tensor, mask: torch.Tensor, norm: NormConfig, level: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as ``[units, entries of a unit]``: a unit is a group, or the whole batch."""
+    """Reshape both to ``[units, entries per unit]``. A unit is a group, or the whole batch."""
     units = len(x) // (norm.group_size or 1) if level == "group" else 1
     return x.reshape(units, -1), mask.reshape(units, -1)
 
@@ -92,16 +92,16 @@ def check_groups(batch_size: int, group_size: int) -> None:
 def grpo_advantages(
     rewards: torch.Tensor, loss_mask: torch.Tensor, norm: NormConfig | None, sum_over_ranks: SumOverRanks = dict
 ) -> torch.Tensor:
-    """Every loss token of a sequence has the sequence's normalised reward as its advantage.
+    """Give every loss token the normalised reward of its sequence.
 
     ``A[i, t] = (r[i] - mean(group)) / (std(group) + eps)``: Shao et al., "DeepSeekMath", 2024, section 4.1.2 (outcome
-    supervision); without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
+    supervision). Without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
     2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024).
 
     Args:
         rewards: ``[B]``.
         loss_mask: ``[B, S]``.
-        norm: None takes the rewards as they are.
+        norm: None takes the rewards unchanged.
         sum_over_ranks: see `normalise`.
 
     Returns:
@@ -112,9 +112,9 @@ def grpo_advantages(
 
 
 def overlong_penalty(loss_mask: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float) -> torch.Tensor:
-    """What is added to the reward of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
+    """Reward penalty of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
 
-    0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falling in proportion, ``-factor`` at
+    It is 0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falls linearly to ``-factor`` at
     ``max_new_tokens``: Yu et al., "DAPO", 2025, eq. 13.
     """
     beyond = loss_mask.bool().sum(1) - (max_new_tokens - overlong_tokens)
@@ -122,7 +122,7 @@ def overlong_penalty(loss_mask: torch.Tensor, max_new_tokens: int, overlong_toke
 
 
 def rewards_at_last_token(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Put the reward ``[B]`` of each sequence on its last loss token: ``[B, S]`` float32; none if it has no such."""
+    """Put the reward ``[B]`` of each sequence on its last loss token, if it has one: ``[B, S]`` float32."""
     mask = loss_mask.bool()
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last, rewards.float()[:, None], 0.0)
@@ -139,18 +139,18 @@ def gae_advantages(
     """Generalised advantage estimation over the loss tokens of each row.
 
     ``delta[t] = r[t] + discount * V[t'] - V[t]`` and ``A[t] = delta[t] + discount * gae_lambda * A[t']``, where t' is
-    the *next loss token* (tokens in between, such as a tool's answer, are not actions: they are stepped over) and both
-    V[t'] and A[t'] are 0 after the last; or V[t'] is there the row's ``last_values``. Schulman et al.,
-    "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, eq. 16.
+    the *next loss token* (tokens in between, such as a tool's answer, are not actions and are skipped). After the last
+    loss token A[t'] is 0 and V[t'] is ``last_values`` or 0. Schulman et al., "High-Dimensional Continuous Control Using
+    Generalized Advantage Estimation", 2015, eq. 16.
 
     Args:
-        rewards: ``[B, S]``; what stands outside the loss mask is ignored.
+        rewards: ``[B, S]``, ignored outside the loss mask.
         values: ``[B, S]``, the value before token t is chosen.
         loss_mask: ``[B, S]``.
         discount: gamma.
         gae_lambda: lambda.
-        last_values: ``[B]``, value after the last token of each row: of an answer that was cut off, what it was still
-            worth; 0 for one that came to its end. None: 0.
+        last_values: ``[B]``, value after the last token of each row: the remaining value of a truncated answer, 0 for a
+            complete one. None: 0.
 
     Returns:
         advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
@@ -172,14 +172,14 @@ def gae_advantages(
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What advantages are estimated from; the answers to one prompt stand next to each other.
+    """Input of the estimators. Answers to the same prompt are adjacent.
 
     Attributes:
         rewards: ``[B]`` float64.
         lengths: ``[B]`` loss tokens of each answer.
-        group_size: answers to a prompt; B is a multiple of it.
-        baselines: ``[B]`` float64, reward of the greedy answer to the same prompt; None when the batch has none.
-        sum_over_ranks: sums named numbers over all ranks; called equally often on each.
+        group_size: answers per prompt. B is a multiple of this.
+        baselines: ``[B]`` float64, reward of the greedy answer to the same prompt. None if the batch has none.
+        sum_over_ranks: sums named numbers over all ranks. Every rank calls it equally often.
     """
 
     rewards: torch.Tensor
@@ -189,7 +189,7 @@ class Outcomes:
     sum_over_ranks: SumOverRanks
 
     def by_prompt(self, values: torch.Tensor) -> torch.Tensor:
-        """``[B]`` as ``[prompts, group_size]``."""
+        """Reshape ``[B]`` to ``[prompts, group_size]``."""
         return values.reshape(-1, self.group_size)
 
 
@@ -200,7 +200,7 @@ def remax(outcomes: Outcomes) -> torch.Tensor:
 
 
 def opo(outcomes: Outcomes) -> torch.Tensor:
-    """``r - sum(n r) / sum(n)`` over the answers to a prompt, n being their lengths; 0 for groups without a loss token.
+    """``r - sum(n r) / sum(n)`` over the answers to a prompt with lengths n. 0 for groups without a loss token.
 
     Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025, arXiv 2505.23585.
     """
@@ -210,7 +210,7 @@ def opo(outcomes: Outcomes) -> torch.Tensor:
 
 
 def gpg(outcomes: Outcomes) -> torch.Tensor:
-    """``alpha (r - mean(r of the prompt))``, ``alpha`` being the number of answers over that of rewards that are not 0.
+    """``alpha (r - mean(r of the prompt))``, where ``alpha`` is the number of answers / number of nonzero rewards.
 
     Both are counted over all ranks. Chu et al., "GPG", 2025, arXiv 2504.02546.
     """
@@ -221,7 +221,7 @@ def gpg(outcomes: Outcomes) -> torch.Tensor:
 
 
 def grpo_passk(outcomes: Outcomes) -> torch.Tensor:
-    """``(r_max - r_second) / (std(r of the prompt) + 1e-6)`` for the best answer to a prompt (its first), else 0.
+    """``(r_max - r_second) / (std(r of the prompt) + 1e-6)`` for the first best answer to a prompt, 0 for the others.
 
     Tang et al., "Optimizing Language Models for Inference Time Objectives using RL", 2025, arXiv 2503.19595.
     """
@@ -238,4 +238,4 @@ ADV_ESTIMATORS: dict[str, Callable[[Outcomes], torch.Tensor] | None] = {
     "gpg": gpg,
     "grpo_passk": grpo_passk,
 }
-"""By the name in ``adv_estimator``; ``grpo`` is ``reward_norm``."""
+"""Functions by the name in ``adv_estimator``. ``grpo`` uses ``reward_norm`` instead."""

@@ -1,7 +1,7 @@
 """The value function of PPO on top of any `TrainEngine` with a value head.
 
-The engine's output at a position is the value after that token was read. Everything here is aligned with the token
-that is *chosen next*, as log-probabilities are: ``values[t]`` is the value before token t, 0 at the first token.
+The engine's output at a position is the value after that token. Everything here is aligned with the token that is
+*chosen next*, like log-probabilities: ``values[t]`` is the value before token t, 0 at the first token.
 """
 
 import torch
@@ -17,19 +17,21 @@ _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
 
 
 class PPOCritic:
-    """Value estimates of, and updates to, the model in ``engine``."""
+    """Value estimates and updates of the model in ``engine``. Every method is a collective."""
 
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
 
     def compute_values(self, batch: Batch) -> torch.Tensor:
-        """``[B, S]`` float32: the value before each token was chosen; 0 at the first token and at padding."""
+        """``[B, S]`` float32: the value before each token was chosen, 0 at the first token and at padding."""
         return self.with_values(batch)["values"]
 
     def with_values(self, batch: Batch) -> Batch:
-        """The batch with ``values`` (see `compute_values`) and ``last_values``, ``[B]`` float32: the value after the
-        last token of each row, which `PPOActorConfig.bootstrap_truncated` is about. One forward pass."""
+        """Return the batch with ``values`` (see `compute_values`) and ``last_values``, in one forward pass.
+
+        ``last_values`` ``[B]`` float32 is the value after the last token, used by `PPOActorConfig.bootstrap_truncated`.
+        """
         self.engine.eval()
         after = self.engine.forward_batch(batch)  # each token
         attention_mask = batch["attention_mask"].bool()
@@ -39,15 +41,15 @@ class PPOCritic:
         return {**batch, "values": values, "last_values": after.gather(1, last).squeeze(1)}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """``ppo_n_minibatches`` optimizer steps towards ``returns``, held near ``values`` (both ``[B, S]``).
+        """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values`` (both ``[B, S]``).
 
         Returns:
-            over all ranks: means over loss tokens of ``value``, ``value_clip_fraction`` and ``value_error``, and what
-            `train_minibatches` gives.
+            the statistics of `train_minibatches`, and means over the loss tokens of all ranks: ``value``,
+                ``value_clip_fraction`` and ``value_error``.
 
         Raises:
-            BatchError: ``values`` or ``returns`` are missing or not finite, there is no loss token on any rank, or the
-                batch of another rank was refused.
+            BatchError: ``values`` or ``returns`` are missing or not finite, no rank has a loss token, or another rank
+                refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
@@ -94,11 +96,11 @@ def ppo_critic_loss(
     """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
 
     Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
-    function near the old one; the clipped form is that of the reference implementation of PPO (OpenAI baselines).
+    function near the old one. The clipped form is from the reference implementation of PPO (OpenAI baselines).
 
     Returns:
-        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error``
-        (``|v - R|``).
+        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error`` (``|v
+        - R|``).
     """
     mask = loss_mask.bool()
     values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))

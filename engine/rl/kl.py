@@ -1,7 +1,4 @@
-"""Coefficients of the KL penalty in rewards: fixed, or adapted so that the KL stays near a target.
-
-An adaptive one has state, which `PPOActor` hands to its engine: it is saved with the optimizer, in the same folder.
-"""
+"""KL estimates, and coefficients of the KL penalty in rewards: fixed, or adapted to keep the KL near a target."""
 
 from typing import Any
 
@@ -11,7 +8,7 @@ from .losses import MAX_LOG_RATIO, Stats
 
 
 class FixedKLController:
-    """A coefficient that stays as it is.
+    """A constant coefficient.
 
     Attributes:
         value: the coefficient.
@@ -21,26 +18,27 @@ class FixedKLController:
         self.value = value
 
     def update(self, kl: float, n: int) -> None:
-        """Nothing changes; see `AdaptiveKLController.update`."""
+        """Do nothing. See `AdaptiveKLController.update`."""
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a coefficient back."""
+        """Restore the coefficient."""
         self.value = float(state_dict["value"])
 
 
 class AdaptiveKLController(FixedKLController):
     """A coefficient that grows while the KL is above its target, and shrinks while it is below.
 
-    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv 1909.08593, section 2.2. Target
-    and horizon are no state: a run that is resumed has those of its configuration.
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv 1909.08593, section 2.2.
+    `PPOActor` registers it with its engine, which saves ``value`` with the optimizer. Target and horizon are not saved:
+    a resumed run uses its configuration.
 
     Attributes:
         value: the coefficient.
-        target: KL in nats a token.
+        target: KL in nats per token.
         horizon: sequences in which a KL that stays 20 % off changes the coefficient by about a fifth.
     """
 
@@ -52,29 +50,28 @@ class AdaptiveKLController(FixedKLController):
         """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon``.
 
         Args:
-            kl: of the batch, in nats a token.
-            n: sequences in it; more than ``horizon`` count as so many, else the coefficient could become negative.
+            kl: KL of the batch, in nats per token.
+            n: number of sequences in the batch, limited to ``horizon``, else the coefficient could become negative.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(n / self.horizon, 1.0)
 
 
 def make_kl_controller(value: float, target: float | None, horizon: int) -> FixedKLController:
-    """An adaptive one if there is a target."""
+    """An adaptive controller if there is a target, else a fixed one."""
     return FixedKLController(value) if target is None else AdaptiveKLController(value, target, horizon)
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
-    """Per-token estimate of ``KL(policy || reference)`` from tokens the policy drew.
+    """Per-token estimate of ``KL(policy || reference)`` from tokens that the policy sampled.
 
     With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
-    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL: no gradient beyond. Schulman, "Approximating KL
-    Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss: Shao et al., "DeepSeekMath",
-    2024, eq. 4. ``l`` is limited to 20 under the exponential.
+    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL, without gradient beyond. ``l`` is limited to 20 under the
+    exponential. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html. k3 as a term of
+    the loss: Shao et al., "DeepSeekMath", 2024, eq. 4.
 
-    The gradient is that of the value but for k1, whose own has an expectation of 0 whatever the policy: it is that of
-    k2, which is the gradient of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient
-    estimation for RL", 2025).
+    The gradient of k1 has an expectation of 0 whatever the policy, so k1 uses the gradient of k2, which is the gradient
+    of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL", 2025).
     """
     log_ratio = ref_logprobs.float() - logprobs.float()
     k2 = log_ratio.square() / 2
@@ -88,13 +85,13 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = 
 
 
 def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
-    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the policy that drew the tokens to another one.
+    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy to another one.
 
     Args:
-        name: of the statistic.
-        logprobs: of the policy that drew the tokens.
-        others: of the other one, in the same shape.
-        loss_mask: outside it nothing matters.
+        name: name of the statistic.
+        logprobs: log-probabilities under the policy that sampled the tokens.
+        others: log-probabilities under the other policy, in the same shape.
+        loss_mask: values outside are ignored.
     """
     log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,8 +1,20 @@
-"""Losses of the critic and of supervised fine-tuning, and KL estimates, as pure functions of per-token tensors.
+"""Aggregation of per-token losses, and the loss of supervised fine-tuning.
 
-All per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32 and are aligned
-with the token they are about. Entries where ``loss_mask`` is 0 may hold anything, NaN included: they
-touch neither the result nor the gradient.
+Per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32, and are aligned with
+their token. Entries where ``loss_mask`` is 0 may be anything, even NaN: they affect neither result nor gradient.
+
+A step's loss is ``sum(weight * loss) / sum(count)`` over all loss tokens of all ranks and micro-batches. Weights and
+counts enter the batch before it is cut, so the result does not depend on the cut. The engine weighs a micro-batch by
+its sum of counts (`LossWeightFn`). With n_i loss tokens in sequence i:
+
+| mode | weight | count | the loss is |
+|---|---|---|---|
+| ``token-mean`` | 1 | 1 | the mean over tokens |
+| ``seq-mean-token-mean`` | 1 / n_i | 1 / n_i | the mean over sequences of their means |
+| ``seq-mean-token-sum`` | 1 | 1 / n_i | the mean over sequences of their sums |
+| ``seq-mean-token-sum-norm`` | 1 / L | 1 / n_i | the same, divided by a constant L |
+
+Sequences without a loss token do not count.
 """
 
 from typing import Any
@@ -14,20 +26,20 @@ from ..training.logprobs import token_logprobs
 from ..training.microbatch import expand_to_tokens
 
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 a ratio says nothing but can overflow, and an infinite ratio would make the gradient NaN."""
+"""Limit of log-ratios. A ratio beyond e^20 carries no information, and an infinite one would make the gradient NaN."""
 
 Stats = dict[str, torch.Tensor]
-"""Detached per-token tensors, to be averaged over the loss mask."""
+"""Detached per-token tensors, averaged over the loss mask."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of ``values`` where ``mask`` is not 0; 0 (still connected to the graph) where it is 0 everywhere."""
+    """Mean of ``values`` where ``mask`` is not 0. If it is 0 everywhere: 0, still connected to the graph."""
     mask = mask.bool()
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def count_loss_tokens(micro_batch: Batch) -> torch.Tensor:
-    """The weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a `LossWeightFn`)."""
+    """Weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a `LossWeightFn`)."""
     return micro_batch["loss_mask"].bool().sum().float()
 
 
@@ -37,7 +49,12 @@ def sft_loss(logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def sft_loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
-    """Mean cross entropy over the loss tokens (a `LossFn`), a scalar; ``output`` as `token_logprobs` takes it."""
+    """Loss of supervised fine-tuning (a `LossFn`): mean cross entropy over the loss tokens, a scalar.
+
+    Example::
+
+        engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+    """
     logprobs, _ = token_logprobs(output, micro_batch["input_ids"], micro_batch["cu_seqlens"])
     return sft_loss(logprobs, micro_batch["loss_mask"])
 
@@ -47,10 +64,10 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 
 def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None = None) -> Batch:
-    """The batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its ``loss_mask``.
+    """Return the batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its ``loss_mask``.
 
     Args:
-        batch: padded, with an explicit ``loss_mask``; a row is a sequence.
+        batch: padded, with an explicit ``loss_mask``. A row is a sequence.
         mode: one of `LOSS_AGG_MODES`.
         loss_scale_factor: L of ``seq-mean-token-sum-norm``.
     """
@@ -66,11 +83,11 @@ def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None =
 
 
 def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-    """The loss of a micro-batch whose weight is `count_losses`: a scalar, 0 (with a graph) without a loss token.
+    """Loss of a micro-batch with weight `count_losses`: a scalar, 0 (with a graph) without a loss token.
 
     Args:
-        losses: ``[T]`` or ``[B, S]``; outside the loss mask anything, NaN included.
-        micro_batch: of `with_loss_weights`.
+        losses: ``[T]`` or ``[B, S]``. Values outside the loss mask are ignored, even NaN.
+        micro_batch: part of a batch of `with_loss_weights`.
     """
     mask = micro_batch["loss_mask"].bool()
     total = (torch.where(mask, losses, 0.0) * micro_batch["loss_weights"]).sum()
@@ -79,12 +96,12 @@ def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
 
 
 def count_losses(micro_batch: Batch) -> torch.Tensor:
-    """How much the `aggregate` of this micro-batch counts, a float32 scalar (a `LossWeightFn`)."""
+    """Weight of the `aggregate` of this micro-batch, a float32 scalar (a `LossWeightFn`)."""
     return micro_batch["loss_counts"].sum()
 
 
 def by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, agg: str = "mean") -> torch.Tensor:
-    """Every token has what ``values`` come to over its sequence's tokens in ``mask``; 0 where there are none.
+    """Give every token the aggregate of ``values`` over its sequence's tokens in ``mask``, 0 if there are none.
 
     Args:
         values: ``[T]`` packed, finite in ``mask``.

@@ -1,12 +1,15 @@
-"""Weights for tokens that another policy sampled than the one whose updates are clipped: decoupled PPO.
+"""Corrections for tokens sampled by another policy: decoupled PPO, rejection, proximal log-probabilities.
 
-Asynchronous rollouts are sampled by weights that are some versions old, and by a server whose kernels are not the
-trainer's. With ``use_decoupled_loss`` the ratio of the loss is taken to the proximal policy (the trainer's own, as it
-stands before the update), and every token is weighed by ``w = p_prox / p_behave``: Hilton et al., "Batch
-size-invariance for policy optimization", 2022; Fu et al., "AReaL", 2025, eq. 5. `RejectionSamplingConfig` bounds w.
+Asynchronous rollouts are sampled by weights some versions old, and by a server with other kernels than the trainer.
+With ``use_decoupled_loss`` the ratio of the loss is relative to the proximal policy (the trainer's policy before the
+update), and every token is weighed by ``w = p_prox / p_behave``: Hilton et al., "Batch size-invariance for policy
+optimization", 2022; Fu et al., "AReaL", 2025, eq. 5. `RejectionSamplingConfig` bounds w. Weights are computed in the
+loss, on packed tokens, because they may depend on the current policy. Micro-batches never cut a sequence.
 
-A sequence is never torn apart by micro-batches, so weights are computed in the loss, on packed tokens: they may depend
-on the present policy (`holdfast.engine.rl.proximal`).
+Proximal log-probabilities without a forward pass (AReaL's ``prox_logp_method: loglinear``): a token sampled by weights
+of version b, updated by weights of version v, has a proximal policy one version behind v. So ``log p_prox = log
+p_behave + a (log p - log p_behave)`` with ``a = (v - 1 - b) / (v - b)``, between 0 and 1, and 0 where nothing was
+sampled.
 """
 
 from dataclasses import dataclass
@@ -20,37 +23,38 @@ from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 _KL_METRICS = {"kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3", "kl_k3_behave": "k3"}
 _WEIGHTS = {"token": None, "sequence_mean": "mean", "sequence_product": "sum", "one": None}
-"""And how the logarithm of a sequence's weight is made of that of its tokens."""
+"""Aggregation of a sequence's token log-weights, by the name in ``weight``."""
 
 
 @dataclass
 class RejectionSamplingConfig:
-    """Which tokens or sequences are too far from the policy that sampled them, and what becomes of these (AReaL)."""
+    """Limits for the distance from the sampling policy, and the treatment of tokens or sequences beyond them
+    (AReaL)."""
 
     level: str = "token"
     """``token``, or ``sequence``: a sequence is judged as a whole."""
     action: str = "mask"
-    """``mask``: they have no gradient; ``clamp``: their weight is limited to the bounds (truncated importance
-    sampling). Either way they count where a mean is taken."""
+    """``mask``: rejected tokens have no gradient. ``clamp``: their weight is limited to the bounds (truncated
+    importance sampling). Either way they count in means."""
     metric: str = "ratio"
-    """``ratio`` is r = p_prox / p_behave; ``kl_k1`` log r, ``kl_k2`` (log r)^2 / 2, ``kl_k3`` 1 / r - 1 + log r, and
+    """``ratio`` is r = p_prox / p_behave, ``kl_k1`` log r, ``kl_k2`` (log r)^2 / 2, ``kl_k3`` 1 / r - 1 + log r, and
     ``kl_k3_behave`` (verl's k3) r - 1 - log r."""
     agg: str = "mean"
-    """How a sequence's metric is made of that of its tokens: ``mean``, ``sum`` or ``max``; of ratios by logarithms."""
+    """Aggregation of a sequence's token metrics: ``mean``, ``sum`` or ``max``. Ratios are aggregated as logarithms."""
     upper: float = 5.0
-    """Beyond this is too far; above 1 for ``ratio``."""
+    """Largest accepted metric. Above 1 for ``ratio``."""
     lower: float | None = None
-    """Below this, too; null for no limit."""
+    """Smallest accepted metric. Null for no limit."""
     weight: str | None = None
-    """What tokens are weighed by: ``token``, their own ratio; ``sequence_mean``, the geometric mean of those of their
-    sequence; ``sequence_product``, their product (verl, TRL); ``one``, nothing. Null (AReaL): ``sequence_mean`` with
-    level ``sequence`` and metric ``ratio``, else ``token``."""
+    """Weight of a token: ``token``, its own ratio. ``sequence_mean``, the geometric mean of its sequence's ratios.
+    ``sequence_product``, their product (verl, TRL). ``one``, no weight. Null (AReaL): ``sequence_mean`` with level
+    ``sequence`` and metric ``ratio``, else ``token``."""
     weight_upper: float | None = None
-    """Weights are limited to this, whatever was rejected; null for no limit."""
+    """Limit for weights, independent of rejection. Null for no limit."""
 
     @property
     def weighs(self) -> str:
-        """``weight``, or what stands for null."""
+        """``weight``, or the default for null."""
         return self.weight or ("sequence_mean" if (self.level, self.metric) == ("sequence", "ratio") else "token")
 
     def __post_init__(self) -> None:
@@ -89,14 +93,14 @@ def behave_weights(
     cu_seqlens: torch.Tensor,
     rejection: RejectionSamplingConfig | None,
 ) -> tuple[torch.Tensor, Stats]:
-    """The weight of every token, 0 where it was rejected.
+    """Weight of every token, 0 where it was rejected.
 
     Args:
         prox_logp: ``[T]`` log-probabilities under the proximal policy.
-        behave_logp: ``[T]`` under the one that sampled.
-        loss_mask: ``[T]``; outside it nothing matters.
+        behave_logp: ``[T]`` log-probabilities under the sampling policy.
+        loss_mask: ``[T]``. Values outside are ignored.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        rejection: None: all weights as they are.
+        rejection: None leaves all weights unchanged.
 
     Returns:
         ``[T]`` float32, 0 outside the loss mask, and the statistics ``behave_weight``, and ``rejected``: 1 where the
@@ -140,11 +144,11 @@ PROX_LOGP_METHODS = ("recompute", "loglinear", "metrics", "reuse_train_logp")
 
 
 def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
-    """How far the proximal policy is from the one that sampled to the present one: float32 from 0 to 1.
+    """Position of the proximal policy between the sampling and the current one: float32 from 0 to 1.
 
     Args:
-        versions: of the weights that sampled each token, in any shape; negative where none did.
-        version: of the weights that are updated.
+        versions: versions of the weights that sampled each token, in any shape. Negative if none did.
+        version: version of the weights being updated.
     """
     behind = version - versions.float()
     alpha = ((behind - 1.0) / behind.clamp(min=1.0)).clamp(0.0, 1.0)
@@ -154,7 +158,7 @@ def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
 def interpolate(
     behave_logp: torch.Tensor, logprobs: torch.Tensor, alpha: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
-    """``log p_prox``, detached float32, 0 outside ``loss_mask``; all arguments have one shape."""
+    """``log p_prox``, detached float32, 0 outside ``loss_mask``. All arguments have one shape."""
     mask = loss_mask.bool()
     behave_logp, logprobs = (torch.where(mask, x.detach().float(), 0.0) for x in (behave_logp, logprobs))
     return torch.lerp(behave_logp, logprobs, alpha)  # exactly ``logprobs`` where alpha is 1
@@ -167,9 +171,9 @@ def approximation_errors(
     alpha: torch.Tensor,
     loss_mask: torch.Tensor,
 ) -> Stats:
-    """How far approximations are from the proximal log-probabilities: ``<name>_error``, the size of the difference.
+    """Absolute errors of approximations of the proximal log-probabilities, as ``<name>_error``.
 
-    Of ``loglinear`` (`interpolate`), ``linear`` (the same of probabilities) and ``rollout`` (those of the sampler).
+    Names: ``loglinear`` (`interpolate`), ``linear`` (interpolated probabilities) and ``rollout`` (the sampler's).
     """
     mask = loss_mask.bool()
     prox_logp, behave_logp, logprobs = (
@@ -199,13 +203,14 @@ def rejection_from_rollout_keys(
     rollout_rs: str | None,
     rollout_rs_threshold: str | float | None,
 ) -> RejectionSamplingConfig | None:
-    """What verl's keys ask for; None when neither ``rollout_is`` nor ``rollout_rs`` is set.
+    """Convert verl's keys (``algorithm.rollout_correction``). None if neither ``rollout_is`` nor ``rollout_rs`` is set.
 
-    ``rollout_rs_threshold`` is an upper bound, or ``lower_upper``; with ``k1`` of the ratio's inverse, where a single
-    number t stands for ``1/t_t``.
+    verl weighs tokens by ``rollout_is`` and rejects them by ``rollout_rs``, each from the ratio of the trainer's
+    probability to the sampler's. ``rollout_rs_threshold`` is an upper bound, or ``lower_upper``. With ``k1`` it bounds
+    the inverse ratio, and a single number t means ``1/t_t``.
 
     Raises:
-        ConfigError: an unknown name, several at once, or a threshold that is missing or no number.
+        ConfigError: an unknown name, several at once, or a threshold that is missing or not a number.
     """
     require_choice("rollout_is", rollout_is, (None, "token", "sequence"))
     weight = _WEIGHTS[rollout_is]

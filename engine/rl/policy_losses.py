@@ -1,12 +1,18 @@
-"""The losses that a policy can be trained with, by name: pure functions from per-token tensors to per-token losses.
+"""Policy losses by name: pure functions from per-token tensors to per-token losses.
 
-What they have in common: ``A`` is the advantage, ``r`` the ratio of a token's probability to that under the old policy,
-both 0 and 1 outside the loss mask, and ``|log r|`` is limited to 20 (`MAX_LOG_RATIO`). How losses of tokens become
-that of a step is no business of theirs: see `holdfast.engine.rl.aggregation`.
+``A`` is the advantage and ``r`` the ratio of a token's probability to its probability under the old policy. They are 0
+and 1 outside the loss mask, and ``|log r|`` is limited to 20 (`MAX_LOG_RATIO`). `holdfast.engine.rl.losses` aggregates
+the losses of the tokens.
 
-With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean of its sequence's, and its
-gradient that of its own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et al.,
-"Group Sequence Policy Optimization", 2025, arXiv 2507.18071, as GSPO-token).
+With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean over its sequence, with the
+gradient of the token's own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et
+al., "Group Sequence Policy Optimization", 2025, arXiv 2507.18071, as GSPO-token).
+
+`clip_cov` and `kl_cov` treat the tokens whose covariance with the advantage lowers the entropy most differently. The
+covariance of a token is ``(A - mean(A)) (log p - mean(log p))``: Cui et al., "The Entropy Mechanism of Reinforcement
+Learning for Reasoning Language Models", 2025, arXiv 2505.22617. Means and picked tokens are taken over the mini-batch
+of all ranks. So a separate forward pass right before the step picks the tokens, and they enter the batch before it is
+cut, so the cut makes no difference. Cost: that pass, and a few small collectives.
 """
 
 from collections.abc import Callable
@@ -22,15 +28,15 @@ from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One packed micro-batch; per-token tensors are ``[T]`` float32 and hold nothing but finite numbers.
+    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite.
 
     Attributes:
-        logprobs: of the policy, the only one with a gradient.
-        log_ratio: ``log r``, of the level that was asked for.
+        logprobs: of the policy, the only tensor with a gradient.
+        log_ratio: ``log r`` at the configured level.
         advantages: A.
         mask: bool.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        picked: bool, the tokens that the covariance losses treat apart; None with the others.
+        picked: bool, the tokens that the covariance losses treat differently. None for other losses.
     """
 
     logprobs: torch.Tensor
@@ -50,16 +56,16 @@ def policy_inputs(
     level: str = "token",
     picked: torch.Tensor | None = None,
 ) -> PolicyInputs:
-    """What a policy loss is computed from; what the arguments hold outside ``loss_mask`` does not matter.
+    """Build the input of a policy loss. Values outside ``loss_mask`` are ignored.
 
     Args:
-        logprobs: ``[T]`` of the policy.
-        old_logprobs: ``[T]`` of the old one.
+        logprobs: ``[T]`` under the policy.
+        old_logprobs: ``[T]`` under the old policy.
         advantages: ``[T]``.
         loss_mask: ``[T]``.
         cu_seqlens: ``[n + 1]``.
         level: ``token`` or ``sequence``.
-        picked: ``[T]`` bool, see `holdfast.engine.rl.covariance`.
+        picked: ``[T]`` bool, see `picked_tokens`.
     """
     mask = loss_mask.bool()
     logprobs, old, advantages = (torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages))
@@ -70,14 +76,14 @@ def policy_inputs(
 
 
 PolicyLoss = Callable[[PolicyInputs, PPOActorConfig], tuple[torch.Tensor, Stats]]
-"""``[T]`` losses, and statistics of its own (``clip_fraction``: of tokens whose gradient was cut off ...)."""
+"""``[T]`` losses, and statistics of the loss (``clip_fraction``: share of tokens whose gradient was cut off ...)."""
 
 
 def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``.
 
-    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
-    Yu et al., "DAPO", 2025; with ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
+    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7. The separate upper clip is "clip-higher" of
+    Yu et al., "DAPO", 2025. With ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
     "Mastering Complex Control in MOBA Games", 2020, eq. 5).
     """
     advantages, ratio = inputs.advantages, inputs.log_ratio.exp()
@@ -93,7 +99,7 @@ def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Sta
 def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
 
-    MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585; the clip as in verl (TRL's upper limit is `eps_clip_higher` itself).
+    MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585, with verl's clip (TRL's upper limit is `eps_clip_higher` itself).
     """
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(*_clip_range(config))
@@ -101,7 +107,7 @@ def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, S
 
 
 def sapo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
-    """``-A sigmoid(tau (r - 1)) 4 / tau``, ``tau`` being ``sapo_tau_pos`` where A > 0 and else ``sapo_tau_neg``.
+    """``-A sigmoid(tau (r - 1)) 4 / tau`` with ``tau`` = ``sapo_tau_pos`` where A > 0, else ``sapo_tau_neg``.
 
     Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv 2511.20347: a soft gate where PPO clips.
     """
@@ -116,11 +122,11 @@ def gpg(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Sta
 
 
 def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
-    """``-mean(A) exp(mean(c))`` for each sequence, the ``c`` being ``log r`` clipped where that lowers the objective.
+    """``-mean(A) exp(mean(c))`` for each sequence, where ``c`` is ``log r``, clipped where that lowers the objective.
 
-    ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
-    loss of its sequence, and ``seq-mean-token-mean``, the only mode that goes with it, counts each sequence once. Zhao
-    et al., "Geometric-Mean Policy Optimization", 2025, arXiv 2507.20673.
+    ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits apply to the logarithm. Every token has the
+    loss of its sequence, and ``seq-mean-token-mean``, the only allowed mode, counts each sequence once. Zhao et al.,
+    "Geometric-Mean Policy Optimization", 2025, arXiv 2507.20673.
     """
     low, high = _clip_range(config)
     sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio
@@ -131,18 +137,15 @@ def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, St
 
 
 def clip_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
-    """`ppo`'s, but 0, without a gradient, for tokens of large covariance between probability and advantage.
-
-    Clip-Cov of Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv
-    2505.22617; `holdfast.engine.rl.covariance` picks the tokens.
-    """
+    """`ppo`, but 0 without a gradient for the tokens of `picked_tokens` (Clip-Cov of Cui et al.)."""
     assert inputs.picked is not None
     losses, seen = ppo(inputs, config)
     return torch.where(inputs.picked, 0.0, losses), {**seen, "cov_fraction": inputs.picked.float()}
 
 
 def kl_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
-    """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of largest covariance; ibid., KL-Cov."""
+    """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of `picked_tokens` (KL-Cov of Cui et
+    al.)."""
     assert inputs.picked is not None
     penalty = torch.where(inputs.picked, config.ppo_kl_coef * inputs.log_ratio.abs(), 0.0)
     return penalty - inputs.advantages * inputs.log_ratio.exp(), {"cov_fraction": inputs.picked.float()}
@@ -158,7 +161,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""By the name in ``policy_loss``; ``gspo`` is `ppo` at the level of sequences."""
+"""Functions by the name in ``policy_loss``. ``gspo`` is `ppo` at sequence level."""
 
 
 def _clip_range(config: PPOActorConfig) -> tuple[float, float]:
@@ -169,20 +172,21 @@ def _clip_range(config: PPOActorConfig) -> tuple[float, float]:
 def picked_tokens(
     batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor, config: PPOActorConfig, engine: TrainEngine
 ) -> torch.Tensor:
-    """The tokens that ``config.policy_loss`` treats apart: ``[B, S]`` bool; a collective.
+    """Pick the tokens that ``config.policy_loss`` treats differently: ``[B, S]`` bool. Collective.
 
-    `kl_cov` picks those of the largest covariance, a share ``kl_cov_ratio`` of all. `clip_cov` draws a share
-    ``clip_cov_ratio`` from those between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO does not clip already; the draw
-    is a function of the tokens in the mini-batch, so it is the same after a resume. Shares are rounded down, but at
-    least one token. Ties go to the lower rank, then to the lower row.
+    - `kl_cov`: the share ``kl_cov_ratio`` of all tokens with the largest covariance.
+    - `clip_cov`: a random share ``clip_cov_ratio`` of the tokens between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO
+      does not clip already. The draw depends only on the tokens in the mini-batch, so it repeats after a resume.
+
+    Shares are rounded down, but to at least one token. Ties go to the lower rank, then to the lower row.
 
     Args:
-        batch: this rank's share of a mini-batch, with ``loss_mask`` and ``advantages``; there is a loss token on some
-            rank.
-        logprobs: ``[B, S]`` under the weights that the step starts from.
+        batch: this rank's share of a mini-batch, with ``loss_mask`` and ``advantages``. At least one rank has a loss
+            token.
+        logprobs: ``[B, S]`` under the weights before the step.
         old_logprobs: ``[B, S]`` under the old policy.
-        config: of the loss.
-        engine: whose ranks share the mini-batch.
+        config: configuration of the loss.
+        engine: engine whose ranks share the mini-batch.
     """
     advantages, mask = batch["advantages"].flatten(), batch["loss_mask"].flatten()
     ends = torch.tensor([0, mask.numel()])
@@ -201,7 +205,7 @@ def picked_tokens(
 
 
 def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
-    """``[T]`` float32, anything outside the mask; and the loss tokens of all ranks."""
+    """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
     pair = torch.stack([inputs.advantages, inputs.logprobs]).double()  # 0 outside the mask
     own = {"A": pair[0].sum().item(), "log p": pair[1].sum().item(), "tokens": float(inputs.mask.sum())}
     sums = sum_over_ranks(own)
@@ -210,7 +214,7 @@ def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[to
 
 
 def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:
-    """Which of ``values`` (``[n]`` float32) are among the k largest of all ranks, which together have k or more."""
+    """Which of ``values`` (``[n]`` float32) are among the k largest of all ranks, which together have at least k."""
     bits = (values + 0.0).view(torch.int32).long()  # no -0
     keys = torch.where(bits >= 0, bits + (1 << 31), -1 - bits)  # in the order of the numbers, from 0 to 2^32 - 1
     threshold, n_equal = 0, k
@@ -229,21 +233,21 @@ def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:
 
 
 def _drawn(count: int, k: int, seed: int, engine: TrainEngine) -> torch.Tensor:
-    """Which of this rank's ``count`` candidates are among k drawn from those of all ranks (from all, if fewer)."""
+    """Which of this rank's ``count`` candidates are among k drawn from all ranks (from all, if there are fewer)."""
     first, total = _before(count, engine)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[first : first + count] < k
 
 
 def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
-    """What the ``count`` of lower ranks, and of all, add up to."""
+    """Sum of ``count`` over the lower ranks, and over all ranks."""
     rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
     counts = engine.all_reduce_stats({str(other): float(count * (other == rank)) for other in range(world_size)})
     return int(sum(counts[str(other)] for other in range(rank))), int(sum(counts.values()))
 
 
 def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
-    """A number made of tokens and their positions; however the rows are spread over ranks."""
+    """A number computed from tokens and their positions, independent of how rows are spread over ranks."""
     tokens = (batch["input_ids"].long() + 1) * batch["attention_mask"].long()
     factors = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * 0x9E3779B1 % (1 << 31)
     own = int((tokens * factors).sum()) % (1 << 32)  # an overflow keeps these bits
