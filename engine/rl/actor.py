@@ -27,14 +27,7 @@ from .kl import kl_estimate, kl_stats, make_kl_controller
 from .losses import aggregate, count_losses, with_loss_weights
 from .off_policy import approximation_errors, behave_weights, interpolate, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
-from .update import (
-    TokenStats,
-    all_ranks_accept,
-    loss_mask_of,
-    mean_over_ranks,
-    require_per_token,
-    train_minibatches,
-)
+from .update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, require_per_token, train_minibatches
 
 _TOKEN_STATS = (
     *(

@@ -19,7 +19,7 @@ SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
 def normalise(
     values: torch.Tensor, norm: NormConfig, mask: torch.Tensor | None = None, sum_over_ranks: SumOverRanks = dict
 ) -> torch.Tensor:
-    """``(x - mean) / (std + eps)`` over groups of rows or over the whole batch.
+    """``(x - mean) / (std + eps)`` of ``values`` ``[B]`` or ``[B, S]`` over groups of rows or over the whole batch.
 
     The standard deviation is about the mean at its own level, with two exceptions in which a group of equal values
     would be divided by ``eps`` alone:
@@ -28,14 +28,8 @@ def normalise(
       deviation of 0 then means that every result is 0.
     - A single value with ``std_unbiased``: the deviation is 1, as in AReaL.
 
-    Args:
-        values: ``[B]`` or ``[B, S]``.
-        norm: levels. ``group_size`` adjacent rows are a group (None: 1).
-        mask: same shape. Masked-out entries do not count, and become 0. None counts all.
-        sum_over_ranks: called the same number of times on every rank if a level is ``batch``.
-
-    Returns:
-        float32 in the shape of ``values``. With ``mean_leave1out`` a single value is its own mean.
+    With ``mean_leave1out`` a single value is its own mean. Masked-out entries do not count, and become 0. Every rank
+    calls ``sum_over_ranks`` the same number of times if a level is ``batch``.
 
     Raises:
         BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
@@ -92,20 +86,12 @@ def check_groups(batch_size: int, group_size: int) -> None:
 def grpo_advantages(
     rewards: torch.Tensor, loss_mask: torch.Tensor, norm: NormConfig | None, sum_over_ranks: SumOverRanks = dict
 ) -> torch.Tensor:
-    """Give every loss token the normalised reward of its sequence.
+    """Give every loss token the normalised reward of its sequence: ``[B, S]`` float32, 0 outside the loss mask.
 
     ``A[i, t] = (r[i] - mean(group)) / (std(group) + eps)``: Shao et al., "DeepSeekMath", 2024, section 4.1.2 (outcome
     supervision). Without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
-    2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024).
-
-    Args:
-        rewards: ``[B]``.
-        loss_mask: ``[B, S]``.
-        norm: None takes the rewards unchanged.
-        sum_over_ranks: see `normalise`.
-
-    Returns:
-        ``[B, S]`` float32, 0 outside the loss mask.
+    2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024). ``norm`` None takes the rewards
+    ``[B]`` unchanged.
     """
     scores = rewards.float() if norm is None else normalise(rewards, norm, sum_over_ranks=sum_over_ranks)
     return torch.where(loss_mask.bool(), scores[:, None], 0.0)
@@ -147,10 +133,8 @@ def gae_advantages(
         rewards: ``[B, S]``, ignored outside the loss mask.
         values: ``[B, S]``, the value before token t is chosen.
         loss_mask: ``[B, S]``.
-        discount: gamma.
-        gae_lambda: lambda.
-        last_values: ``[B]``, value after the last token of each row: the remaining value of a truncated answer, 0 for a
-            complete one. None: 0.
+        discount, gae_lambda: gamma and lambda.
+        last_values: ``[B]``, the remaining value of a truncated answer, 0 for a complete one. None: 0.
 
     Returns:
         advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
@@ -174,12 +158,9 @@ def gae_advantages(
 class Outcomes:
     """Input of the estimators. Answers to the same prompt are adjacent.
 
-    Attributes:
-        rewards: ``[B]`` float64.
-        lengths: ``[B]`` loss tokens of each answer.
-        group_size: answers per prompt. B is a multiple of this.
-        baselines: ``[B]`` float64, reward of the greedy answer to the same prompt. None if the batch has none.
-        sum_over_ranks: sums named numbers over all ranks. Every rank calls it equally often.
+    ``rewards`` and ``baselines`` (rewards of the greedy answers, if the batch has them) are ``[B]`` float64,
+    ``lengths`` ``[B]`` loss tokens. B is a multiple of ``group_size``. Every rank calls ``sum_over_ranks`` equally
+    often.
     """
 
     rewards: torch.Tensor

@@ -15,15 +15,9 @@ from ...utils.errors import BatchError
 
 
 def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Move values that describe token t + 1 to that token.
+    """Move ``[B, S]`` values of any dtype that describe token t + 1 to that token.
 
-    Args:
-        values: ``[B, S]`` of any dtype, entry t about token t + 1. Values at and after the last token of a row are
-            dropped.
-        attention_mask: ``[B, S]``, ones, then zeros.
-
-    Returns:
-        ``[B, S]``, entry t about token t. 0 at first tokens and at padding.
+    The result is 0 at first tokens and at padding. ``attention_mask`` ``[B, S]`` is ones, then zeros.
 
     Raises:
         BatchError: the shapes differ, or are not ``[B, S]``.
@@ -35,14 +29,9 @@ def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> 
 
 
 def to_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Move values that describe token t to the position before, where the token was predicted.
+    """Move ``[B, S]`` values of any dtype that describe token t to the position before, where the token was predicted.
 
-    Args:
-        values: ``[B, S]`` of any dtype, entry t about token t. Values at first tokens and at padding are dropped.
-        attention_mask: ``[B, S]``, ones, then zeros.
-
-    Returns:
-        ``[B, S]``, entry t about token t + 1. 0 at and after the last token of a row.
+    The result is 0 at and after the last token of a row. ``attention_mask`` ``[B, S]`` is ones, then zeros.
 
     Raises:
         BatchError: the shapes differ, or are not ``[B, S]``.

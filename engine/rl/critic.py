@@ -33,7 +33,7 @@ class PPOCritic:
         ``last_values`` ``[B]`` float32 is the value after the last token, used by `PPOActorConfig.bootstrap_truncated`.
         """
         self.engine.eval()
-        after = self.engine.forward_batch(batch)  # each token
+        after = self.engine.forward_batch(batch)  # value after each token
         attention_mask = batch["attention_mask"].bool()
         values = torch.zeros_like(after)
         values[:, 1:] = torch.where(attention_mask[:, 1:], after[:, :-1], 0.0)
@@ -106,9 +106,5 @@ def ppo_critic_loss(
     values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
     held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
     plain, clipped = (values - returns).square(), (held - returns).square()
-    stats = {
-        "value": values,
-        "value_clip_fraction": (clipped > plain).float(),
-        "value_error": (values - returns).abs(),
-    }
+    stats = {"value": values, "value_clip_fraction": (clipped > plain).float(), "value_error": (values - returns).abs()}
     return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}

@@ -51,12 +51,8 @@ class DPOConfig(TrainEngineConfig):
 
 
 class DPO:
-    """Preference updates of the model in ``engine``. Every method is a collective.
-
-    Args:
-        config: the engine's configuration.
-        engine: an engine with a language-model head.
-    """
+    """Preference updates of the model in ``engine``, which needs a language-model head. Every method is a
+    collective."""
 
     def __init__(self, config: DPOConfig, engine: TrainEngine) -> None:
         self.config = config

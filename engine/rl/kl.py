@@ -8,11 +8,7 @@ from .losses import MAX_LOG_RATIO, Stats
 
 
 class FixedKLController:
-    """A constant coefficient.
-
-    Attributes:
-        value: the coefficient.
-    """
+    """A constant coefficient ``value``."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -30,16 +26,11 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient that grows while the KL is above its target, and shrinks while it is below.
+    """A coefficient ``value`` that grows while the KL is above its target, and shrinks while it is below.
 
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv 1909.08593, section 2.2.
-    `PPOActor` registers it with its engine, which saves ``value`` with the optimizer. Target and horizon are not saved:
-    a resumed run uses its configuration.
-
-    Attributes:
-        value: the coefficient.
-        target: KL in nats per token.
-        horizon: sequences in which a KL that stays 20 % off changes the coefficient by about a fifth.
+    `PPOActor` registers it with its engine, which saves ``value`` with the optimizer. Target (nats per token) and
+    horizon are not saved: a resumed run uses its configuration.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -47,11 +38,9 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon``.
+        """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon`` for n sequences with the mean ``kl``.
 
-        Args:
-            kl: KL of the batch, in nats per token.
-            n: number of sequences in the batch, limited to ``horizon``, else the coefficient could become negative.
+        n is limited to ``horizon``, else the coefficient could become negative.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(n / self.horizon, 1.0)
@@ -85,14 +74,8 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = 
 
 
 def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
-    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy to another one.
-
-    Args:
-        name: name of the statistic.
-        logprobs: log-probabilities under the policy that sampled the tokens.
-        others: log-probabilities under the other policy, in the same shape.
-        loss_mask: values outside are ignored.
-    """
+    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy (``logprobs``) to
+    ``others``."""
     log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}

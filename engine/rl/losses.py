@@ -66,10 +66,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None = None) -> Batch:
     """Return the batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its ``loss_mask``.
 
-    Args:
-        batch: padded, with an explicit ``loss_mask``. A row is a sequence.
-        mode: one of `LOSS_AGG_MODES`.
-        loss_scale_factor: L of ``seq-mean-token-sum-norm``.
+    ``mode`` is one of `LOSS_AGG_MODES`, and ``loss_scale_factor`` the L of ``seq-mean-token-sum-norm``.
     """
     mask = batch["loss_mask"].float()
     by_sequence = mask / mask.sum(1, keepdim=True).clamp(min=1)
@@ -85,9 +82,7 @@ def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None =
 def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
     """Loss of a micro-batch with weight `count_losses`: a scalar, 0 (with a graph) without a loss token.
 
-    Args:
-        losses: ``[T]`` or ``[B, S]``. Values outside the loss mask are ignored, even NaN.
-        micro_batch: part of a batch of `with_loss_weights`.
+    ``losses`` are ``[T]`` or ``[B, S]``, the micro-batch is part of a batch of `with_loss_weights`.
     """
     mask = micro_batch["loss_mask"].bool()
     total = (torch.where(mask, losses, 0.0) * micro_batch["loss_weights"]).sum()
@@ -101,13 +96,10 @@ def count_losses(micro_batch: Batch) -> torch.Tensor:
 
 
 def by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, agg: str = "mean") -> torch.Tensor:
-    """Give every token the aggregate of ``values`` over its sequence's tokens in ``mask``, 0 if there are none.
+    """Give every token the ``agg`` (``mean``, ``sum`` or ``max``) of ``values`` ``[T]`` over its sequence's tokens in
+    ``mask``.
 
-    Args:
-        values: ``[T]`` packed, finite in ``mask``.
-        mask: ``[T]`` bool.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        agg: ``mean``, ``sum`` or ``max``.
+    The result is 0 for sequences without such a token.
     """
     zeros = values.new_zeros(len(cu_seqlens) - 1)
     sequence = expand_to_tokens(torch.arange(len(zeros), device=values.device), cu_seqlens)

@@ -93,18 +93,11 @@ def behave_weights(
     cu_seqlens: torch.Tensor,
     rejection: RejectionSamplingConfig | None,
 ) -> tuple[torch.Tensor, Stats]:
-    """Weight of every token, 0 where it was rejected.
-
-    Args:
-        prox_logp: ``[T]`` log-probabilities under the proximal policy.
-        behave_logp: ``[T]`` log-probabilities under the sampling policy.
-        loss_mask: ``[T]``. Values outside are ignored.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        rejection: None leaves all weights unchanged.
+    """Weight of every token from its ``[T]`` log-probabilities under the proximal and the sampling policy.
 
     Returns:
-        ``[T]`` float32, 0 outside the loss mask, and the statistics ``behave_weight``, and ``rejected``: 1 where the
-        weight was changed.
+        ``[T]`` float32, 0 outside the loss mask and for rejected tokens, and the statistics ``behave_weight``, and
+        ``rejected``: 1 where the weight was changed.
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, prox_logp.float() - behave_logp.float(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -146,9 +139,8 @@ PROX_LOGP_METHODS = ("recompute", "loglinear", "metrics", "reuse_train_logp")
 def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
     """Position of the proximal policy between the sampling and the current one: float32 from 0 to 1.
 
-    Args:
-        versions: versions of the weights that sampled each token, in any shape. Negative if none did.
-        version: version of the weights being updated.
+    ``versions``, in any shape, are the weights that sampled each token (negative if none did), ``version`` those that
+    are updated.
     """
     behind = version - versions.float()
     alpha = ((behind - 1.0) / behind.clamp(min=1.0)).clamp(0.0, 1.0)

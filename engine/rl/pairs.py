@@ -36,14 +36,9 @@ def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
 def require_pairs(engine: TrainEngine, batch: Batch, per_token: Sequence[tuple[str, str]] = ()) -> Batch:
     """Check a batch of pairs, and add the entries that the losses need. Collective.
 
-    Args:
-        engine: engine whose ranks each have a share.
-        batch: padded.
-        per_token: required per-token entries, each with the hint in its error message.
-
-    Returns:
-        the batch with ``pairs`` ``[B]`` int64 (pair index of each row), ``pair_counts`` ``[B]`` float32 (1 for both
-        rows of a pair that counts, else 0), and the effective ``loss_mask``.
+    Adds ``pairs`` ``[B]`` int64 (pair index of each row), ``pair_counts`` ``[B]`` float32 (1 for both rows of a pair
+    that counts, else 0), and the effective ``loss_mask``. ``per_token`` lists required per-token entries, each with the
+    hint in its error message.
 
     Raises:
         BatchError: the batch cannot be packed, an entry is missing or not finite at a loss token, the rows are not

@@ -28,15 +28,10 @@ from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite.
+    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient.
 
-    Attributes:
-        logprobs: of the policy, the only tensor with a gradient.
-        log_ratio: ``log r`` at the configured level.
-        advantages: A.
-        mask: bool.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        picked: bool, the tokens that the covariance losses treat differently. None for other losses.
+    ``log_ratio`` is ``log r`` at the configured level, and ``advantages`` is A. ``picked`` are the tokens that the
+    covariance losses treat differently (see `picked_tokens`), None for other losses.
     """
 
     logprobs: torch.Tensor
@@ -56,17 +51,7 @@ def policy_inputs(
     level: str = "token",
     picked: torch.Tensor | None = None,
 ) -> PolicyInputs:
-    """Build the input of a policy loss. Values outside ``loss_mask`` are ignored.
-
-    Args:
-        logprobs: ``[T]`` under the policy.
-        old_logprobs: ``[T]`` under the old policy.
-        advantages: ``[T]``.
-        loss_mask: ``[T]``.
-        cu_seqlens: ``[n + 1]``.
-        level: ``token`` or ``sequence``.
-        picked: ``[T]`` bool, see `picked_tokens`.
-    """
+    """Build the input of a policy loss from ``[T]`` tensors. Values outside ``loss_mask`` are ignored."""
     mask = loss_mask.bool()
     logprobs, old, advantages = (torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages))
     log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -178,15 +163,8 @@ def picked_tokens(
     - `clip_cov`: a random share ``clip_cov_ratio`` of the tokens between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO
       does not clip already. The draw depends only on the tokens in the mini-batch, so it repeats after a resume.
 
-    Shares are rounded down, but to at least one token. Ties go to the lower rank, then to the lower row.
-
-    Args:
-        batch: this rank's share of a mini-batch, with ``loss_mask`` and ``advantages``. At least one rank has a loss
-            token.
-        logprobs: ``[B, S]`` under the weights before the step.
-        old_logprobs: ``[B, S]`` under the old policy.
-        config: configuration of the loss.
-        engine: engine whose ranks share the mini-batch.
+    Shares are rounded down, but to at least one token. Ties go to the lower rank, then to the lower row. ``logprobs``
+    and ``old_logprobs`` are ``[B, S]`` under the weights before the step and under the old policy.
     """
     advantages, mask = batch["advantages"].flatten(), batch["loss_mask"].flatten()
     ends = torch.tensor([0, mask.numel()])

@@ -35,12 +35,8 @@ class RewardModelConfig(TrainEngineConfig):
 
 
 class RewardModel:
-    """Pairwise updates and scores of the model in ``engine``. Every method is a collective.
-
-    Args:
-        config: the engine's configuration.
-        engine: an engine with a value head.
-    """
+    """Pairwise updates and scores of the model in ``engine``, which needs a value head. Every method is a
+    collective."""
 
     def __init__(self, config: RewardModelConfig, engine: TrainEngine) -> None:
         self.config = config

@@ -108,14 +108,13 @@ def train_minibatches(
     loss_weight_fn: LossWeightFn,
     prepare: Callable[[Batch], Batch] | None = None,
 ) -> dict[str, float]:
-    """Take one optimizer step for each mini-batch that has a loss token on any rank.
+    """Take one optimizer step for each mini-batch that has a loss token on any rank. The caller advances the schedule.
 
     Args:
-        engine: steps once per mini-batch. The caller advances its schedule.
+        engine: steps once per mini-batch.
         batch: this rank's share, with an explicit ``loss_mask``.
         n_minibatches: the same on every rank.
-        loss_fn: see `LossFn`.
-        loss_weight_fn: see `LossWeightFn`. Not 0 for a micro-batch with a loss token.
+        loss_fn, loss_weight_fn: see `LossFn`, `LossWeightFn`. The weight of a micro-batch with a loss token is not 0.
         prepare: changes each mini-batch right before its step. May be a collective.
 
     Returns:

@@ -37,10 +37,9 @@ _LEAST_CHUNK = 256
 class PackedRow:
     """Boundaries of the sequences in a row. A token attends causally, within its sequence and window.
 
-    Attributes:
-        lengths: tokens of each sequence. Together they fill the row.
-        cu_seqlens: ``[n + 1]`` int32 boundaries of the sequences, on the device of the row.
-        window: number of tokens that a token sees, including itself. None: all earlier tokens.
+    ``lengths`` are the tokens of each sequence and together fill the row. ``cu_seqlens`` ``[n + 1]`` int32 are their
+    boundaries on the device. ``window`` is the number of tokens that a token sees, including itself (None: all earlier
+    ones).
     """
 
     lengths: tuple[int, ...]
@@ -89,18 +88,10 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend, with the signature of transformers' attention functions.
 
-    Args:
-        module: the layer.
-        query: ``[1, heads, T, dim]``.
-        key: ``[1, key heads, T, dim]``. The number of query heads is a multiple of the key heads.
-        value: ``[1, key heads, T, value dim]``.
-        attention_mask: result of `_mask`.
-        dropout: probability.
-        scaling: factor for the scores. None: ``dim ** -0.5``.
-        other: arguments of other attention functions.
-
-    Returns:
-        ``[1, T, heads, value dim]``, and None in place of attention weights.
+    ``query`` is ``[1, heads, T, dim]``, ``key`` ``[1, key heads, T, dim]`` (heads are a multiple of key heads) and
+    ``value`` ``[1, key heads, T, value dim]``. ``attention_mask`` is a result of `_mask`, ``dropout`` a probability,
+    and ``scaling`` None means ``dim ** -0.5``. Returns ``[1, T, heads, value dim]``, and None in place of attention
+    weights.
 
     Raises:
         ValueError: the layer needs attention sinks, capped scores, or (within packed sequences) something other than
@@ -160,22 +151,12 @@ def _in_one_kernel(
     longest = max(row.lengths)
     before = -1 if row.window is None else row.window - 1
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    out: Any = varlen_attn(
-        query,
-        key,
-        value,
-        row.cu_seqlens,
-        row.cu_seqlens,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(before, 0),
-        **options,
-    )
+    options |= {"scale": scale, "window_size": (before, 0)}
+    out: Any = varlen_attn(query, key, value, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
     return out[None]
 
 
-# Sequence by sequence, everywhere else.
+# Sequence by sequence, in all other cases.
 
 
 def _one_by_one(

@@ -15,12 +15,9 @@ _COUNTS = ("version", "optimizer_steps", "skipped_steps", "steps_since_schedule"
 class EngineCounters:
     """Counters of an engine, and the objects registered with it. Saved with the training state.
 
-    Attributes:
-        version: weight version, set by `FSDPEngine.set_version`.
-        optimizer_steps: number of updates.
-        skipped_steps: updates skipped because the gradient was not finite.
-        steps_since_schedule: updates since the schedule last advanced.
-        states: registered objects by name. Their states are plain values, the same on every rank.
+    ``version`` is the policy version of the weights. ``skipped_steps`` had a gradient that was not finite.
+    ``steps_since_schedule`` counts updates since the schedule last advanced. ``states`` are registered objects by name,
+    whose states are plain values, the same on every rank.
     """
 
     version: int = 0

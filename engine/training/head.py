@@ -34,12 +34,8 @@ _TOKENS = 24
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """A head that may return scores instead of logits.
-
-    Attributes:
-        linear: the layer.
-        n_model_hooks: number of hooks on the forward of its model.
-    """
+    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward hooks on its
+    model."""
 
     linear: nn.Linear
     n_model_hooks: int
@@ -55,12 +51,9 @@ def scoring(
 ) -> Iterator[None]:
     """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the entropy.
 
-    Args:
-        head: head of the model, which is called once inside, on the tokens of ``mb``.
-        mb: the tokens, in one row if ``packed``, else padded by `MicroBatch.padded` (scores are 0 at padding).
-        temperature: divisor of the logits.
-        packed: how the model is called.
-        chunk_size: tokens whose logits exist at a time. None: by their size.
+    The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded by
+    `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a time (None: by their
+    size).
     """
     targets, places = next_tokens(mb.data["input_ids"]), (mb.rows, mb.position_ids)
 
@@ -68,7 +61,7 @@ def scoring(
         rows = hidden[0, : len(targets)] if packed else hidden[places]
         scores = score_tokens(rows, head.weight, head.bias, targets, temperature, chunk_size)
         if packed:
-            return torch.stack([score[None] for score in scores], dim=-1)  # no view, which FSDP warns about
+            return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
         return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))
 
     head.forward = forward  # type: ignore[method-assign]  # hides that of the class

@@ -58,17 +58,10 @@ def score_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
-    Args:
-        hidden: ``[T, H]``, input of the head.
-        weight: ``[V, H]`` weight of the head.
-        bias: ``[V]``, or None.
-        targets: ``[T]`` int64. Entry t is the token that follows row t.
-        temperature: divisor of the logits.
-        chunk_size: as in `token_logprobs`.
-
-    Returns:
-        both ``[T]`` float32, differentiable with respect to ``hidden``, ``weight`` and ``bias``. Gradients of the
-        latter two are summed in one product per chunk of words, so chunks cost no precision in bfloat16.
+    ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]`` or None, and ``targets`` ``[T]`` int64 the token
+    that follows each row. Both results are ``[T]`` float32, differentiable with respect to ``hidden``, ``weight`` and
+    ``bias``. Gradients of the latter two are summed in one product per chunk of words, so chunks cost no precision in
+    bfloat16.
     """
     return _OfHead.apply(hidden, weight, bias, targets, temperature, chunk_size)
 
@@ -79,12 +72,8 @@ def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Move values from the position that predicts a token to the token itself. The result is 0 at sequence starts.
-
-    Args:
-        per_prediction: ``[T]``. Entry t describes token t + 1.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-    """
+    """Move ``[T]`` values from the position that predicts a token to the token itself. The result is 0 at sequence
+    starts."""
     return torch.roll(per_prediction, 1).index_fill(0, cu_seqlens[:-1].long(), 0.0)
 
 
@@ -114,19 +103,16 @@ def _grad_z(
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of ``z [t, v]``, for any words of any tokens.
+    """Gradient of ``z [t, v]`` float32, for any words of any tokens. Overwrites ``z``.
 
-    Args:
-        z: float32. Overwritten.
-        scores: ``[t]`` entropy and logsumexp over all words.
-        grads: ``[t]`` gradients of log p(target) and of the entropy. None for 0.
-        targets: ``[t]``, outside ``[0, v)`` if the target is not among these words.
+    ``scores`` are ``[t]`` entropy and logsumexp over all words, ``grads`` the ``[t]`` gradients of log p(target) and
+    entropy (None for 0). ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not among these words.
     """
     entropy, total = scores
     grad_logprobs, grad_entropy = grads
     log_p = z.sub_(total[:, None])
     if grad_entropy is None:
-        assert grad_logprobs is not None  # else nobody would ask
+        assert grad_logprobs is not None  # else no backward would be needed
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
         p = log_p.exp()

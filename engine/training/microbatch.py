@@ -61,7 +61,7 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy the micro-batch to ``device``."""
-        ahead = torch.device(device).type == "cuda"  # the host would read what has not arrived yet
+        ahead = torch.device(device).type == "cuda"  # to the host, data could be read before it arrives
         data = {key: tensor.to(device, non_blocking=ahead) for key, tensor in self.data.items()}
         return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead))
 
@@ -114,14 +114,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WeighedBatch:
-    """This rank's micro-batches and their weights in the loss.
+    """This rank's micro-batches (as many on every rank) and their weights in the loss (0 for a dummy).
 
-    Attributes:
-        micro_batches: the same number on every rank.
-        weights: weight of each micro-batch, 0 for a dummy.
-        total: sum of the weights over all ranks, as known when the ranks agreed.
-        correction: excess of this rank's weights over its part of ``total``. Not 0 only if the batch was then cut
-            further and ``loss_weight_fn`` gives the parts of a micro-batch another total weight.
+    ``total`` is the sum of the weights over all ranks, as known when the ranks agreed. ``correction`` is the excess of
+    this rank's weights over its part of ``total``. It is not 0 only if the batch was then cut further and
+    ``loss_weight_fn`` gives the parts of a micro-batch another total weight.
     """
 
     micro_batches: list[MicroBatch]
@@ -195,11 +192,7 @@ def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> Weighed
 class _Cutter:
     """Cuts a batch, and later cuts it further. Only new parts are packed and weighed.
 
-    Bins contain units of ``spec.granularity`` adjacent rows.
-
-    Attributes:
-        micro_batches: largest first, dummies last.
-        weights: weight of each micro-batch.
+    Bins contain units of ``spec.granularity`` adjacent rows. ``micro_batches`` are sorted, largest first, dummies last.
     """
 
     def __init__(
@@ -276,16 +269,9 @@ def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> 
 def unpack(
     outputs: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], batch_size: int, seqlen: int
 ) -> torch.Tensor:
-    """Put per-token results back at the positions from which `split_batch` took the tokens.
+    """Put per-token ``outputs``, one ``[T_i, ...]`` per micro-batch of `split_batch`, back into ``[B, S, ...]``.
 
-    Args:
-        outputs: one ``[T_i, ...]`` tensor per micro-batch. Outputs of dummies are dropped.
-        micro_batches: result of `split_batch`, in the same order.
-        batch_size: B.
-        seqlen: S.
-
-    Returns:
-        ``[B, S, ...]`` in the dtype of the outputs, zeros at padding.
+    Padding is zero. Outputs of dummies are dropped.
 
     Raises:
         BatchError: an output does not have one row per token.

@@ -138,12 +138,8 @@ def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
 def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     """Compute with buffers in the dtype that transformers gives them in a model of dtype ``config.dtype``.
 
-    Non-persistent buffers get that dtype. Persistent ones keep theirs, also in checkpoints and exports, and are cast
-    for each forward of their module (see `casting_class`).
-
-    Args:
-        model: on meta, not sharded yet, built from ``config``.
-        config: the engine's configuration.
+    Call it before sharding. Non-persistent buffers get that dtype. Persistent ones keep theirs, also in checkpoints and
+    exports, and are cast for each forward of their module (see `casting_class`).
     """
     dtype = COMPUTE_DTYPES[config.dtype]
     if dtype == model.dtype:
@@ -154,11 +150,8 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     if strict:
         logger.warning(
             "transformers keeps %d parameters of %s in float32, %s for one; they are computed with in %s here",
-            len(strict),
-            config.path,
-            strict[0],
-            config.dtype,
-        )
+            len(strict), config.path, strict[0], config.dtype,
+        )  # fmt: skip
     classes: dict[Any, type[nn.Module]] = {}
     for prefix, module in model.named_modules():
         given, cast = buffers_of(reference.get_submodule(prefix)), dict[str, torch.dtype]()
@@ -182,7 +175,7 @@ def _disable_dropout(model: PreTrainedModel) -> None:
     Some models read probabilities from their config in the forward, so submodules get copies with zeros.
     """
     copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)  # the memo: id of each config in it -> its copy
+    copy.deepcopy(model.config, copies)  # fills the memo: id of each nested config -> its copy
     for copied in copies.values():
         if isinstance(copied, PretrainedConfig):
             _zero_dropout_attributes(copied)

@@ -17,18 +17,12 @@ from .microbatch import MicroBatch
 class ModelOutput:
     """Log-probabilities and entropies of a micro-batch's tokens, or its logits. The first access runs the model.
 
-    - `logprobs`, `entropy` and `at` are computed by the head chunk by chunk, so ``[tokens, vocab]`` logits and their
-      gradient never exist.
+    - `logprobs`, `entropy` and `at` are computed by the ``head`` (of `find_scoring_head`) chunk by chunk, so ``[tokens,
+      vocab]`` logits and their gradient never exist.
     - `logits` holds them whole. A loss that needs both must take the logits first.
 
     All are differentiable. Used as a tensor (``output / 2``, ``torch.softmax(output, -1)``, ``output.shape``) it
     behaves like its logits, so loss functions written for logits work unchanged.
-
-    Args:
-        model: the engine's model.
-        mb: a micro-batch on the model's device.
-        config: the engine's configuration: packing, and the temperature for `logprobs` and `entropy`.
-        head: from `find_scoring_head`. None: compute everything from logits.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class ModelOutput:
         return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
 
     def _refuse_second(self, what: str) -> None:
-        # A second forward would be a collective that ranks without a loss token do not take part in.
+        # A second forward would be a collective in which ranks without a loss token do not take part.
         if self._scores:
             raise BatchError(
                 f"the loss function asked for {what} after log-probabilities at temperature "

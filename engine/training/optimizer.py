@@ -73,7 +73,7 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
             }
             return {"step": step, **zeros}
         case torch.optim.SGD() if group["momentum"] != 0 and group["dampening"] == 0:
-            # The first step copies the gradient, which is what momentum * 0 + gradient gives.
+            # The first step copies the gradient, which equals momentum * 0 + gradient.
             return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
         case _:
             return {}
@@ -86,16 +86,9 @@ class AdamBF16(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter, 2019) over float32 parameters, sharded or not, with moments stored in bfloat16.
 
     This halves the memory of the optimizer state and of its checkpoints. The arithmetic is in float32, and new moments
-    are rounded to bfloat16 at random, up or down, so that the mean is right. With rounding to nearest, a second moment
-    that ``beta2 = 0.999`` reduces by 0.1 % would never fall, because neighbouring bfloat16 numbers are 0.4 to 0.8 %
-    apart. The random bits depend only on the step and the parameter's index, so a resumed run repeats them.
-
-    Args:
-        params: trained parameters.
-        lr: step size.
-        betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled.
+    are rounded to bfloat16 at random, so that the mean is right. With rounding to nearest, a second moment that ``beta2
+    = 0.999`` reduces by 0.1 % would never fall, because neighbouring bfloat16 numbers are 0.4 to 0.8 % apart. The
+    random bits depend only on the step and the parameter's index, so a resumed run repeats them.
     """
 
     def __init__(

@@ -26,15 +26,13 @@ def clip_and_step(
 ) -> dict[str, float]:
     """Clip the gradients, update, and count it. See `clip_grad_norm` for the arguments.
 
-    Parameters that no rank reached are not updated, as without sharding.
-
-    Returns:
-        ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1)
-        and its complement ``update_successful`` (AReaL's name).
+    Parameters that no rank reached are not updated, as without sharding. Returns ``loss`` (over all ranks),
+    ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1) and its complement
+    ``update_successful``.
     """
     lr = float(optimizer.param_groups[0]["lr"])
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
-    loss_sum, grad_norm, *n_without = result.tolist()  # a step's one wait
+    loss_sum, grad_norm, *n_without = result.tolist()  # the only wait of a step
     for param, n_ranks in zip(unreached(model), n_without, strict=True):
         if n_ranks == dist.get_world_size():
             param.grad = None
@@ -54,17 +52,11 @@ def clip_and_step(
 def clip_grad_norm(
     model: nn.Module, max_norm: float, loss: torch.Tensor, weight: float = 1.0, correction: float = 0.0
 ) -> torch.Tensor:
-    """Scale the gradient down to ``max_norm`` if it is longer. Nothing here waits for the device.
+    """Scale the gradient down if its L2 norm over all ranks exceeds ``max_norm``. Nothing here waits for the device.
 
-    One all-reduce carries the squared norms, the loss, the weight correction and the unreached parameters. Norms are
-    combined as in torch's ``clip_grad_norm_``.
-
-    Args:
-        model: sharded by `shard_model`.
-        max_norm: limit of the L2 norm over all parameters of all ranks.
-        loss: this rank's part of the loss, a scalar on the device.
-        weight: divisor of loss and gradient, the same on every rank.
-        correction: amount by which this rank's weights exceed its share of ``weight`` (see `WeighedBatch`).
+    ``loss`` is this rank's part of the loss, a scalar on the device. ``weight`` is the divisor of loss and gradient,
+    the same on every rank, and ``correction`` its excess on this rank (see `WeighedBatch`). One all-reduce carries
+    everything. Norms are combined as in torch's ``clip_grad_norm_``.
 
     Returns:
         ``[2 + n]`` float64 on the device: the loss over all ranks, the gradient norm before clipping, and for each of
@@ -78,7 +70,7 @@ def clip_grad_norm(
     n_grads, filled = len(grads), zero_filled.get(model, set())
     missing = [index for index, param in enumerate(params) if param in filled]
     n_without = norms.new_zeros(n_grads, dtype=torch.float64)
-    for index in missing:  # one write each, but no copy from the host, which would wait
+    for index in missing:  # one write each, because a copy from the host would wait
         n_without[index] = 1.0
     squares, numbers = norms.square().double(), (loss.double()[None], loss.new_full((1,), correction).double())
     sums = torch.cat([squares, n_without, *numbers])

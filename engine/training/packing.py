@@ -49,15 +49,9 @@ def prepare_packing(
     group: dist.ProcessGroup | None = None,
     max_row_tokens: int | None = None,
 ) -> None:
-    """Replace ``sdpa`` by our attention if the model supports it and no attention was configured, then check packing.
+    """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then `check_packing`.
 
-    Args:
-        model: see `check_packing`. The attention in its configs changes, which no ``config.json`` contains.
-        attn_impl: the configured attention.
-        device, group, max_row_tokens: see `check_packing`.
-
-    Raises:
-        ConfigError: see `check_packing`.
+    This changes the attention in the model's configs, which is not part of ``config.json``.
     """
     if attn_impl is None and attention_of(_text(model.config)) == "sdpa" and model.is_backend_compatible():
         set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
@@ -82,14 +76,9 @@ def check_packing(
     """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
 
     Collective over the ranks of the model's mesh. It takes the memory of a float32 shard and three short forwards (six
-    for a model that does not support packing), and changes neither the model nor torch's generators.
-
-    Args:
-        model: sharded by `fully_shard` or not, on the meta device or not. Its parameters are not read.
-        device: device for the computation.
-        group: control group over which the ranks agree. None: the default group.
-        max_row_tokens: most tokens of a packed row. None: no limit. A model that cuts windows by positions in the row
-            works with rows no longer than its smallest window.
+    for a model that does not support packing). The parameters are not read, and neither the model nor torch's
+    generators change. A model that cuts windows by positions in the row works with rows of at most its smallest window
+    (``max_row_tokens``).
     """
     windows = _windows(model.config)
     if _comes_out_alike(model, windows, device, group):
@@ -153,9 +142,9 @@ def _difference_is_small(
             with _row_of(*lengths, device=device):
                 row = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
             for sequence, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
-                # Ours is compared with transformers'; in bfloat16, where the two are rounded differently, with itself.
+                # In float32 ours is compared with transformers', in bfloat16 with itself, because rounding differs.
                 with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
-                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions of its own
+                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions from 0
                 differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
             if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):

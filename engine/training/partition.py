@@ -17,10 +17,8 @@ def partition(lengths: Sequence[int], n_bins: int, algorithm: str = "ffd") -> li
     """Distribute indices over ``n_bins <= len(lengths)`` non-empty bins with nearly equal sums of ``lengths``.
 
     ``ffd`` puts the longest first into the lightest bin (Graham, "Bounds on multiprocessing timing anomalies", 1969: at
-    most 4/3 of the optimum). ``kk`` is Karmarkar and Karp's largest differencing method (1982).
-
-    Returns:
-        bins of ascending indices. Together they contain every index once.
+    most 4/3 of the optimum). ``kk`` is Karmarkar and Karp's largest differencing method (1982). Indices ascend in each
+    bin.
     """
     bins = _differencing(lengths, n_bins) if algorithm == "kk" else _longest_first(lengths, n_bins)
     return [sorted(rows) for rows in bins]

@@ -36,13 +36,7 @@ GLOO_PATIENCE_S = 1.0
 
 @dataclass
 class ProcessGroups:
-    """The process groups of an engine.
-
-    Attributes:
-        control: gloo group of all ranks, for agreement.
-        owns_default: whether the engine created the default group and must destroy it.
-        device: device of this rank.
-    """
+    """The engine's gloo group for agreement, whether the engine owns the default group, and the device of this rank."""
 
     control: dist.ProcessGroup
     owns_default: bool
@@ -52,10 +46,7 @@ class ProcessGroups:
 def open_process_groups(strategy: ParallelStrategy | None, device_type: str, timeout_s: float) -> ProcessGroups:
     """Join the default group, or create it from torchrun's environment (a world of one without it).
 
-    Args:
-        strategy: the expected size of the world.
-        device_type: ``auto``, ``cpu`` or ``cuda``. See `TrainEngineConfig.device`.
-        timeout_s: longest wait in a collective of a group created here.
+    ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups created here.
 
     Raises:
         ConfigError: the world has another size than ``strategy`` says, or the devices of the ranks do not match (see
@@ -85,7 +76,7 @@ def _make_default_group(device_type: str, expected: int | None, timeout: timedel
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
     _require_size(expected, world_size)
-    # Under torchrun the store outlives a group: each group of a process has keys of its own.
+    # Under torchrun the store outlives a group, so each group of a process uses separate keys.
     number = (store.add("holdfast/groups", 1) - 1) // world_size
     store = dist.PrefixStore(f"holdfast/{number}", store)
     device = agree_on_device(
@@ -111,7 +102,7 @@ def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world
     if store.add("device/readers", 1) == world_size:
         store.set("device/read", "")
     if rank == 0:
-        store.get("device/read")  # its process may serve the store, and end because of what it has read
+        store.get("device/read")  # rank 0 may serve the store, so it must not end before the others have read
     return reports
 
 
@@ -187,7 +178,7 @@ def _gloo_threads() -> list[list[str]]:
         try:
             status = task.read_text()
         except OSError:
-            continue  # it has just ended
+            continue  # the thread has just ended
         if "pt_gloo_runloop" in status:
             threads.append([line for line in status.splitlines() if line.startswith(("State", "Pid", "voluntary"))])
     return threads

@@ -30,13 +30,9 @@ _ORIGINAL, _MOST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
-    """Give every rotary module of ``model`` one set of frequencies for all lengths.
+    """Give every rotary module of ``model``, on meta, one set of frequencies for all lengths up to ``max_model_len``.
 
     The modules get their own configs. ``model.config``, which is exported, does not change.
-
-    Args:
-        model: on the meta device. Its buffers are computed later, from the configs of their modules.
-        max_model_len: see `TrainEngineConfig`.
 
     Raises:
         ConfigError: custom code of the model chooses frequencies by length, and ``max_model_len`` exceeds the length up
@@ -57,14 +53,9 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
 
 
 def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int | None:
-    """Most tokens of a sequence: ``max_model_len``, or without it the length limit of the frequencies.
+    """Most tokens of a sequence: ``max_model_len``, or without it the length limit of the frequencies (None: no limit).
 
-    Args:
-        model: after `fix_frequencies`.
-        max_model_len: see `TrainEngineConfig`.
-
-    Returns:
-        None if there is no limit.
+    Call it after `fix_frequencies`.
     """
     if max_model_len is not None:
         return max_model_len
@@ -92,13 +83,8 @@ def length_boundaries(config: PretrainedConfig) -> dict[str, int]:
 
 
 def move_boundary(config: PretrainedConfig, key: str, length: int) -> None:
-    """Change a config so that frequencies change beyond ``length`` tokens.
-
-    Args:
-        config: a twin's config.
-        key: one of `length_boundaries`.
-        length: tokens.
-    """
+    """Change a twin's config so that frequencies change beyond ``length`` tokens. ``key`` is one of
+    `length_boundaries`."""
     text = config.get_text_config(decoder=True)
     if hasattr(text, key):
         setattr(text, key, length)

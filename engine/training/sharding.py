@@ -33,10 +33,10 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[config.dtype],
         reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
-        cast_forward_inputs=False,  # some blocks are meant to be given float32: rotary angles, a residual stream
+        cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
     )
     reshard = config.fsdp.reshard_after_forward
-    for module in reversed(list(model.modules())):  # blocks inside blocks first, as fully_shard wants it
+    for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
         if isinstance(module, blocks):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -51,8 +51,7 @@ def shard_model(
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
     """Classes of the repeated blocks: the named ones, or those that transformers does not split.
 
-    Without names, a block with a weight tied to another block or module is left out, because FSDP cannot shard a weight
-    in two groups.
+    Without names, blocks with a tied weight are left out, because FSDP cannot shard a weight in two groups.
 
     Raises:
         ConfigError: a named class does not occur in the model.

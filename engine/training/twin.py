@@ -31,13 +31,8 @@ def twin_of(
     """Build a model of the same class, sharded like ``model``, with random weights that hide nothing. Free it at the
     end.
 
-    Inside, matrix products use full precision. torch's generators are restored afterwards.
-
-    Args:
-        model: on meta or not. Its parameters are not read.
-        config: the twin's config.
-        dtype: dtype of the twin's weights.
-        device: device of the twin.
+    The parameters of ``model`` are not read. Inside, matrix products use full precision. torch's generators are
+    restored.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
         twin = _build(model, config, dtype, device)
@@ -86,7 +81,7 @@ def _build(
         fix_frequencies(each, None)
     mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
     sharded = {unsharded_class(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
-    for module in reversed(list(twin.modules())):  # children first, as fully_shard wants it
+    for module in reversed(list(twin.modules())):  # children first, as fully_shard requires
         if type(module).__name__ in sharded:
             fully_shard(module, mesh=mesh)
     for name in give_memory(twin, skeleton, device):
@@ -121,7 +116,7 @@ def _full_precision() -> Iterator[None]:
     """Compute float32 products without TensorFloat32 or bfloat16."""
     try:
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # precision was set by torch.backends alone, which this older function cannot tell
+    except RuntimeError:  # precision was only set by torch.backends, which this older function cannot read
         older = "highest"
     backends: Any = torch.backends
     matmuls = backends.cuda.matmul, backends.mkldnn.matmul

@@ -60,11 +60,11 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
         body = self.get_submodule(body_name(self))
         known = inspect.signature(body.forward).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            # What says nothing about padding may be unknown to it, as to recurrent models.
+            # Recurrent models lack some inputs, which may be dropped unless they describe padding.
             inputs = {name: value for name, value in inputs.items() if name in known or name == "attention_mask"}
         return TokenClassifierOutput(logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state))
 
-    # A folder is read as for the causal model: by its rules of names, and by those for models of its module.
+    # A folder is read like the causal model's, with the name rules for that class and its module.
     members = {**loading_rules(causal), "__module__": causal.__module__, "config_class": causal.config_class}
     name = causal.__name__.partition("For")[0] + "ForTokenClassification"
     cls: Any = type(name, (parent,), {**members, "__init__": __init__, "forward": forward})

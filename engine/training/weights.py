@@ -24,21 +24,17 @@ from .unsharded import unsharded_class
 
 
 def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> list[str]:
-    """Allocate this rank's shard (uninitialised) and compute every buffer that the model's own code can compute.
+    """Allocate this rank's shard on ``device`` (uninitialised) and compute every buffer that the model's code can
+    compute.
 
-    Args:
-        model: on meta, already sharded.
-        skeleton: the same model on meta, not sharded. Its buffers are overwritten.
-        device: device of the shard.
-
-    Returns:
-        Names of the persistent buffers that nothing computed and only a checkpoint can fill. They are NaN or 0.
+    ``model`` is on meta and sharded. ``skeleton``, the same model unsharded, has its buffers overwritten. Returns the
+    names of persistent buffers that only a checkpoint can fill. They are NaN or 0.
 
     Raises:
         ConfigError: nothing computes a non-persistent buffer.
     """
     model.to_empty(device=device)
-    model.tie_weights()  # _apply may have untied what is tied
+    model.tie_weights()  # _apply may have untied weights
     first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
     unfilled = []
     for name, module in model.named_modules():
@@ -100,14 +96,9 @@ def draw_weights(
 ) -> list[str]:
     """Draw every parameter as transformers would, one block at a time, with the same values at every world size.
 
-    Args:
-        model: sharded, with memory. Each rank keeps its own rows.
-        skeleton: the same model on meta, not sharded. Overwritten.
-        seed: each block is drawn from this and the block's name.
-        blocks: classes that are drawn whole, because some models scale a block's inner weights.
-
-    Returns:
-        Names of the parameters that nothing drew and only a checkpoint can fill. They are NaN.
+    Each block is drawn from ``seed`` and the block's name, over the unsharded ``skeleton``. Modules of the classes
+    ``blocks`` are drawn whole, because some models scale a block's inner weights. Each rank keeps its own rows. Returns
+    the names of parameters that only a checkpoint can fill. They are NaN.
     """
     initializers, undrawn = dict(_initializers(skeleton)), []
     for name, unit in _draw_units(skeleton, blocks):

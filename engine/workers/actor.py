@@ -50,8 +50,8 @@ class RankActor:
     their own threads."""
 
     def __init__(self) -> None:
-        # A driver that is killed takes the raylet, our parent, with it; by itself a worker would notice only after
-        # 2-3 s, and go on writing files meanwhile, beside the job that has been started again.
+        # The raylet, our parent, dies with a killed driver. Without this a worker would notice after 2-3 s, and
+        # meanwhile write files while the restarted job does the same.
         die_with_parent()
         self._worker: Any = None
         self._store: dist.Store | None = None
@@ -102,7 +102,7 @@ class RankActor:
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             timeout=timeout,
-            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU may use gloo; NCCL refuses them
+            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU use gloo, because NCCL refuses them
         )
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:

@@ -136,13 +136,13 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._came_up = False
-        self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
+        self._n_calls, self._closed = 0, False  # calls that are waiting or were interrupted
         self._lock = threading.Lock()
         self.started_late = self.stalled = False
         self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
         self._ended: set[ProcessId] = set()
         self._leases: LeaseKeeper | None = None
-        self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
+        self._patience = Patience(None)  # no pings yet: importing torch may hold the interpreter too long
         try:
             if on_created is not None:
                 on_created(self)
@@ -174,7 +174,7 @@ class WorkerGroup:
         began = time.monotonic()
         for rank in range(self.world_size):
             self._actors.append(self._create_actor(rank, env))
-            self._check_usable()  # after the append: either `kill` finds the actor, or this finds that it came
+            self._check_usable()  # after the append, so that either `kill` sees the actor or this sees the kill
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
         started_s = time.monotonic() - began
@@ -185,7 +185,7 @@ class WorkerGroup:
         rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
         nodes = [process.node_id for process in self._processes]
         joined = {}
-        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
+        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide GPUs
         for rank, actor in enumerate(self._actors):
             device = self._processes[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
@@ -307,7 +307,7 @@ class WorkerGroup:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        else:  # nobody to ask about other nodes
+        else:  # other nodes cannot be checked
             left = [at for at in left if at.node_id == self._node_id]
         nodes: dict[str, list[ProcessId]] = {}
         for at in left:
@@ -347,7 +347,7 @@ class WorkerGroup:
         hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes)
         with self._lock:
             self._n_calls -= 1
-        if self._loss is not None:  # another thread has killed the group, or is at it
+        if self._loss is not None:  # another thread has killed the group, or is doing so
             raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]

@@ -28,9 +28,8 @@ PING_EVERY_S = 5.0
 class Patience:
     """Time limits after which a process with a pending call counts as hung.
 
-    Attributes:
-        hang_s: longest time without an answer to a ping. None: no pings, so no hang is found.
-        stall_s: longest time with answers but without progress. None: no limit.
+    ``hang_s`` limits the time without an answer to a ping (None: no pings). ``stall_s`` limits the time without
+    progress.
     """
 
     hang_s: float | None
@@ -39,13 +38,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Hung:
-    """Ranks that live but will not answer.
-
-    Attributes:
-        ranks: the ranks.
-        symptom: how they were found.
-        stalled: they answer pings, so they may just be slow.
-    """
+    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be slow."""
 
     ranks: list[int]
     symptom: str
@@ -61,16 +54,9 @@ def wait_watching(
 ) -> Hung | None:
     """Wait until all have answered, one died, failed or hangs, or ``deadline_s`` is over.
 
-    Args:
-        answers: collects the answers.
-        actors: the `RankActor` of each rank.
-        patience: limits after which a rank counts as hung.
-        deadline_s: None waits as long as all live and none hangs.
-        dead: called after an error, returns ranks known to be dead, which are not pinged. Ray needs two seconds to
-            report a dead node.
-
-    Returns:
-        the hung ranks. After an error only stopped ones count, because the others wait for the failed rank.
+    Fills ``answers``, and returns the hung ranks. After an error only stopped ones count, because the others wait for
+    the failed rank. ``dead`` is called after an error and returns ranks known to be dead, which are not pinged, because
+    Ray needs two seconds to report a dead node.
     """
     if patience.hang_s is None:
         answers.collect(deadline_s, dead)
@@ -86,15 +72,15 @@ def wait_watching(
             return None
         pending = sorted(answers.pending.values())
         idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))
-        since_call_s = time.monotonic() - start  # a worker that was idle before is not to blame for that
+        since_call_s = time.monotonic() - start  # idle time before the call does not count
         hung = None
         if silent := [rank for rank in pending if rank not in idle_s]:
-            if left_s >= patience.hang_s:  # else they may be well, and miss the deadline at worst
+            if left_s >= patience.hang_s:  # else they may be well and just miss the deadline
                 hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
             hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
         if hung or answers.errors:
-            answers.collect(0)  # a death that came meanwhile is told as one
+            answers.collect(0)  # a death in the meantime is reported as a death
             return hung
 
 

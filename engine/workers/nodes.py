@@ -62,18 +62,18 @@ def ended_nodes(nodes: Iterable[str]) -> set[str]:
     """
     try:
         return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
-    except (RayError, RuntimeError) as error:  # the latter where the interpreter ends, and starts no thread any more
+    except (RayError, RuntimeError) as error:  # RuntimeError: the interpreter is ending and starts no threads
         logger.warning("the nodes could not be asked whether they have ended: %s", headline(error))
         return set()
 
 
 def _ask(node: Mapping[str, Any]) -> Raylet:
     address = node["NodeManagerAddress"], node["NodeManagerPort"]
-    for _ in range(2):  # one that ends at this moment resets the first connection and refuses the second
+    for _ in range(2):  # a raylet that is ending resets the first connection and refuses the second
         try:
             with socket.create_connection(address, PROBE_S) as connection:
                 connection.sendall(_GREETING)
-                connection.recv(1)  # nothing, from one with TLS, is an answer too
+                connection.recv(1)  # with TLS the answer is empty
             return Raylet.WELL
         except ConnectionRefusedError:
             return Raylet.ENDED
@@ -120,12 +120,8 @@ def _warn_of_no_drain_notices() -> None:
 
 
 class NodeTasks:
-    """One call of a function on each of several nodes, in tasks without resources.
-
-    Args:
-        fn: function to call, importable on the nodes.
-        args: Ray's name of a node -> the arguments there.
-    """
+    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args``: Ray's name of a node ->
+    arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
         self._refs: dict[Any, str] = {}

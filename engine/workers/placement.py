@@ -107,10 +107,8 @@ class PlacementRequest:
 class Placement:
     """Bundles reserved in Ray, one per rank of a worker group. Several groups can be built on them in turn.
 
-    Args:
-        request: the request.
-        groups: reserved placement groups, with one bundle for each rank that can start.
-        rest: the bundles of the other ranks, not reserved yet.
+    ``groups`` are reserved for the ranks that can start, ``rest`` has the bundles of the other ranks and is not
+    reserved yet.
     """
 
     def __init__(
@@ -268,7 +266,7 @@ def _give_back(group: PlacementGroup | None) -> None:
     if group is not None and ray.is_initialized():
         try:
             remove_placement_group(group)
-        except RayError as error:  # its control process has been started anew, and knows of none
+        except RayError as error:  # its control process was restarted and does not know the group
             logger.warning("Ray does not take back the resources of a worker group: %s", headline(error))
 
 

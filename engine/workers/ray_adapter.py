@@ -28,14 +28,7 @@ ERROR_GRACE_S = 1.0
 """Seconds after a rank's error in which other ranks may still answer or turn out to be dead."""
 LOSS_GRACE_S = 0.2
 """Seconds to wait after a death for reports of others that died with it, so that all are named."""
-LOST = (
-    RayActorError,
-    WorkerCrashedError,
-    NodeDiedError,
-    OutOfMemoryError,
-    ObjectLostError,
-    LocalRayletDiedError,
-)
+LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError, ObjectLostError, LocalRayletDiedError)
 """Errors that Ray raises for a call whose process is gone."""
 _TOGETHER_S = 0.02
 """Answers within this time of another are collected with it. The cost of each `ray.wait` grows with the number of
@@ -75,7 +68,7 @@ class Answers:
         rank = self.pending.pop(ref)
         try:
             self.values[rank] = ray.get(ref)
-        except RayTaskError as error:  # first: Ray derives it from the class of its cause, which may be one of LOST
+        except RayTaskError as error:  # first, because Ray derives it from the class of its cause, which may be in LOST
             self.errors[rank] = error
         except LOST as error:
             self.lost[rank] = error

@@ -12,12 +12,7 @@ from .ray_adapter import Answers, headline, raise_cause
 class RemoteServer:
     """An `InferenceServer` in front of one rank of a `WorkerGroup`. Picklable, so that a trainer's rank can hold it.
 
-    Attributes:
-        actor: the rank's Ray actor.
-        group: name of its group.
-        rank: its rank.
-        timeout_s: time limit for an answer.
-        hang_timeout_s: time limit for pings while waiting. None: no pings.
+    An answer may take ``timeout_s``. Meanwhile pings may take ``hang_timeout_s`` (None: no pings).
     """
 
     actor: Any

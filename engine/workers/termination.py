@@ -49,8 +49,7 @@ def end_on_nodes(
         here: the node of this process.
         group: name of the worker group, for messages.
         timeout_s: time limit.
-        leases: node -> time on the monotonic clock when all its processes have ended by themselves, for nodes with
-            leases.
+        leases: node -> time on the monotonic clock when all its processes have ended by themselves.
 
     Raises:
         HoldfastError: some processes still run after ``timeout_s``.
@@ -106,10 +105,6 @@ class LeaseKeeper:
     itself. A rank answers each renewal with the time on its clock, the next renewal returns that time, and the lease
     then ends ``lease_s`` after it. A slow renewal therefore adds no more than was left when its answer was sent, and
     the driver knows by its own clock when the rank is gone.
-
-    Args:
-        actors: the `RankActor` of each rank.
-        lease_s: life of a rank without a renewal.
     """
 
     def __init__(self, actors: Mapping[int, Any], lease_s: float) -> None:
@@ -129,7 +124,7 @@ class LeaseKeeper:
         return self._ends.get(rank)
 
     def _renew_on(self) -> None:
-        told: dict[int, tuple[float, float]] = {}  # rank -> time on its clock, and on ours when it came
+        told: dict[int, tuple[float, float]] = {}  # rank -> time on its clock, and on ours at arrival
         asked: dict[Any, int] = {}
         while not self._stopped.is_set() and ray.is_initialized():
             for rank in self._actors.keys() - set(asked.values()):
@@ -141,7 +136,7 @@ class LeaseKeeper:
                 rank = asked.pop(ref)
                 try:
                     begins, told[rank] = rank not in told, (ray.get(ref), time.monotonic())
-                except RayError:  # it is dead, or out of reach for a moment
+                except RayError:  # the rank is dead, or unreachable for a moment
                     continue
                 if begins:
                     asked |= self._ask(rank, told[rank])
