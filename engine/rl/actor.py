@@ -214,7 +214,6 @@ class PPOActor:
         return loss_fn
 
     def _preparation(self) -> Callable[[Batch], Batch]:
-        """Return a function that prepares each mini-batch, in order, right before its step."""
         steps = count()
 
         def prepare(minibatch: Batch) -> Batch:

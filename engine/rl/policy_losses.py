@@ -225,7 +225,6 @@ def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
 
 
 def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
-    """A number computed from tokens and their positions, independent of how rows are spread over ranks."""
     tokens = (batch["input_ids"].long() + 1) * batch["attention_mask"].long()
     factors = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * 0x9E3779B1 % (1 << 31)
     own = int((tokens * factors).sum()) % (1 << 32)  # an overflow keeps these bits

@@ -135,7 +135,6 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 @cache
 def _kernel_takes_groups() -> bool:
-    """Whether `varlen_attn` of this torch accepts fewer key heads than query heads."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

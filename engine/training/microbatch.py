@@ -244,7 +244,6 @@ class _Cutter:
         self.weights += [0.0] * n_dummies
 
     def _pack(self, bins: list[list[int]]) -> None:
-        """Pack and weigh the new ones among ``bins``."""
         done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
         self._bins = sorted(bins, key=lambda units: (-sum(self._unit_lengths[unit] for unit in units), units[0]))
         new = [units for units in self._bins if tuple(units) not in done]

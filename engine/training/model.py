@@ -260,7 +260,6 @@ def _cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None
 
 @torch.no_grad()
 def _after(stored: torch.Tensor, cast: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor | None:
-    """The buffer after ``forward`` has left ``found`` in the place of ``cast``."""
     if found is not cast:
         return None if found is None else found.to(stored.dtype)
     if n_writes(cast):

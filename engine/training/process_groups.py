@@ -96,7 +96,6 @@ def _make_default_group(device_type: str, expected: int | None, timeout: timedel
 
 
 def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world_size: int) -> list[DeviceReport]:
-    """Exchange the reports of all ranks through the store."""
     store.set(f"device/{rank}", json.dumps(asdict(report)))
     reports = [DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)]
     if store.add("device/readers", 1) == world_size:

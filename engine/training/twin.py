@@ -113,7 +113,6 @@ def _free(twin: PreTrainedModel) -> None:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Compute float32 products without TensorFloat32 or bfloat16."""
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:  # precision was only set by torch.backends, which this older function cannot read

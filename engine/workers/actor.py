@@ -160,8 +160,6 @@ class RankActor:
 
 
 class _Call:
-    """A running call on a thread, and the processor time of that thread."""
-
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
         self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(native_id)

@@ -149,7 +149,6 @@ class NodeTasks:
         return answers, silent
 
     def _drop_dead(self) -> dict[str, str]:
-        """Stop waiting for dead nodes, and return them with the reason."""
         alive, states, dead = alive_nodes(), ask_raylets(self._refs.values()), {}
         for ref, node in list(self._refs.items()):
             if node not in alive or states.get(node) is Raylet.ENDED:

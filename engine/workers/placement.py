@@ -271,7 +271,6 @@ def _give_back(group: PlacementGroup | None) -> None:
 
 
 def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
-    """Whether all bundles are reserved, on nodes that can be given work."""
     tables = [placement_group_table(group) for group in groups]
     if any(table["state"] != "CREATED" for table in tables):
         return False
@@ -289,7 +288,6 @@ def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -
 
 
 def _shortage(request: PlacementRequest, avoided: Mapping[str, str]) -> str:
-    """Describe total and free resources, and for how many ranks they suffice."""
     there, free_now = {node: has for node, has in alive_nodes().items() if node not in avoided}, free_by_node()
     free = {node: free_now.get(node, {}) for node in there}
     sums = [

@@ -74,7 +74,6 @@ def end_on_nodes(
 def _end_round(
     processes: Mapping[str, list[ProcessId]], here: str, group: str, timeout_s: float, leases: Mapping[str, float]
 ) -> dict[str, list[ProcessId]]:
-    """Return the processes that still run after ``timeout_s``."""
     elsewhere = {node: (found, RAY_KILL_S, timeout_s) for node, found in processes.items() if node != here}
     tasks = NodeTasks(end_processes, elsewhere)
     left = {here: end_processes(processes[here], RAY_KILL_S, timeout_s)} if here in processes else {}
