@@ -44,8 +44,8 @@ class PPOCritic:
         """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values`` (both ``[B, S]``).
 
         Returns:
-            the statistics of `train_minibatches`, and means over the loss tokens of all ranks: ``value``,
-                ``value_clip_fraction`` and ``value_error``.
+            the statistics of `train_minibatches`, and ``value``, ``value_clip_fraction`` and ``value_error`` (means
+            over the loss tokens of all ranks).
 
         Raises:
             BatchError: ``values`` or ``returns`` are missing or not finite, no rank has a loss token, or another rank

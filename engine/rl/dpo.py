@@ -72,9 +72,9 @@ class DPO:
         The loss is the mean of `dpo_losses` over the pairs of all ranks.
 
         Returns:
-            the result of `TrainEngine.train_batch`, and means over the pairs of all ranks: implied rewards (``beta``
-            times the log-ratio to the reference) of ``chosen`` and ``rejected`` answers, their ``margin``, and
-            ``accuracy``.
+            the result of `TrainEngine.train_batch`, the implied rewards (``beta`` times the log-ratio to the reference)
+            of ``chosen`` and ``rejected`` answers, their ``margin``, and ``accuracy`` (means over the pairs of all
+            ranks).
 
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.

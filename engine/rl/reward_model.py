@@ -49,8 +49,8 @@ class RewardModel:
         1952, and Ouyang et al., "Training language models to follow instructions with human feedback", 2022, eq. 1.
 
         Returns:
-            the result of `TrainEngine.train_batch`, and means over the pairs of all ranks: ``chosen`` and ``rejected``
-            scores, their ``margin``, and ``accuracy``.
+            the result of `TrainEngine.train_batch`, ``chosen`` and ``rejected`` scores, their ``margin``, and
+            ``accuracy`` (means over the pairs of all ranks).
 
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.

@@ -291,7 +291,7 @@ def expand_to_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Te
 
 
 def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int], row_tokens: int) -> MicroBatch:
-    """All sizes are known on the host, so nothing here waits for the device of the batch."""
+    """Sizes are known on the host, so this never waits for the device of the batch."""
     device = batch["input_ids"].device
     indices = torch.tensor(rows, dtype=torch.int64)
     row_lengths = torch.tensor([lengths[row] for row in rows], dtype=torch.int64)

@@ -59,8 +59,8 @@ def clip_grad_norm(
     everything. Norms are combined as in torch's ``clip_grad_norm_``.
 
     Returns:
-        ``[2 + n]`` float64 on the device: the loss over all ranks, the gradient norm before clipping, and for each of
-        the n parameters that are `unreached` here the number of ranks that did not reach it.
+        ``[2 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm before clipping, and for
+        each of the n parameters that are `unreached` here the number of ranks that did not reach it.
     """
     params = [param for param in model.parameters() if param.grad is not None]
     grads = [param.grad for param in params]

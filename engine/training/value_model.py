@@ -27,8 +27,7 @@ def value_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def build_value_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Build a model of `value_model_class` on the default device, with its own weights. ``options``:
-    ``attn_implementation`` etc."""
+    """Build a model of `value_model_class` with new weights on the default device. ``options`` go to transformers."""
     cls: Any = value_model_class(config)
     text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get("text_config")
     return build_from_config(cls, config.get_text_config() if text_only else config, dtype, **options)
