@@ -28,8 +28,7 @@ class MicroBatch:
         data: input of the loss functions. ``[B, S, ...]`` tensors become ``[T, ...]``, with rows concatenated and no
             padding. ``[B]`` tensors become ``[n]``. Always contains ``input_ids``, ``attention_mask``, ``loss_mask`` (0
             at the first token of a sequence, which nothing predicts), ``position_ids`` ``[T]`` int64 (restarts at 0 for
-            every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (sequence ``i`` is ``[cu_seqlens[i]:cu_seqlens[i +
-            1]]``).
+            every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (boundaries of the sequences).
         indices: ``[n]`` int64 rows of the original batch. Empty for a dummy.
         lengths: tokens of each sequence, on the host.
         row_tokens: token count to which a packed row is filled up. 0: no filling.
