@@ -1,7 +1,7 @@
-"""What trains, and what it reads and writes: the sharded engine, its checkpoints, and the weights it publishes.
+"""The sharded training engine, its checkpoints, and the weights it publishes.
 
-The names are in ``__init__.pyi`` and imported when they are used: who needs `StepInfo` does not wait for transformers.
-`WorkerGroup` needs the ``ray`` extra and is imported from `holdfast.engine.worker_group`.
+Names are listed in ``__init__.pyi`` and imported on first use, so importing `StepInfo` does not import transformers.
+`WorkerGroup` needs the ``ray`` extra: import it from `holdfast.engine.worker_group`.
 """
 
 import lazy_loader

@@ -1,44 +1,18 @@
 # The public names and where they are; `lazy_loader` imports each when it is first used.
 
-from .api import (
-    Batch as Batch,
-)
-from .api import (
-    FinetuneSpec as FinetuneSpec,
-)
-from .api import (
-    InferenceServer as InferenceServer,
-)
-from .api import (
-    ParallelStrategy as ParallelStrategy,
-)
-from .api import (
-    SaveLoadMeta as SaveLoadMeta,
-)
-from .api import (
-    Stateful as Stateful,
-)
-from .api import (
-    StepInfo as StepInfo,
-)
-from .api import (
-    TrainEngine as TrainEngine,
-)
-from .api import (
-    WeightUpdateMeta as WeightUpdateMeta,
-)
-from .config import (
-    FSDPConfig as FSDPConfig,
-)
-from .config import (
-    MicroBatchSpec as MicroBatchSpec,
-)
-from .config import (
-    OptimizerConfig as OptimizerConfig,
-)
-from .config import (
-    TrainEngineConfig as TrainEngineConfig,
-)
+from .api import Batch as Batch
+from .api import FinetuneSpec as FinetuneSpec
+from .api import InferenceServer as InferenceServer
+from .api import ParallelStrategy as ParallelStrategy
+from .api import SaveLoadMeta as SaveLoadMeta
+from .api import Stateful as Stateful
+from .api import StepInfo as StepInfo
+from .api import TrainEngine as TrainEngine
+from .api import WeightUpdateMeta as WeightUpdateMeta
+from .config import FSDPConfig as FSDPConfig
+from .config import MicroBatchSpec as MicroBatchSpec
+from .config import OptimizerConfig as OptimizerConfig
+from .config import TrainEngineConfig as TrainEngineConfig
 from .dcp.load import load_dcp as load_dcp
 from .dcp.save import save_dcp as save_dcp
 from .dcp.state import DCPState as DCPState

@@ -1,4 +1,4 @@
-"""The value types that cross Holdfast's borders, under AReaL's names, and the protocols behind them."""
+"""Value types and protocols of the public interface, under AReaL's names."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,53 +15,52 @@ from .steps import FinetuneSpec as FinetuneSpec
 from .steps import StepInfo as StepInfo
 
 Batch = dict[str, torch.Tensor]
-"""Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` ones
-(``rewards``). Everything per token is aligned with the token itself: ``logprobs[i, t]`` is the log-probability of
-``input_ids[i, t]`` given what stands before it, and is 0 at the first token."""
+"""Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` tensors
+(``rewards``). Per-token values are aligned with their token: ``logprobs[i, t]`` is the log-probability of
+``input_ids[i, t]`` given the earlier tokens, and 0 at the first token."""
 
 Trajectories = Batch | Sequence[Batch]
-"""A batch, or a list of batches of AReaL's kind (``[b, s]`` each, its own b and s): see `join_trajectories`."""
+"""A batch, or a list of batches as in AReaL (``[b, s]``, each with its own b and s): see `join_trajectories`."""
 
 LossFn = Callable[[Any, Batch], torch.Tensor]
 """``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the `ModelOutput` of an actor
-(``output.logprobs``, ``output.entropy``, or ``output.logits``), or the ``[tokens]`` values of a critic; every per-token
-tensor of ``micro_batch`` is packed to ``[tokens]``."""
+(``output.logprobs``, ``output.entropy``, or ``output.logits``), or the ``[tokens]`` values of a critic. Per-token
+tensors of ``micro_batch`` are packed to ``[tokens]``."""
 
 PostFn = Callable[[Any, Batch], torch.Tensor]
-"""``post_fn(output, micro_batch)`` -> ``[tokens]``; ``output`` as in `LossFn`."""
+"""``post_fn(output, micro_batch)`` -> ``[tokens]``. ``output`` as in `LossFn`."""
 
 LossWeightFn = Callable[[Batch], torch.Tensor]
-"""``loss_weight_fn(micro_batch)`` -> scalar: how much the mean of this micro-batch counts, usually its loss tokens."""
+"""``loss_weight_fn(micro_batch)`` -> scalar: the weight of this micro-batch's mean, usually its loss tokens."""
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a Hugging Face export may be stored as."""
+"""Dtypes for Hugging Face exports, by name."""
 
 ADAPTER_FORMS = ("merged", "peft")
-"""What an export of a model with adapters is: all weights, the adapters added to them, or a folder of PEFT."""
+"""Export forms of a model with adapters: all weights with merged adapters, or a PEFT folder."""
 
 UPDATE_TYPES = ("disk", "broadcast", "adapter")
-"""What is published, and how it gets from its folder to the inference servers."""
+"""Ways to publish weights, see `WeightUpdateMeta.type`."""
 
 
 def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtype | None:
-    """One of `EXPORT_DTYPES` by its name; None: that of the base folder, which is None for a model without one."""
+    """Look a dtype up in `EXPORT_DTYPES`. None: ``base_dtype``, which is None for a model without a base folder."""
     return base_dtype if name is None else EXPORT_DTYPES[name]
 
 
 @dataclass(frozen=True)
 class HFExportOptions:
-    """What a Hugging Face export holds, and in files of which size.
+    """Contents of a Hugging Face export, and the size of its files.
 
     Attributes:
-        dtype: dtype of floating-point weights in the files; None keeps that of each tensor.
-        tokenizer: saved beside the weights, chat template included.
-        processor: saved beside the weights.
-        base_model_path: local folder whose other files (neither weights nor written already) are copied.
-        max_shard_size_bytes: weights above this are split over several files. None is where ``save_pretrained`` starts
-            a second one; at a URL it is a rank's share, between 500 MB and 5 GB.
-        staging_folder: folder on a local or shared disk with room for one export, in which an export to a URL is
-            written before it is uploaded; on several nodes all of them must see it. None is the folder of `tempfile`
-            (``TMPDIR``).
+        dtype: dtype of floating-point weights in the files. None keeps each tensor's dtype.
+        tokenizer: saved with the weights, including its chat template.
+        processor: saved with the weights.
+        base_model_path: local folder whose other files are copied, except weights and files already written.
+        max_shard_size_bytes: split weights above this size over several files. None: the limit of ``save_pretrained``,
+            or at a URL a rank's share, between 500 MB and 5 GB.
+        staging_folder: folder on a local or shared disk with room for one export, used before an upload to a URL. On
+            several nodes all must see it. None: the folder of `tempfile` (``TMPDIR``).
 
     Raises:
         ConfigError: a value is out of range.
@@ -85,24 +84,27 @@ class HFExportOptions:
 
 @dataclass
 class SaveLoadMeta:
-    """What to save or load, and where.
+    """Format and place of a checkpoint to save or load.
+
+    Example::
+
+        engine.save(SaveLoadMeta("/data/step_9", weight_format="dcp", with_optim=True))
 
     Attributes:
-        path: folder; a save creates it and never writes over one. A save with ``"hf"`` also takes an fsspec URL, as
+        path: folder. A save creates it and never overwrites one. A save as ``"hf"`` also accepts an fsspec URL, such as
             ``s3://bucket/run/step_9``.
-        weight_format: ``"dcp"`` (sharded, resumable), ``"hf"`` (Hugging Face safetensors; adapters are merged into the
-            weights) or ``"peft"`` (adapters alone, as PEFT has them; see docs/lora.md).
-        with_optim: with ``"dcp"``, also optimizer, schedule, RNG and counters.
-        tokenizer: with ``"hf"``, saved beside the weights (chat template included).
-        processor: with ``"hf"``, likewise.
-        base_model_path: with ``"hf"``, a folder whose other files are copied unless written already.
-        dtype: with ``"hf"``, what floating-point weights are stored as: ``"float32"`` (every bit of the trained ones),
-            ``"bfloat16"`` or ``"float16"``, except those that transformers keeps in float32 then. None takes the dtype
-            of the folder that the engine's model was made from, as ``from_pretrained(dtype="auto")`` does.
-        max_shard_size_bytes: with ``"hf"``, weights above this are split over several files; None is where
-            ``save_pretrained`` starts a second one, or less at a URL (see `save_hf`).
-        staging_folder: with ``"hf"`` at a URL, the folder in which the files are written before they are uploaded; see
+        weight_format: ``"dcp"`` (sharded, resumable), ``"hf"`` (Hugging Face safetensors with merged adapters) or
+            ``"peft"`` (adapters alone, see docs/lora.md).
+        with_optim: with ``"dcp"``, include optimizer, schedule, RNG and counters.
+        tokenizer: with ``"hf"``, saved with the weights (including the chat template).
+        processor: with ``"hf"``, saved with the weights.
+        base_model_path: with ``"hf"``, a folder whose other files are copied unless already written.
+        dtype: with ``"hf"``, dtype of floating-point weights: ``"float32"`` (every bit of the trained weights),
+            ``"bfloat16"`` or ``"float16"``, except for weights that transformers then keeps in float32. None takes the
+            dtype of the folder from which the engine's model was built, like ``from_pretrained(dtype="auto")``.
+        max_shard_size_bytes: with ``"hf"``, split weights above this size over several files. None: see
             `HFExportOptions`.
+        staging_folder: with ``"hf"`` at a URL, see `HFExportOptions`.
     """
 
     path: str
@@ -137,7 +139,7 @@ class SaveLoadMeta:
             )
 
     def hf_options(self, base_dtype: torch.dtype | None) -> HFExportOptions:
-        """The options of the export; without a ``dtype`` it is stored as ``base_dtype``."""
+        """Options of the export. Without ``dtype`` it is stored as ``base_dtype``."""
         return HFExportOptions(
             dtype=export_dtype(self.dtype, base_dtype),
             tokenizer=self.tokenizer,
@@ -150,20 +152,20 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How weights get to the inference servers.
+    """How weights are published to the inference servers.
 
     Attributes:
-        type: ``"disk"``: the servers read the Hugging Face weights from the folder. ``"broadcast"``: rank 0 sends them
-            what it has written there, over a process group of its own with each; they are `BroadcastServer`s, and
-            need not see the folder. ``"adapter"``: only the LoRA adapters are written, as a folder of PEFT; the
-            servers, `AdapterServer`s that were started with the base model, put them beside it.
-        path: folder that holds the ``v<N>`` folders.
-        version: the version to publish; None takes the engine's own.
-        keep: how many of the newest versions stay.
-        timeout_s: how long the servers may take to load a version; it may be longer than the engine's own timeout.
-        dtype: as in `SaveLoadMeta`; None takes the dtype of the folder that the engine's model was made from, and
+        type: ``"disk"``: the servers read Hugging Face weights from the folder. ``"broadcast"``: rank 0 sends the
+            written weights over a separate process group to each `BroadcastServer`, which need not see the folder.
+            ``"adapter"``: only the LoRA adapters are written, as a PEFT folder, and each `AdapterServer`, started with
+            the base model, loads them.
+        path: folder of the ``v<N>`` folders.
+        version: version to publish. None: the engine's version.
+        keep: number of newest versions to keep.
+        timeout_s: time limit for a server to load a version. It may be longer than the engine's timeout.
+        dtype: as in `SaveLoadMeta`. None takes the dtype of the folder from which the engine's model was built, and
             leaves adapters in float32.
-        min_servers: how many servers have to confirm a version; None: what their `ServerFleet` says, else all of them.
+        min_servers: number of servers that must confirm a version. None: as their `ServerFleet` says, else all.
     """
 
     type: str
@@ -190,7 +192,7 @@ class ParallelStrategy:
     """The mesh. Only its data-parallel (shard) dimension exists so far.
 
     Attributes:
-        data_parallel_size: number of ranks; None takes all of them.
+        data_parallel_size: number of ranks. None: all.
     """
 
     data_parallel_size: int | None = None
@@ -198,96 +200,78 @@ class ParallelStrategy:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be captured and put back: torch modules, samplers, a user's own object."""
+    """An object whose state can be saved and restored: a torch module, a sampler, a user's object."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of tensors and plain values only."""
-        ...
+        """Return the state, made of tensors and plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state back."""
-        ...
+        """Restore a state."""
 
 
 class InferenceServer(Protocol):
-    """A rollout worker, or a client of an inference server, that can be told to serve new weights."""
+    """A rollout worker, or a client of an inference server, that can load new weights."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load the Hugging Face folder ``path`` and return the version served from now on."""
-        ...
 
 
 @runtime_checkable
 class BroadcastServer(InferenceServer, Protocol):
-    """An inference server that weights can be sent to."""
+    """An inference server that receives weights over a process group."""
 
     def update_weights_from_distributed(self, path: str, version: int) -> int:
-        """Send it the weights of the Hugging Face folder ``path``; return the version served from now on."""
-        ...
+        """Receive the weights of the Hugging Face folder ``path``. Return the version served from now on."""
 
 
 @runtime_checkable
 class AdapterServer(InferenceServer, Protocol):
-    """An inference server that puts adapters beside the base model that it was started with."""
+    """An inference server that loads adapters for the base model with which it was started."""
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
-        """Load the folder of PEFT ``path`` and return the version that new requests are answered by."""
-        ...
+        """Load the PEFT folder ``path``. Return the version that answers new requests."""
 
     def folders_in_use(self) -> set[str]:
-        """Folders whose adapters the server may read again: they must not be deleted yet."""
-        ...
+        """Folders of adapters that the server may read again. They must not be deleted yet."""
 
 
 class TrainEngine(Protocol):
-    """What `holdfast.engine.rl` needs of an engine; `FSDPEngine` is one."""
+    """Interface that `holdfast.engine.rl` needs. `FSDPEngine` implements it."""
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place among those that see different data."""
-        ...
+        """Index of this rank among the ranks with different data."""
 
     @property
     def data_parallel_world_size(self) -> int:
-        """How many ranks see different data."""
-        ...
+        """Number of ranks with different data."""
 
     def get_version(self) -> int:
-        """The version of the policy the weights are."""
-        ...
+        """Policy version of the weights."""
 
     def register_state(self, name: str, thing: Stateful) -> None:
-        """Save and restore an object of plain values, the same on every rank, with the optimizer."""
-        ...
+        """Save and restore an object with the optimizer. Its state is plain values, the same on every rank."""
 
     def train(self, mode: bool = True) -> "TrainEngine":
         """Switch to training mode."""
-        ...
 
     def eval(self) -> "TrainEngine":
         """Switch to evaluation mode."""
-        ...
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch."""
-        ...
+        """Take one optimizer step on this rank's share of a batch."""
 
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
-        """The loss `train_batch` would have, without gradients."""
-        ...
+        """The loss that `train_batch` would report, without gradients."""
 
     def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
         """Per-token results ``[batch, seqlen]`` without gradients."""
-        ...
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within the block the engine answers as the base under its adapters; a ConfigError without adapters."""
-        ...
+        """Inside the block the engine uses the base model without its adapters. ConfigError if it has none."""
 
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one, if the optimizer has stepped since the last call."""
-        ...
 
     def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over the data-parallel ranks."""
-        ...

@@ -1,7 +1,7 @@
-"""What a training engine can be told, under AReaL's names wherever AReaL has one.
+"""Engine configuration, with AReaL's names where AReaL has them.
 
-Plain dataclasses, read by `holdfast.utils.config.load_config`. Values are checked here, so that a bad one fails
-before a process group or a model exists.
+Plain dataclasses, read by `holdfast.utils.config.load_config`. They check their values, so that a bad one fails before
+a process group or model exists.
 """
 
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from ..utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 PACKED_ATTENTION = "holdfast"
-"""The name of Holdfast's own attention among those of transformers."""
+"""Name of Holdfast's attention in transformers."""
 ALL_LINEAR = "all-linear"
-"""In ``target_modules``: every linear layer but the head."""
+"""In ``target_modules``: every linear layer except the head."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -22,8 +22,8 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     type: str = "adam"
-    """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (the same with moments in bfloat16: 4 bytes a parameter
-    instead of 8; see `holdfast.engine.training.adam_bf16`) or ``sgd``."""
+    """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (`AdamBF16`: moments in bfloat16, 4 bytes per parameter
+    instead of 8) or ``sgd``."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
@@ -39,13 +39,13 @@ class OptimizerConfig:
     lr_scheduler_type: str = "constant"
     """``constant``, ``linear`` or ``cosine``, after the warm-up."""
     warmup_steps: int | None = None
-    """Steps during which the rate rises linearly; null takes ``warmup_steps_proportion``."""
+    """Steps of linear warm-up. Null takes ``warmup_steps_proportion``."""
     warmup_steps_proportion: float = 0.001
-    """Share of all training steps, rounded down, during which the rate rises linearly."""
+    """Share of all training steps with linear warm-up, rounded down."""
     min_lr_ratio: float = 0.0
-    """Where ``linear`` and ``cosine`` end, as a share of ``lr``."""
+    """Final rate of ``linear`` and ``cosine``, as a share of ``lr``."""
     gradient_clipping: float = 1.0
-    """Largest global L2 norm of the gradient; longer ones are scaled down."""
+    """Largest global L2 norm of the gradient. Longer gradients are scaled down."""
 
     def __post_init__(self) -> None:
         require_choice("optimizer.type", self.type, ("adam", "adam_bf16", "sgd"))
@@ -64,19 +64,19 @@ class OptimizerConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """How a rank's share of a batch is cut into micro-batches."""
+    """How to cut a rank's share of a batch into micro-batches."""
 
     n_mbs: int | None = 1
-    """Number of micro-batches; the least number when ``max_tokens_per_mb`` is set. Null is 1."""
+    """Number of micro-batches, or the minimum if ``max_tokens_per_mb`` is set. Null is 1."""
     granularity: int = 1
-    """So many adjacent sequences stay in one micro-batch: 2 for pairs of a reward model. They divide the batch."""
+    """Number of adjacent sequences that stay together: 2 for pairs of a reward model. Must divide the batch."""
     n_mbs_divisor: int = 1
     """The number of micro-batches is a multiple of this."""
     max_tokens_per_mb: int | None = 8192
-    """Most tokens in one micro-batch; null for no limit. A single longer sequence still gets a micro-batch of its own.
-    Memory grows with it: activations; where attention masks the packed row (``attn_impl`` ``sdpa`` or ``eager``),
-    tokens x tokens; for a loss or a model that needs whole logits, these and their gradient (5 GB for 8192 tokens and
-    150,000 words in bfloat16). The gradient does not depend on it."""
+    """Most tokens in one micro-batch. Null for no limit. A single longer sequence gets its own micro-batch. The
+    gradient does not depend on this, but memory grows with it: activations, tokens x tokens if attention uses a mask
+    (``attn_impl`` ``sdpa`` or ``eager``), and the logits with their gradient if a loss or model needs whole logits (5
+    GB for 8192 tokens and 150,000 words in bfloat16)."""
     packing_algorithm: str = "ffd"
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 
@@ -88,21 +88,21 @@ class MicroBatchSpec:
         require_choice("mb_spec.packing_algorithm", self.packing_algorithm, ("ffd", "kk"))
 
     def rounded(self, n_mbs: int) -> int:
-        """The least allowed number of micro-batches that is not below ``n_mbs``."""
+        """Smallest allowed number of micro-batches that is at least ``n_mbs``."""
         return -(-max(n_mbs, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
 
 @dataclass
 class FSDPWrapPolicy:
-    """Which modules get a shard group each."""
+    """Modules that get their own shard group."""
 
     transformer_layer_cls_to_wrap: list[str] | None = None
-    """Class names; None takes the model's ``_no_split_modules``."""
+    """Class names. None takes the model's ``_no_split_modules``."""
 
 
 @dataclass
 class FSDPConfig:
-    """How the model is sharded."""
+    """Sharding of the model."""
 
     wrap_policy: FSDPWrapPolicy = field(default_factory=FSDPWrapPolicy)
     """Shard groups."""
@@ -115,54 +115,54 @@ class TrainEngineConfig:
     """One model, its optimizer, and how both are spread over ranks."""
 
     experiment_name: str = "experiment"
-    """AReaL's name for a group of runs; the engine itself writes only where it is told to."""
+    """AReaL's name for a group of runs, unused by the engine."""
     trial_name: str = "trial"
-    """AReaL's name for one run; likewise."""
+    """AReaL's name for one run, unused by the engine."""
     path: str = ""
     """Folder of a Hugging Face model: its config and, unless ``init_from_scratch``, its weights. Or a model on the hub
-    (``Qwen/Qwen3-0.6B``), which is downloaded into the cache of huggingface_hub; see `find_model_folder`."""
+    (``Qwen/Qwen3-0.6B``), which is downloaded into the cache of huggingface_hub: see `find_model_folder`."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; None takes its main branch."""
+    """Branch, tag or commit of a model on the hub. None takes its main branch."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model; needed only by architectures that transformers does not know."""
+    """Run the Python code in the model's folder. Only needed for architectures that transformers does not know."""
     init_from_scratch: bool = False
     """Take only the config from ``path`` and draw the weights from ``seed``."""
     seed: int = 1
-    """Seed of weights drawn from scratch and of a new critic head; the same at every world size."""
+    """Seed of weights drawn from scratch and of a new critic head. The same result at every world size."""
     is_critic: bool = False
-    """Put a value head (one output a token) in the place of the language-model head."""
+    """Replace the language-model head by a value head (one output per token)."""
     dtype: str = "bfloat16"
     """Compute dtype. Parameters, gradients and optimizer state are always float32."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: CUDA if torch sees a device, and the default process group, when somebody else
-    made it, has nccl (a warning says when it has not). A rank takes the one device that it sees, or that of LOCAL_RANK;
-    a job with a rank that has none, or with two ranks on one, does not start."""
+    """``cpu``, ``cuda``, or ``auto``: CUDA if torch sees a device and the default process group, if it already exists,
+    has nccl (else a warning). A rank uses the only device it sees, or the one with index LOCAL_RANK. The job does not
+    start if a rank has no device or two ranks share one."""
     grad_reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
     attn_impl: str | None = None
-    """None: packed sequences attend each within itself (``holdfast``: no mask, and no work for pairs of tokens of two
-    sequences) where the architecture can do with that, else what transformers takes by itself (``sdpa``, or ``eager``).
-    Or ``holdfast``, where a model that cannot is refused, or the name of an attention of transformers: ``sdpa``,
-    ``eager``, ``flash_attention_2`` ..."""
+    """None: packed sequences attend each within itself (``holdfast``: no mask, no work for pairs of tokens from two
+    sequences) if the architecture supports it, else the default of transformers (``sdpa`` or ``eager``). ``holdfast``:
+    refuse a model that does not support it. Or an attention of transformers: ``sdpa``, ``eager``, ``flash_attention_2``
+    ..."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward instead of keeping its activations."""
     disable_dropout: bool = True
-    """Set every dropout probability to zero, as RL needs (log-probabilities must repeat)."""
+    """Set every dropout probability to zero. RL needs log-probabilities that repeat."""
     temperature: float = 1.0
-    """Logits are divided by this before log-probabilities, as the sampler did."""
+    """Divisor of the logits before log-probabilities, as in the sampler."""
     logprobs_chunk_size: int | None = None
-    """Tokens whose log-probabilities and entropy are computed at a time; null takes as many as fit in 128 MiB."""
+    """Tokens whose log-probabilities and entropy are computed at a time. Null takes as many as fit in 128 MiB."""
     max_model_len: int | None = None
     """Most tokens of a sequence, prompt and answer: the ``--max-model-len`` of the inference servers. A batch with a
-    longer sequence is refused. LongRoPE models (Phi-3 and Phi-4-mini with long contexts) compute with their long
-    factors if it exceeds their ``original_max_position_embeddings``, as vLLM does, else with the short ones; models of
-    ``rope_type: dynamic`` are scaled if it exceeds their ``max_position_embeddings``. Null: these lengths for such
-    models, and no limit for others."""
+    longer sequence is refused. As in vLLM, LongRoPE models (Phi-3 and Phi-4-mini with long contexts) use their long
+    factors if it exceeds their ``original_max_position_embeddings``, else the short ones. Models of ``rope_type:
+    dynamic`` are scaled if it exceeds their ``max_position_embeddings``. Null: these lengths for such models, and no
+    limit for others."""
     pack_sequences: bool = True
-    """Forward micro-batches packed into one row; False pads them, for models that cannot be packed."""
+    """Pack each micro-batch into one row. False pads it, for models that do not support packing."""
     pad_to_maximum: bool = False
-    """Fill every packed row up to ``mb_spec.max_tokens_per_mb``, with tokens that count for nothing: the allocator of a
-    GPU sees one shape only, and each step takes as long as a full one."""
+    """Fill every packed row up to ``mb_spec.max_tokens_per_mb`` with tokens that do not count. The GPU allocator then
+    sees only one shape, and each step takes as long as a full one."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batching."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
@@ -170,17 +170,17 @@ class TrainEngineConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
     use_lora: bool = False
-    """Train adapters in place of the weights, which stay frozen in the dtype that they have in ``path``: LoRA. Needs
-    peft (``pip install 'holdfast[lora]'``); see docs/lora.md."""
+    """Train LoRA adapters instead of the weights, which stay frozen in their dtype in ``path``. Needs peft (``pip
+    install 'holdfast[lora]'``). See docs/lora.md."""
     lora_rank: int = 32
     """Rank of the adapters, which are float32."""
     lora_alpha: int = 16
-    """Adapters count ``lora_alpha / lora_rank``."""
+    """Adapters are scaled by ``lora_alpha / lora_rank``."""
     target_modules: list[str] = field(default_factory=list)
-    """Last parts of the names of the linear layers that get adapters (``q_proj``); empty, or with ``all-linear``: all
-    of them but the head."""
+    """Last parts of the names of the linear layers that get adapters (``q_proj``). Empty, or with ``all-linear``: all
+    except the head."""
     peft_type: str = "lora"
-    """``lora``; there is no other kind of adapter here."""
+    """``lora``, the only supported kind of adapter."""
     timeout_s: float = 600.0
     """Longest wait for a peer in any collective."""
 
@@ -212,5 +212,5 @@ class TrainEngineConfig:
 
     @property
     def row_tokens(self) -> int:
-        """Up to how many tokens packed rows are filled; 0: as they are."""
+        """Token count to which packed rows are filled up. 0: no filling."""
         return (self.mb_spec.max_tokens_per_mb or 0) if self.pad_to_maximum else 0

@@ -1,9 +1,8 @@
 """`FSDPEngine`: one model sharded over ranks with FSDP2, its training step, and its save and load.
 
-Every public method is a few lines over plain functions in the neighbouring files. All ranks call the same methods in
-the same order. Bad input, and any failure to read or write, on one rank is an error on all of them; an error in the
-middle of a forward or backward (a loss function's, out of memory) leaves the others waiting until ``timeout_s``, or
-until a `WorkerGroup` ends them.
+All ranks call the same methods in the same order. Bad input and failures to read or write on one rank are errors on all
+ranks. An error inside a forward or backward (loss function, out of memory) leaves the other ranks waiting until
+``timeout_s``, or until a `WorkerGroup` ends them.
 """
 
 import time
@@ -52,23 +51,33 @@ from .model.model_folder import find_model_folder
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background import BackgroundSave
+from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
-from .training.distributed import close_process_groups, open_process_groups
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
-from .training.model_output import ModelOutput
+from .training.model_output import ModelOutput, model_output
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
-from .training.packing import model_output
+from .training.process_groups import close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
-from .training.trajectories import join_trajectories, split_like
 
 logger = get_logger(__name__)
 
 
 class FSDPEngine:
-    """An AReaL-style training engine. Order of calls: `create_process_group`, `initialize`, anything, `destroy`."""
+    """An AReaL-style training engine.
+
+    Example, on every rank::
+
+        engine = FSDPEngine(TrainEngineConfig(path="Qwen/Qwen3-0.6B"))
+        engine.create_process_group()
+        engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=7473, train_batch_size=64))
+        stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
+        engine.step_lr_scheduler()
+        engine.save(SaveLoadMeta("/data/step_0", weight_format="dcp", with_optim=True))
+        engine.destroy()
+    """
 
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config
@@ -79,7 +88,7 @@ class FSDPEngine:
         self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
         self._max_model_len: int | None = None
-        self.base_dtype: torch.dtype | None = None  # of the weights in config.path; that of exports by default
+        self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -89,20 +98,21 @@ class FSDPEngine:
     # Lifecycle
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
-        """Join the default process group, or make it (torchrun's environment, or a world of one); once."""
+        """Join the default process group, or create it (torchrun's environment, or a world of one). Later calls do
+        nothing."""
         if self._groups is None:
             self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
-        """Build the sharded model, read or draw its weights, and build optimizer and schedule; a second time, anew.
+        """Build the sharded model with its weights, the optimizer and the schedule. A second call replaces them.
 
         Args:
-            addr: unused; AReaL's signature.
-            ft_spec: how long the run is, for the schedule.
+            addr: unused, from AReaL's signature.
+            ft_spec: length of the run, for the schedule.
 
         Raises:
-            ConfigError, CheckpointError, PeerError: see `find_model_folder` and `build_initial_model`; on every rank.
-            Exception: a save of the old model failed.
+            ConfigError, CheckpointError, PeerError: on every rank, see `find_model_folder` and `build_initial_model`.
+            Exception: a background save of the old model failed.
         """
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
@@ -118,12 +128,12 @@ class FSDPEngine:
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
-        self.dcp_state(with_optim=False)  # notes the bits of frozen weights, as every start makes them
+        self.dcp_state(with_optim=False)  # records the bits of frozen weights, which every start reproduces
         what, seconds = describe_parameters(model), time.monotonic() - started
         logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
 
     def destroy(self) -> None:
-        """Free the model and leave the groups, also after a peer's death. At last raises a background save's error."""
+        """Free the model and leave the groups, also after a peer's death. Then raise the error of a background save."""
         with ExitStack() as last:
             if self._groups is not None:
                 last.callback(close_process_groups, self._groups)
@@ -156,7 +166,7 @@ class FSDPEngine:
 
     @property
     def model_folder(self) -> Path:
-        """Local folder of the model that `initialize` started from; with a model of the hub, in its cache."""
+        """Local folder of the model that `initialize` started from. For a model on the hub, a folder in its cache."""
         if self._folder is None:
             raise ConfigError("the engine has no model; call create_process_group and initialize first")
         return self._folder
@@ -168,16 +178,16 @@ class FSDPEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._require_groups().device
 
     # Batches
 
     def train_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch.
+        """Take one optimizer step on this rank's share of a batch.
 
-        The gradient is that of ``sum(weight * loss) / sum(weight)`` over all micro-batches of all ranks, so it does not
-        depend on how the batch was cut. When it is not finite nothing is updated.
+        The gradient is the gradient of ``sum(weight * loss) / sum(weight)`` over all micro-batches of all ranks, so it
+        does not depend on how the batch was cut. If it is not finite, nothing is updated.
 
         Args:
             batch: a padded batch, or a list of them (of trajectories).
@@ -185,12 +195,12 @@ class FSDPEngine:
             loss_weight_fn: see `LossWeightFn`.
 
         Returns:
-            ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (of this step), ``update_skipped`` (0 or
-            1) and ``n_mbs``, also as AReaL's ``update_successful`` and ``num_micro_batches``, ``n_tokens`` (of this
-            rank).
+            ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or
+            1), its complement ``update_successful``, ``n_mbs`` (also as ``num_micro_batches``) and ``n_tokens`` (of
+            this rank).
 
         Raises:
-            BatchError: the batch is malformed, or no token of it counts on any rank; nothing was changed.
+            BatchError: the batch is malformed, or no token counts on any rank. Nothing was changed.
         """
         optimizer = self._require_optimizer()
         self.train()
@@ -199,7 +209,7 @@ class FSDPEngine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for mb, share in weighed.shares(self.device):
             loss = self._weighted_loss(mb, share, loss_fn)
-            # FSDP averages gradients over ranks; the weights have already divided by everything.
+            # FSDP averages gradients over ranks, but the shares already divide by the total weight.
             (loss * self.data_parallel_world_size).backward()
             loss_sum += loss.detach()
         stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
@@ -221,7 +231,7 @@ class FSDPEngine:
 
     @torch.no_grad()
     def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
-        """The loss `train_batch` would report, over all ranks, in evaluation mode; a scalar on the CPU."""
+        """The loss that `train_batch` would report, over all ranks, in evaluation mode: a scalar on the CPU."""
         self.eval()
         weighed = self._cut(batch, loss_weight_fn)
         losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
@@ -242,11 +252,11 @@ class FSDPEngine:
 
         Args:
             batch: this rank's share: a padded batch, or a list of them (of trajectories).
-            post_fn: ``(output, micro_batch) -> [tokens]``, of what a `LossFn` is given; default: log-probabilities of
-                the tokens (actor) or values (critic).
+            post_fn: see `PostFn`. Default: log-probabilities of the tokens (actor) or values (critic).
 
         Returns:
-            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding; of a list, one for each in it.
+            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding. For a list, one tensor per batch in
+            the list.
         """
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
@@ -266,19 +276,19 @@ class FSDPEngine:
         return loss_fn(self._output(mb), mb.data) * share
 
     def _output(self, mb: MicroBatch) -> Any:
-        """What loss functions are given."""
+        """First argument of the loss functions."""
         beat()
         if self.config.is_critic:
             return model_output(self.model, mb, self.config.pack_sequences)
         return ModelOutput(self.model, mb, self.config, self._scoring_head)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within the block the engine answers as its base (ConfigError without one: the engine trains all weights)."""
+        """Inside the block the engine uses its base model. ConfigError if it trains all weights."""
         require_base(self.config)
         return adapters_off(self.model)
 
     def step_lr_scheduler(self) -> None:
-        """Advance the schedule by one; not when every update since the last call was skipped."""
+        """Advance the schedule by one, unless every update since the last call was skipped."""
         if self.lr_scheduler is not None and self.counters.steps_since_schedule > 0:
             self.lr_scheduler.step()
             self.counters.steps_since_schedule = 0
@@ -296,7 +306,7 @@ class FSDPEngine:
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """`control_group`."""
+        """The `control_group`."""
         return self.control_group
 
     @property
@@ -307,12 +317,12 @@ class FSDPEngine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place among the ranks that see different data."""
+        """Index of this rank among the ranks with different data."""
         return dist.get_rank(self.control_group)
 
     @property
     def data_parallel_world_size(self) -> int:
-        """Number of ranks that see different data."""
+        """Number of ranks with different data."""
         return dist.get_world_size(self.control_group)
 
     def current_data_parallel_head(self) -> int:
@@ -324,11 +334,11 @@ class FSDPEngine:
         return True
 
     def forward(self, input_: Trajectories) -> Any:
-        """`forward_batch`. Its log-probabilities are about token t, AReaL's about token t + 1."""
+        """`forward_batch`. Its log-probabilities describe token t, AReaL's token t + 1."""
         return self.forward_batch(input_)
 
     def export_stats(self) -> dict[str, float]:
-        """Mean of each number that `train_batch` returned since the last call, over calls and ranks. Collective.
+        """Mean over calls and ranks of each number that `train_batch` returned since the last call. Collective.
 
         Empty without a batch. The updates of an algorithm return their own statistics.
         """
@@ -339,9 +349,9 @@ class FSDPEngine:
         self._require_optimizer().zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients of the caller's backward, and update unless they are not finite. Collective.
+        """Clip the gradients of your own backward, and update unless they are not finite. Collective.
 
-        For your own training steps; `train_batch` does all of it. FSDP has averaged the gradients over ranks.
+        Only for custom training steps, because `train_batch` includes it. FSDP has averaged the gradients over ranks.
 
         Returns:
             ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and ``update_successful`` (0 or 1).
@@ -351,7 +361,7 @@ class FSDPEngine:
         return {name: value for name, value in stats.items() if name != "loss"}
 
     def set_lr(self, lr: float) -> None:
-        """Set the rate of the next step. The schedule sets its own when it advances.
+        """Set the rate of the next step. The schedule overwrites it when it advances.
 
         Raises:
             ConfigError: there is no optimizer, or ``lr`` is negative.
@@ -361,7 +371,7 @@ class FSDPEngine:
             group["lr"] = lr
 
     def lr_scheduler_step(self) -> None:
-        """Advance the schedule by one, even without an update. `step_lr_scheduler` needs one."""
+        """Advance the schedule by one, even without an update, unlike `step_lr_scheduler`."""
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
             self.counters.steps_since_schedule = 0
@@ -373,7 +383,7 @@ class FSDPEngine:
         self.counters.states[name] = thing
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
-        """Everything a DCP checkpoint of this engine holds; what `RecoverHandler` snapshots."""
+        """The complete content of a DCP checkpoint of this engine. `RecoverHandler` snapshots it."""
         use_lora, group = self.config.use_lora, self.control_group
         frozen: dict[str, Any] = {"trainable_only": use_lora, "base": self._base, "group": group}
         if not with_optim:
@@ -382,20 +392,20 @@ class FSDPEngine:
         return DCPState(self.model, *training, **frozen, changes_only_in_step=True)
 
     def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
-        """Write a checkpoint as the new folder ``meta.path``; it appears complete or not at all.
+        """Write a checkpoint as the new folder ``meta.path``, which appears complete or not at all.
 
         Args:
-            meta: what to write. Its tokenizer and processor may not change before it is written.
-            blocking: False returns when the state is staged in host memory, and writes it in the background: parameters
-                and moments may change in steps, loads and `changing_weights` (else the save fails), all else as it
-                will. One save is written at a time; the next one of either kind waits for it, as `wait_for_save` and
-                `destroy` do, one of which is to be called before the process ends.
+            meta: format and place. Its tokenizer and processor must not change until it is written.
+            blocking: False returns when the state is staged in host memory, and writes it in the background. Until it
+                is written, change parameters and moments only in steps, loads and `changing_weights`, else the save
+                fails. Everything else may change. The next save, `wait_for_save` and `destroy` wait for it. Call one of
+                them before the process ends.
 
         Raises:
-            ConfigError: the optimizer is asked for, and there is none.
+            ConfigError: ``with_optim`` without an optimizer.
             CheckpointExistsError: the folder exists and is not empty.
             CheckpointWriteError: any rank could not write.
-            Exception: the save before failed in the background; this one is not made. Each failure is told once.
+            Exception: the previous background save failed, so this one was not started. Each failure is raised once.
         """
         if meta.with_optim:
             self._require_optimizer()
@@ -405,66 +415,61 @@ class FSDPEngine:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
             self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
-        {"dcp": self._save_to_dcp, "hf": self._save_to_hf, "peft": self._save_to_peft}[meta.weight_format](meta)
+        match meta.weight_format:
+            case "dcp":
+                save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+            case "hf":
+                export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
+            case _:
+                save_adapters(self.model, meta.path, meta.hf_options(None), group=self.control_group)
 
     def wait_for_save(self) -> None:
-        """Return when what ``save(blocking=False)`` began is committed; raises what it failed with, on every rank.
+        """Wait until a background save is committed. Its failure is raised on every rank.
 
-        In a `WorkerGroup` call it before ``shutdown``, which does not give `destroy` the time that a save may take.
+        In a `WorkerGroup` call it before ``shutdown``, whose time limit for `destroy` may be too short for a save.
         """
         if self._background is not None:
             self._background.wait()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Load a checkpoint; nothing changes unless all of it is sound and fits on every rank.
+        """Load a checkpoint. Nothing changes unless all of it is valid and fits on every rank.
 
         Raises:
-            ConfigError: the optimizer is asked for, and there is none.
+            ConfigError: ``with_optim`` without an optimizer.
             CheckpointError: see `load_dcp` and `load_hf`.
-            OSError: a file cannot be read; the message says if that left the model half loaded (`load_hf`).
+            OSError: a file cannot be read. The message says if the model is now half loaded (`load_hf`).
         """
         require_adapters_for(self.config, meta, loads=True)
-        if meta.weight_format == "peft":
-            load_adapters(self.model, meta.path, group=self.control_group)
-        else:
-            {"dcp": self._load_from_dcp, "hf": self._load_from_hf}[meta.weight_format](meta)
-
-    def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
-        save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
-
-    def _load_from_dcp(self, meta: SaveLoadMeta) -> None:
-        load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
-
-    def _save_to_hf(self, meta: SaveLoadMeta) -> None:
-        export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
-
-    def _load_from_hf(self, meta: SaveLoadMeta) -> None:
-        load_weights(self.model, meta.path, replace(self.config, path=str(self.model_folder)), self.control_group)
-
-    def _save_to_peft(self, meta: SaveLoadMeta) -> None:
-        save_adapters(self.model, meta.path, meta.hf_options(None), group=self.control_group)
+        match meta.weight_format:
+            case "dcp":
+                load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+            case "hf":
+                config = replace(self.config, path=str(self.model_folder))
+                load_weights(self.model, meta.path, config, self.control_group)
+            case _:
+                load_adapters(self.model, meta.path, group=self.control_group)
 
     # Versions and publishing
 
     def set_version(self, version: int) -> None:
-        """Say which version of the policy the weights now are."""
+        """Set the policy version of the weights."""
         self.counters.version = version
 
     def get_version(self) -> int:
-        """The version of the policy the weights are."""
+        """Policy version of the weights."""
         return self.counters.version
 
     def connect_engine(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
-        """Name the servers that `update_weights` tells; rank 0's are used, and looked after until `destroy`."""
+        """Set the servers for `update_weights`. Rank 0's are used, and monitored until `destroy`."""
         self._servers.connect(servers, meta)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> PublishedWeights:
-        """Publish the weights as ``meta.version`` (or the engine's own) and wait until the servers confirm it.
+        """Publish the weights as ``meta.version`` (or the engine's version) and wait until the servers confirm it.
 
         Raises:
-            ConfigError: neither given a meta nor connected.
-            CheckpointWriteError: any rank could not write; no server was told.
-            PublishError: too few servers confirmed it. WorkerLost: one of them because its worker was lost.
+            ConfigError: neither ``meta`` nor `connect_engine` was given.
+            CheckpointWriteError: any rank could not write. No server was notified.
+            PublishError: too few servers confirmed. WorkerLost: because a server's worker was lost.
         """
         return self._servers.publish(self, meta)
 

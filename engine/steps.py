@@ -1,4 +1,4 @@
-"""How a run is cut into steps and epochs, and where it is: values that need no torch."""
+"""Steps and epochs of a run. Needs no torch."""
 
 import operator
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from ..utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """How long the run is; the schedule and the epochs follow from it.
+    """Length of the run, which determines the schedule and the epochs.
 
     Attributes:
         total_train_epochs: passes over the dataset.
-        dataset_size: samples in it.
-        train_batch_size: samples of a step, over all ranks.
-        max_train_steps: the run ends after so many steps, if that is sooner.
+        dataset_size: samples in the dataset.
+        train_batch_size: samples per step, over all ranks.
+        max_train_steps: the run ends after this many steps, if that is sooner.
     """
 
     total_train_epochs: int
@@ -47,10 +47,10 @@ class FinetuneSpec:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where a run is. Steps count from 0; ``global_step`` is the step this is about.
+    """A step of a run. Steps count from 0.
 
     Raises:
-        ConfigError: a value is not a whole number. One of another type than int (a NumPy integer, 3.0) becomes an int.
+        ConfigError: a value is not a whole number. NumPy integers, 3.0 etc. are converted to int.
     """
 
     epoch: int
@@ -68,10 +68,10 @@ class StepInfo:
 
     @staticmethod
     def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
-        """The step of a run whose epochs all have ``steps_per_epoch`` steps, known by its number alone.
+        """The step with number ``global_step`` in a run whose epochs all have ``steps_per_epoch`` steps.
 
         Raises:
-            ConfigError: the step lies before 0, or an epoch has no steps.
+            ConfigError: the step is negative, or an epoch has no steps.
         """
         require_range("global_step", global_step, low=0)
         require_range("steps_per_epoch", steps_per_epoch, low=1)
@@ -79,7 +79,7 @@ class StepInfo:
         return StepInfo(epoch, epoch_step, global_step, steps_per_epoch)
 
     def next(self) -> "StepInfo":
-        """The step after this one: where a run that restored this step goes on."""
+        """The next step, from which a run that restored this one continues."""
         last = self.epoch_step == self.steps_per_epoch - 1
         return StepInfo(
             epoch=self.epoch + last,

@@ -1,7 +1,7 @@
-"""`WorkerGroup` and what goes with it, under their public names; needs the ``ray`` extra."""
+"""Public names of `WorkerGroup` and its placement. Needs the ``ray`` extra."""
 
-from .workers.client import RemoteServer
 from .workers.group import WorkerGroup
 from .workers.placement import STRATEGIES, Placement, PlacementRequest, WorkerResources, place
+from .workers.remote_server import RemoteServer
 
 __all__ = ["STRATEGIES", "Placement", "PlacementRequest", "RemoteServer", "WorkerGroup", "WorkerResources", "place"]

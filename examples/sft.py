@@ -26,8 +26,8 @@ from copy_task import CopyPrompts, require_copy_tokenizer, sft_collate, write_mo
 from transformers import AutoTokenizer
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
+from holdfast.engine.model.model_folder import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
-from holdfast.engine.training.model import require_model_folder
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
 from holdfast.utils.distributed import rank_zero_decides

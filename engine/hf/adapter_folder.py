@@ -30,7 +30,7 @@ from ..api import HFExportOptions
 from ..lora.layers import adapted_layers, plain_adapters
 from ..memory.tensors import clean_name
 from ..memory.weight_changes import changing_weights
-from ..training.model import keep_own_shard
+from ..training.weights import keep_own_shard
 from .shard_ranges import whole_tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

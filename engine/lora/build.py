@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ..api import SaveLoadMeta
 from ..config import ALL_LINEAR, TrainEngineConfig
-from ..training.model import keep_own_shard
 from ..training.value_model import body_name
+from ..training.weights import keep_own_shard
 from .layers import adapted_layers, adapters_of
 
 

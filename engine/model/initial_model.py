@@ -24,19 +24,14 @@ from ..hf.load_plan import plan_loading
 from ..hf.quantized import refuse_quantized
 from ..lora.build import add_adapters, draw_adapters
 from ..lora.layers import plain_view
-from ..training.distributed import ProcessGroups, shard_model
 from ..training.head import ScoringHead, find_scoring_head
-from ..training.model import (
-    block_classes,
-    build_causal_on_meta,
-    build_on_meta,
-    cast_buffers,
-    draw_weights,
-    give_memory,
-)
+from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers
 from ..training.packing import prepare_packing
+from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
+from ..training.sharding import block_classes, shard_model
 from ..training.value_model import body_name
+from ..training.weights import draw_weights, give_memory
 from .model_folder import index_digest, is_first_of_its_node
 
 logger = get_logger(__name__)

@@ -1,14 +1,12 @@
-"""Reinforcement learning on top of an engine: losses, advantages, actor, critic; reward models, DPO, supervised
-fine-tuning."""
+"""Reinforcement learning on top of an engine: actor, critic, losses and advantages. Also reward models, DPO and SFT."""
 
 from .actor import PPOActor
 from .alignment import from_areal_alignment, to_areal_alignment
 from .config import NormConfig, PPOActorConfig, PPOCriticConfig
 from .critic import PPOCritic
 from .dpo import DPO, DPOConfig
-from .losses import count_loss_tokens
+from .losses import count_loss_tokens, sft_loss_fn
 from .reward_model import RewardModel, RewardModelConfig
-from .sft import sft_loss_fn
 
 __all__ = [
     "DPO",

@@ -1,8 +1,4 @@
-"""The policy of PPO and GRPO on top of any `TrainEngine`: log-probabilities, advantages, update.
-
-One iteration of a job is ``batch = actor.compute_advantages(batch)``, ``stats = actor.ppo_update(batch)``,
-``engine.step_lr_scheduler()``. Every method is a collective: all ranks call it, each with its own share of the batch.
-"""
+"""The policy of PPO and GRPO: log-probabilities, advantages, update."""
 
 import math
 from collections.abc import Callable
@@ -14,9 +10,11 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
+from ..training.batch import validate_batch
 from ..training.logprobs import token_logprobs
-from ..training.microbatch import validate_batch
 from .advantages import (
+    ADV_ESTIMATORS,
+    Outcomes,
     check_groups,
     gae_advantages,
     grpo_advantages,
@@ -24,23 +22,12 @@ from .advantages import (
     overlong_penalty,
     rewards_at_last_token,
 )
-from .aggregation import aggregate, count_losses, with_loss_weights
-from .config import NormConfig, PPOActorConfig
-from .covariance import picked_tokens
-from .estimators import ADV_ESTIMATORS, OVER_GROUPS, Outcomes
-from .kl_controller import make_kl_controller
-from .losses import kl_estimate, kl_stats
-from .off_policy import behave_weights
-from .policy_losses import OF_PICKED_TOKENS, POLICY_LOSSES, policy_inputs
-from .proximal import approximation_errors, interpolate, prox_alpha
-from .update import (
-    TokenStats,
-    all_ranks_accept,
-    loss_mask_of,
-    mean_over_ranks,
-    require_per_token,
-    train_minibatches,
-)
+from .config import OF_PICKED_TOKENS, OVER_GROUPS, NormConfig, PPOActorConfig
+from .kl import kl_estimate, kl_stats, make_kl_controller
+from .losses import aggregate, count_losses, with_loss_weights
+from .off_policy import approximation_errors, behave_weights, interpolate, prox_alpha
+from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
+from .update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, require_per_token, train_minibatches
 
 _TOKEN_STATS = (
     *(
@@ -61,10 +48,17 @@ _TOKEN_STATS = (
 
 
 class PPOActor:
-    """PPO/GRPO updates of the model in ``engine``.
+    """PPO/GRPO updates of the model in ``engine``, which may be any `TrainEngine`.
+
+    Every method is a collective: all ranks call it, each with its own share of the batch::
+
+        actor = PPOActor(config, engine)
+        batch = actor.compute_advantages(batch)
+        stats = actor.ppo_update(batch)
+        engine.step_lr_scheduler()
 
     Attributes:
-        kl_ctl: coefficient of the KL in rewards; with ``kl_target`` the engine saves and restores it.
+        kl_ctl: coefficient of the KL in rewards. With ``kl_target`` the engine saves and restores it.
     """
 
     def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
@@ -75,7 +69,7 @@ class PPOActor:
             engine.register_state("kl_ctl", self.kl_ctl)
 
     def compute_logp(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of every token under the present weights: ``[B, S]`` float32.
+        """Log-probability of every token under the current weights: ``[B, S]`` float32.
 
         Aligned with the token (0 at the first token and at padding), at the temperature of the configuration.
         """
@@ -87,26 +81,29 @@ class PPOActor:
         return self.engine.forward_batch(batch, post)
 
     def compute_ref_logp(self, batch: Batch) -> torch.Tensor:
-        """`compute_logp` of the base under the adapters: ``ref_logp`` of a LoRA policy, without a second model.
+        """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a second model.
 
         Raises:
-            ConfigError: the engine has no adapters; ask another one that has the reference weights.
+            ConfigError: the engine has no adapters. Use another engine with the reference weights.
         """
         with self.engine.adapters_off():
             return self.compute_logp(batch)
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """The batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``; the argument is left as it is.
+        """Return the batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``. The argument does not
+        change.
 
-        Rewards get the overlong penalty, are biased, scaled, clipped and normalised. With ``values`` in the batch the
-        advantages are GAE's, and ``returns`` are added; without, every loss token has the reward of its sequence
-        (GRPO). With ``kl_ctl`` each token has a penalty of its own besides (``kl_rewards``, ``[B, S]``), which counts
-        for the tokens up to it. ``adv_norm`` comes last. With ``mask_truncated_completions`` no token of an answer that
-        was cut off is left in the loss mask.
+        - Rewards get the overlong penalty, then bias, scale, clip and normalisation.
+        - With ``values`` in the batch the advantages are GAE's, and ``returns`` are added. Without, every loss token
+          gets the reward of its sequence (GRPO).
+        - With ``kl_ctl`` each token gets its own penalty (``kl_rewards``, ``[B, S]``), which counts for the tokens up
+          to it.
+        - ``adv_norm`` comes last.
+        - With ``mask_truncated_completions`` truncated answers have no loss token.
 
         Raises:
-            BatchError: no ``rewards`` of ``[B]``, one that is not finite, a batch that is not whole groups of
-                ``group_size``, what a key asks for is missing, or the batch of another rank was refused.
+            BatchError: ``rewards`` are not finite or not ``[B]``, the batch is not whole groups of ``group_size``, an
+                entry that a config key requires is missing, or another rank refused its share.
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
@@ -138,23 +135,24 @@ class PPOActor:
         return {**result, "advantages": advantages}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
+        """Take ``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
 
-        The ratio is taken to ``logprobs`` (the rollout's) or, with ``recompute_logprob`` or ``use_decoupled_loss``, to
-        ``prox_logp``, computed here unless the batch has it. The learning-rate schedule is left to the caller.
+        The ratio is relative to ``logprobs`` (from the rollout), or with ``recompute_logprob`` or
+        ``use_decoupled_loss`` to ``prox_logp``, which is computed here unless the batch has it. The caller advances the
+        learning-rate schedule.
 
         Returns:
-            what `train_minibatches` gives; ``kl_ctl``, the coefficient that rewards had (``kl_target`` adapts it
-            afterwards); ``reward``, the mean of the raw rewards over sequences (NaN when no rank has any); and means
-            over loss tokens of ``advantage``, ``ratio``, ``kl`` (from the old policy to this one), ``kl_ref`` (to the
-            reference policy), ``entropy`` (nats), ``behave_kl`` (from the policy that sampled to the trainer's before
-            the update; without a forward pass for it, of the first mini-batch alone) and what the loss adds
-            (``clip_fraction`` ...). KLs are k3 estimates; ``kl_k1`` and so on are the k1 estimates of the same. All
-            over all ranks; what does not apply is left out.
+            the statistics of `train_minibatches`, and over all ranks, if they apply:
+                - ``kl_ctl``: the coefficient used in rewards (``kl_target`` adapts it afterwards).
+                - ``reward``: mean of the raw rewards over sequences, NaN if no rank has any.
+                - Means over loss tokens: ``advantage``, ``ratio``, ``entropy`` (nats), ``kl`` (old policy to this one),
+                  ``kl_ref`` (to the reference policy), ``behave_kl`` (sampling policy to the trainer's before the
+                  update, only for the first mini-batch if no forward pass computes it), and statistics of the loss
+                  (``clip_fraction`` ...). KLs are k3 estimates, ``kl_k1`` etc. are k1 estimates.
 
         Raises:
             BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``) ``ref_logp`` are missing or
-                not finite, or there is no loss token on any rank, or the batch of another rank was refused.
+                not finite, no rank has a loss token, or another rank refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
@@ -170,7 +168,6 @@ class PPOActor:
         return {"reward": reward, **self._update_kl_ctl(batch), **stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _share_of(self, batch: Batch) -> Batch:
-        """What the loss needs of the batch."""
         needed = ("input_ids", "attention_mask", "advantages", "ref_logp")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = loss_mask_of(batch)
@@ -217,7 +214,6 @@ class PPOActor:
         return loss_fn
 
     def _preparation(self) -> Callable[[Batch], Batch]:
-        """What is done to the mini-batches of an update, in their order, each right before its step."""
         steps = count()
 
         def prepare(minibatch: Batch) -> Batch:
@@ -270,7 +266,7 @@ class PPOActor:
         return kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1")
 
     def _update_kl_ctl(self, batch: Batch) -> dict[str, float]:
-        """Adapt the coefficient to the KL of the batch: the mean over sequences of their means, as verl has it."""
+        """Adapt the coefficient to the KL of the batch: the mean over sequences of their mean KL, as in verl."""
         if "kl_rewards" not in batch:
             return {}
         mask, used = loss_mask_of(batch), self.kl_ctl.value
@@ -284,7 +280,7 @@ class PPOActor:
         return {"kl_ctl": used}
 
     def _sampled(self, batch: Batch) -> str:
-        """Which log-probabilities of the batch are those of the policy that rewards are for."""
+        """Key of the log-probabilities of the policy that the rewards belong to."""
         return "prox_logp" if self.config.recompute_logprob and "prox_logp" in batch else "logprobs"
 
     def _gae(
@@ -369,7 +365,7 @@ class PPOActor:
 
 
 def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities that ratios are taken to; of a padded batch or a packed one, as ``logprobs`` are."""
+    """Log-probabilities in the denominator of the ratio, padded or packed like ``logprobs``."""
     if "prox_logp" in batch:
         return batch["prox_logp"]
     if "prox_alpha" in batch:
@@ -378,8 +374,10 @@ def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_mismatch(stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> None:
-    """How far the policy that sampled is from the trainer's own before the update: of all tokens where a forward pass
-    was made for that, else of the first mini-batch."""
+    """Add the distance from the sampling policy to the trainer's policy before the update.
+
+    It covers all tokens if a forward pass computed the latter, else only the first mini-batch.
+    """
     of_prox = "prox_logp" in micro_batch
     if "behave_logp" not in micro_batch or not (of_prox or "before_update" in micro_batch):
         return

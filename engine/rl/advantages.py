@@ -1,10 +1,11 @@
-"""From rewards to advantages: normalisation over groups or the batch, GRPO, and GAE.
+"""From rewards to advantages: normalisation over groups or the batch, GRPO, GAE, and other estimators by name.
 
-Pure functions over padded tensors. Sums are taken in float64 (a group of equal rewards must give exactly
-equal advantages of 0, not amplified rounding), results are float32.
+Pure functions over padded tensors. Sums are in float64, because a group of equal rewards must give advantages of
+exactly 0, not amplified rounding. Results are float32.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -12,29 +13,23 @@ from ...utils.errors import BatchError
 from .config import NormConfig
 
 SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
-"""Sums each named number over all ranks; `TrainEngine.all_reduce_stats` is one."""
+"""Sums each named number over all ranks, like `TrainEngine.all_reduce_stats`."""
 
 
 def normalise(
     values: torch.Tensor, norm: NormConfig, mask: torch.Tensor | None = None, sum_over_ranks: SumOverRanks = dict
 ) -> torch.Tensor:
-    """``(x - mean) / (std + eps)`` over groups of rows or over the whole batch.
+    """``(x - mean) / (std + eps)`` of ``values`` ``[B]`` or ``[B, S]`` over groups of rows or over the whole batch.
 
-    The standard deviation is taken about the mean of its own level. Two cases differ, because there a group of equal
-    values would be divided by ``eps`` alone:
+    The standard deviation is about the mean at its own level, with two exceptions in which a group of equal values
+    would be divided by ``eps`` alone:
 
     - ``mean_level`` null, or ``batch`` with ``std_level: group``: about the mean that is subtracted, as in AReaL. A
       deviation of 0 then means that every result is 0.
-    - A single value: with ``std_unbiased`` its deviation is 1, as in AReaL.
+    - A single value with ``std_unbiased``: the deviation is 1, as in AReaL.
 
-    Args:
-        values: ``[B]`` or ``[B, S]``.
-        norm: levels; ``group_size`` rows next to each other are a group (None: 1).
-        mask: same shape; entries where it is 0 do not count and come out as 0. None counts all.
-        sum_over_ranks: called (the same number of times on every rank) for a level of ``batch``.
-
-    Returns:
-        float32, shaped as ``values``. With ``mean_leave1out`` a single value is its own mean.
+    With ``mean_leave1out`` a single value is its own mean. Masked-out entries do not count, and become 0. Every rank
+    calls ``sum_over_ranks`` the same number of times if a level is ``batch``.
 
     Raises:
         BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
@@ -67,7 +62,7 @@ def normalise(
 
 
 def _arrange(x: torch.Tensor, mask: torch.Tensor, norm: NormConfig, level: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as ``[units, entries of a unit]``: a unit is a group, or the whole batch."""
+    """Reshape both to ``[units, entries per unit]``. A unit is a group, or the whole batch."""
     units = len(x) // (norm.group_size or 1) if level == "group" else 1
     return x.reshape(units, -1), mask.reshape(units, -1)
 
@@ -91,29 +86,21 @@ def check_groups(batch_size: int, group_size: int) -> None:
 def grpo_advantages(
     rewards: torch.Tensor, loss_mask: torch.Tensor, norm: NormConfig | None, sum_over_ranks: SumOverRanks = dict
 ) -> torch.Tensor:
-    """Every loss token of a sequence has the sequence's normalised reward as its advantage.
+    """Give every loss token the normalised reward of its sequence: ``[B, S]`` float32, 0 outside the loss mask.
 
     ``A[i, t] = (r[i] - mean(group)) / (std(group) + eps)``: Shao et al., "DeepSeekMath", 2024, section 4.1.2 (outcome
-    supervision); without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
-    2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024).
-
-    Args:
-        rewards: ``[B]``.
-        loss_mask: ``[B, S]``.
-        norm: None takes the rewards as they are.
-        sum_over_ranks: see `normalise`.
-
-    Returns:
-        ``[B, S]`` float32, 0 outside the loss mask.
+    supervision). Without a standard deviation it is the estimator of Liu et al., "Understanding R1-Zero-Like Training",
+    2025, and with ``mean_leave1out`` RLOO (Ahmadian et al., "Back to Basics", 2024). ``norm`` None takes the rewards
+    ``[B]`` unchanged.
     """
     scores = rewards.float() if norm is None else normalise(rewards, norm, sum_over_ranks=sum_over_ranks)
     return torch.where(loss_mask.bool(), scores[:, None], 0.0)
 
 
 def overlong_penalty(loss_mask: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float) -> torch.Tensor:
-    """What is added to the reward of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
+    """Reward penalty of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
 
-    0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falling in proportion, ``-factor`` at
+    It is 0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falls linearly to ``-factor`` at
     ``max_new_tokens``: Yu et al., "DAPO", 2025, eq. 13.
     """
     beyond = loss_mask.bool().sum(1) - (max_new_tokens - overlong_tokens)
@@ -121,7 +108,7 @@ def overlong_penalty(loss_mask: torch.Tensor, max_new_tokens: int, overlong_toke
 
 
 def rewards_at_last_token(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Put the reward ``[B]`` of each sequence on its last loss token: ``[B, S]`` float32; none if it has no such."""
+    """Put the reward ``[B]`` of each sequence on its last loss token, if it has one: ``[B, S]`` float32."""
     mask = loss_mask.bool()
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last, rewards.float()[:, None], 0.0)
@@ -138,18 +125,16 @@ def gae_advantages(
     """Generalised advantage estimation over the loss tokens of each row.
 
     ``delta[t] = r[t] + discount * V[t'] - V[t]`` and ``A[t] = delta[t] + discount * gae_lambda * A[t']``, where t' is
-    the *next loss token* (tokens in between, such as a tool's answer, are not actions: they are stepped over) and both
-    V[t'] and A[t'] are 0 after the last; or V[t'] is there the row's ``last_values``. Schulman et al.,
-    "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, eq. 16.
+    the *next loss token* (tokens in between, such as a tool's answer, are not actions and are skipped). After the last
+    loss token A[t'] is 0 and V[t'] is ``last_values`` or 0. Schulman et al., "High-Dimensional Continuous Control Using
+    Generalized Advantage Estimation", 2015, eq. 16.
 
     Args:
-        rewards: ``[B, S]``; what stands outside the loss mask is ignored.
+        rewards: ``[B, S]``, ignored outside the loss mask.
         values: ``[B, S]``, the value before token t is chosen.
         loss_mask: ``[B, S]``.
-        discount: gamma.
-        gae_lambda: lambda.
-        last_values: ``[B]``, value after the last token of each row: of an answer that was cut off, what it was still
-            worth; 0 for one that came to its end. None: 0.
+        discount, gae_lambda: gamma and lambda.
+        last_values: ``[B]``, the remaining value of a truncated answer, 0 for a complete one. None: 0.
 
     Returns:
         advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
@@ -167,3 +152,71 @@ def gae_advantages(
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Input of the estimators. Answers to the same prompt are adjacent.
+
+    ``rewards`` and ``baselines`` (rewards of the greedy answers, if the batch has them) are ``[B]`` float64,
+    ``lengths`` ``[B]`` loss tokens. B is a multiple of ``group_size``. Every rank calls ``sum_over_ranks`` equally
+    often.
+    """
+
+    rewards: torch.Tensor
+    lengths: torch.Tensor
+    group_size: int
+    baselines: torch.Tensor | None
+    sum_over_ranks: SumOverRanks
+
+    def by_prompt(self, values: torch.Tensor) -> torch.Tensor:
+        """Reshape ``[B]`` to ``[prompts, group_size]``."""
+        return values.reshape(-1, self.group_size)
+
+
+def remax(outcomes: Outcomes) -> torch.Tensor:
+    """``r - r_greedy``. Li et al., "ReMax", 2023, arXiv 2310.10505."""
+    assert outcomes.baselines is not None
+    return outcomes.rewards - outcomes.baselines
+
+
+def opo(outcomes: Outcomes) -> torch.Tensor:
+    """``r - sum(n r) / sum(n)`` over the answers to a prompt with lengths n. 0 for groups without a loss token.
+
+    Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025, arXiv 2505.23585.
+    """
+    rewards, lengths = outcomes.by_prompt(outcomes.rewards), outcomes.by_prompt(outcomes.lengths.double())
+    baseline = (lengths * rewards).sum(1, True) / lengths.sum(1, True).clamp(min=1)
+    return (rewards - baseline).flatten()
+
+
+def gpg(outcomes: Outcomes) -> torch.Tensor:
+    """``alpha (r - mean(r of the prompt))``, where ``alpha`` is the number of answers / number of nonzero rewards.
+
+    Both are counted over all ranks. Chu et al., "GPG", 2025, arXiv 2504.02546.
+    """
+    own = {"answers": float(len(outcomes.rewards)), "rewarded": float(outcomes.rewards.count_nonzero())}
+    counts = outcomes.sum_over_ranks(own)
+    rewards = outcomes.by_prompt(outcomes.rewards)
+    return (counts["answers"] / max(counts["rewarded"], 1.0)) * (rewards - rewards.mean(1, True)).flatten()
+
+
+def grpo_passk(outcomes: Outcomes) -> torch.Tensor:
+    """``(r_max - r_second) / (std(r of the prompt) + 1e-6)`` for the first best answer to a prompt, 0 for the others.
+
+    Tang et al., "Optimizing Language Models for Inference Time Objectives using RL", 2025, arXiv 2503.19595.
+    """
+    rewards = outcomes.by_prompt(outcomes.rewards)
+    best = rewards.topk(2, dim=1).values
+    scores = (best[:, 0] - best[:, 1]) / (rewards.std(1) + 1e-6)
+    return torch.zeros_like(rewards).scatter(1, rewards.argmax(1, True), scores[:, None]).flatten()
+
+
+ADV_ESTIMATORS: dict[str, Callable[[Outcomes], torch.Tensor] | None] = {
+    "grpo": None,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+}
+"""Functions by the name in ``adv_estimator``. ``grpo`` uses ``reward_norm`` instead."""

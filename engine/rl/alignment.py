@@ -1,11 +1,12 @@
-"""Log-probabilities as AReaL aligns them and as Holdfast does, and the way from one to the other.
+"""Conversion between AReaL's alignment of per-token tensors and Holdfast's.
 
-A per-token tensor of Holdfast's is about the token it stands at: ``logprobs[b, t]`` is the log-probability of
-``input_ids[b, t]`` given what stands before it; 0 at the first token, which nothing predicts. What a model gives comes
-one place earlier: the logits at t are about token t + 1. AReaL leaves it there: what its ``forward`` and
-``compute_logp`` return (``prox_logp``, ``ref_logp``), values, and after its ``compute_advantages`` also ``logprobs``,
-``loss_mask``, ``advantages`` and ``returns`` are about token t + 1, and the last place of a row is about nothing. Its
-rollouts (``logprobs``, ``loss_mask`` of a trajectory) are about token t, as here.
+Holdfast: a tensor describes the token at its position. ``logprobs[b, t]`` is the log-probability of ``input_ids[b, t]``
+given the earlier tokens, and 0 at the first token, which nothing predicts.
+
+AReaL: model outputs stay one position earlier, because the logits at t describe token t + 1. So the results of its
+``forward`` and ``compute_logp`` (``prox_logp``, ``ref_logp``), values, and after its ``compute_advantages`` also
+``logprobs``, ``loss_mask``, ``advantages`` and ``returns`` describe token t + 1, and the last position is unused. Its
+rollouts (``logprobs``, ``loss_mask`` of a trajectory) describe token t, as here.
 """
 
 import torch
@@ -14,15 +15,9 @@ from ...utils.errors import BatchError
 
 
 def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Move what is about token t + 1 to that token.
+    """Move ``[B, S]`` values of any dtype that describe token t + 1 to that token.
 
-    Args:
-        values: ``[B, S]`` of any dtype, entry t about token t + 1; what stands at or behind the last token of a row is
-            dropped.
-        attention_mask: ``[B, S]``, ones, then zeros.
-
-    Returns:
-        ``[B, S]``, entry t about token t; 0 at first tokens and at padding.
+    The result is 0 at first tokens and at padding. ``attention_mask`` ``[B, S]`` is ones, then zeros.
 
     Raises:
         BatchError: the shapes differ, or are not ``[B, S]``.
@@ -34,14 +29,9 @@ def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> 
 
 
 def to_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Move what is about token t to the place before, where the token was predicted.
+    """Move ``[B, S]`` values of any dtype that describe token t to the position before, where the token was predicted.
 
-    Args:
-        values: ``[B, S]`` of any dtype, entry t about token t; what stands at first tokens and at padding is dropped.
-        attention_mask: ``[B, S]``, ones, then zeros.
-
-    Returns:
-        ``[B, S]``, entry t about token t + 1; 0 at and behind the last token of a row.
+    The result is 0 at and after the last token of a row. ``attention_mask`` ``[B, S]`` is ones, then zeros.
 
     Raises:
         BatchError: the shapes differ, or are not ``[B, S]``.

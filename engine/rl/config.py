@@ -1,37 +1,43 @@
-"""What the PPO/GRPO actor and critic can be told, under AReaL's names wherever AReaL has one."""
+"""Configuration of the PPO/GRPO actor and critic, with AReaL's names where AReaL has them."""
 
 from dataclasses import dataclass
 
 from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
-from .aggregation import LOSS_AGG_MODES
-from .estimators import ADV_ESTIMATORS, OVER_GROUPS
-from .off_policy import RejectionSamplingConfig
-from .policy_losses import POLICY_LOSSES, WITH_SEQUENCE_RATIOS
-from .proximal import PROX_LOGP_METHODS
-from .rollout_keys import rejection_from_rollout_keys
+from .losses import LOSS_AGG_MODES
+from .off_policy import PROX_LOGP_METHODS, RejectionSamplingConfig, rejection_from_rollout_keys
 
+ADV_ESTIMATORS = ("grpo", "remax", "opo", "gpg", "grpo_passk")
+"""Names in ``adv_estimator``. Their functions are in `holdfast.engine.rl.advantages`."""
+OVER_GROUPS = ("opo", "gpg", "grpo_passk")
+"""Estimators that compare answers to one prompt."""
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gpg", "gmpo", "clip_cov", "kl_cov")
+"""Names in ``policy_loss``. Their functions are in `holdfast.engine.rl.policy_losses`."""
+WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
+"""Losses that support ``importance_sampling_level: sequence``."""
+OF_PICKED_TOKENS = ("clip_cov", "kl_cov")
+"""Losses that need `PolicyInputs.picked`."""
 LEVELS = ("group", "batch", None)
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 
 
 @dataclass
 class NormConfig:
-    """How rewards or advantages are normalised: ``(x - mean) / (std + eps)``."""
+    """Normalisation of rewards or advantages: ``(x - mean) / (std + eps)``."""
 
     mean_level: str | None = "batch"
-    """Over what the mean is taken: ``group``, ``batch`` (all ranks), or null for no centring."""
+    """Level of the mean: ``group``, ``batch`` (all ranks), or null for no centring."""
     mean_leave1out: bool = False
     """Leave the value itself out of its mean (RLOO)."""
     std_level: str | None = "batch"
-    """Over what the standard deviation is taken: ``group``, ``batch``, or null for no scaling."""
+    """Level of the standard deviation: ``group``, ``batch``, or null for no scaling."""
     std_unbiased: bool = True
     """Divide by n - 1 instead of n."""
     eps: float = 1e-5
     """Added to the standard deviation."""
     group_size: int | None = None
-    """Rows in a group, contiguous in the batch; null takes the actor's ``group_size``."""
+    """Rows in a group, adjacent in the batch. Null takes the actor's ``group_size``."""
 
     def __post_init__(self) -> None:
         require_choice("mean_level", self.mean_level, LEVELS)
@@ -44,34 +50,34 @@ class NormConfig:
 class PPOActorConfig(TrainEngineConfig):
     """A policy trained with PPO or, with ``reward_norm`` over groups and no values, with GRPO.
 
-    docs/algorithms.md has the names that AReaL, verl and TRL have for its keys.
+    docs/algorithms.md lists the names of its keys in AReaL, verl and TRL.
     """
 
     group_size: int = 1
-    """Samples of one prompt; they stand next to each other in the batch."""
+    """Samples per prompt, adjacent in the batch."""
     ppo_n_minibatches: int = 4
     """Optimizer steps in one `ppo_update`."""
     policy_loss: str = "ppo"
     """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``gpg``, ``gmpo``, ``clip_cov`` or ``kl_cov``: see
     `holdfast.engine.rl.policy_losses`."""
     importance_sampling_level: str = "token"
-    """``token``, or ``sequence``: the ratio of a token is the geometric mean of its sequence's (with ``ppo``: GSPO)."""
+    """``token``, or ``sequence``: the ratio of a token is the geometric mean over its sequence (with ``ppo``: GSPO)."""
     loss_agg_mode: str | None = None
-    """How losses of tokens become one: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum`` or
+    """Aggregation of token losses: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum`` or
     ``seq-mean-token-sum-norm``, always over all ranks and micro-batches. Null: ``seq-mean-token-mean`` with ``gmpo``,
-    which has one loss for each sequence, else ``token-mean``."""
+    which has one loss per sequence, else ``token-mean``."""
     loss_scale_factor: float | None = None
-    """The constant that ``seq-mean-token-sum-norm`` divides by (Dr. GRPO); usually the length of the longest answer."""
+    """Constant divisor for ``seq-mean-token-sum-norm`` (Dr. GRPO), usually the length of the longest answer."""
     eps_clip: float = 0.2
     """The ratio is clipped to at least ``1 - eps_clip``, and to at most ``1 + eps_clip_higher``."""
     eps_clip_higher: float | None = None
-    """Upper clip (DAPO); null takes ``eps_clip``."""
+    """Upper clip (DAPO). Null takes ``eps_clip``."""
     c_clip: float | None = None
-    """Dual clip: with a negative advantage the loss is at most ``c_clip * |advantage|``; null for none."""
+    """Dual clip: with a negative advantage the loss is at most ``c_clip * |advantage|``. Null for none."""
     sapo_tau_pos: float = 1.0
     """``sapo``: sharpness of the gate at positive advantages."""
     sapo_tau_neg: float = 1.05
-    """``sapo``: and at the others."""
+    """``sapo``: sharpness at other advantages."""
     clip_cov_ratio: float = 0.0002
     """``clip_cov``: share of the loss tokens of a mini-batch that lose their gradient, at least one token ..."""
     clip_cov_lb: float = 1.0
@@ -79,11 +85,11 @@ class PPOActorConfig(TrainEngineConfig):
     clip_cov_ub: float = 5.0
     """... and below this."""
     kl_cov_ratio: float = 0.0002
-    """``kl_cov``: share of the loss tokens of a mini-batch, those of largest covariance, that have a penalty ..."""
+    """``kl_cov``: share of the loss tokens of a mini-batch, with the largest covariance, that get a penalty ..."""
     ppo_kl_coef: float = 0.1
-    """... and how much of it."""
+    """... with this coefficient."""
     reward_norm: NormConfig | None = None
-    """Normalisation of rewards; for GRPO ``{mean_level: group, std_level: group}``."""
+    """Normalisation of rewards. For GRPO ``{mean_level: group, std_level: group}``."""
     reward_scaling: float = 1.0
     """Rewards become ``(reward + reward_bias) * reward_scaling``."""
     reward_bias: float = 0.0
@@ -91,8 +97,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float = 20.0
     """Scaled rewards are clipped to plus or minus this, before they are normalised."""
     adv_estimator: str = "grpo"
-    """Advantage of an answer: ``grpo`` (``reward_norm``), or in its place ``remax`` (less ``reward_baselines`` of the
-    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.estimators`."""
+    """Advantage of an answer: ``grpo`` (``reward_norm``), or instead ``remax`` (minus ``reward_baselines`` of the
+    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.advantages`."""
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over loss tokens."""
     discount: float = 1.0
@@ -100,54 +106,55 @@ class PPOActorConfig(TrainEngineConfig):
     gae_lambda: float = 1.0
     """GAE's lambda. Used only when the batch has ``values``."""
     bootstrap_truncated: bool = False
-    """GAE of answers that were cut off (``truncated`` in the batch) goes on with the value after their last token
-    (``last_values``) in place of 0."""
+    """GAE of truncated answers (``truncated`` in the batch) continues with the value after their last token
+    (``last_values``) instead of 0."""
     kl_ctl: float = 0.0
-    """Penalty on the reward of every token: this coefficient times its estimate of the KL to the reference policy
+    """Penalty on the reward of every token: this coefficient times the estimated KL to the reference policy
     (``ref_logp`` in the batch)."""
     kl_target: float | None = None
-    """KL to the reference policy, in nats a token, that ``kl_ctl`` is adapted to after every update; null: never. The
-    coefficient that it came to is saved with the engine."""
+    """Target KL to the reference policy, in nats per token. ``kl_ctl`` is adapted to it after every update, and the
+    engine saves the adapted coefficient. Null: a fixed ``kl_ctl``."""
     kl_horizon: int = 10000
     """Sequences in which a KL that stays 20 % or more off the target changes the coefficient by about a fifth."""
     kl_loss_coef: float = 0.0
-    """Weight in the loss of the KL to the reference policy (``ref_logp`` in the batch)."""
+    """Weight of the KL to the reference policy in the loss (``ref_logp`` in the batch)."""
     kl_estimator: str | None = None
-    """Estimator of the KL to the reference policy: ``k1`` (in the loss with the gradient of k2), ``k2``, ``k3``, or
-    ``low_var_kl``, k3 up to 10. It counts for ``kl_ctl`` and for ``kl_loss_coef``. Null: k1 in rewards, k3 in the
-    loss."""
+    """Estimator of the KL to the reference policy for ``kl_ctl`` and ``kl_loss_coef``: ``k1`` (in the loss with the
+    gradient of k2), ``k2``, ``k3``, or ``low_var_kl``, which is k3 up to 10. Null: k1 in rewards, k3 in the loss."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     recompute_logprob: bool = False
-    """Clip against this policy as it stood before the update, not against the ``logprobs`` of the rollout."""
+    """Clip against the policy before the update, not against the ``logprobs`` of the rollout."""
     use_decoupled_loss: bool = False
-    """Do so, and weigh each token by its probability under that policy over that under the one that sampled it."""
+    """As ``recompute_logprob``, and weigh each token by its probability under that policy, divided by its probability
+    under the sampling policy."""
     rejection_sampling: RejectionSamplingConfig | None = None
-    """Bounds of these weights; null for none."""
+    """Bounds for these weights. Null for none."""
     prox_logp_method: str = "recompute"
-    """Where ``use_decoupled_loss`` has the proximal log-probabilities from: ``recompute``, a forward pass before the
-    update; ``loglinear``, interpolation by the ``versions`` of the batch, without that pass; ``metrics``, the former,
-    with the error of interpolation in the statistics; ``reuse_train_logp``, those of the one training step itself. See
-    `holdfast.engine.rl.proximal`."""
+    """Source of the proximal log-probabilities for ``use_decoupled_loss`` (see `holdfast.engine.rl.off_policy`):
+    ``recompute``: a forward pass before the update.
+    ``loglinear``: interpolation by the ``versions`` of the batch, without that pass.
+    ``metrics``: as ``recompute``, with the error of interpolation in the statistics.
+    ``reuse_train_logp``: log-probabilities of the single training step itself."""
     rollout_is: str | None = None
     """verl's name: ``token`` or ``sequence`` sets ``use_decoupled_loss``, with weights limited to the threshold."""
     rollout_is_threshold: float = 2.0
-    """Likewise."""
+    """verl's name: limit of the weights."""
     rollout_rs: str | None = None
-    """Likewise: ``token_k1`` ... ``seq_max_k3`` sets ``use_decoupled_loss``, and rejects beyond the threshold."""
+    """verl's name: ``token_k1`` ... ``seq_max_k3`` sets ``use_decoupled_loss``, and rejects beyond the threshold."""
     rollout_rs_threshold: str | None = None
-    """Likewise: a number, or ``lower_upper``."""
+    """verl's name: a number, or ``lower_upper``."""
     overlong_reward_penalty: bool = False
     """DAPO's soft punishment: an answer of more than ``max_new_tokens - overlong_tokens`` tokens loses up to
-    ``overlong_penalty_factor`` of its reward, in proportion to how far it is beyond."""
+    ``overlong_penalty_factor`` of reward, in proportion to its excess length."""
     overlong_tokens: int | None = None
-    """Length of the stretch in which the penalty grows."""
+    """Number of tokens over which the penalty grows."""
     overlong_penalty_factor: float | None = None
     """The largest penalty."""
     max_new_tokens: int | None = None
-    """Tokens after which the rollout cuts an answer off."""
+    """Tokens after which the rollout truncates an answer."""
     mask_truncated_completions: bool = False
-    """Answers that were cut off (``truncated`` in the batch) have no loss token; they count in their group's mean."""
+    """Truncated answers (``truncated`` in the batch) have no loss token. They still count in their group's mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +177,7 @@ class PPOActorConfig(TrainEngineConfig):
         self._check_advantages()
 
     def _check_advantages(self) -> None:
-        require_choice("adv_estimator", self.adv_estimator, tuple(ADV_ESTIMATORS))
+        require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
         norm = self.reward_norm
         if self.adv_estimator != "grpo" and norm is not None:
             raise ConfigError(
@@ -195,16 +202,16 @@ class PPOActorConfig(TrainEngineConfig):
 
     @property
     def ratio_level(self) -> str:
-        """``token`` or ``sequence``: of what the loss takes ratios."""
+        """Level of the ratios in the loss: ``token`` or ``sequence``."""
         return "sequence" if self.policy_loss == "gspo" else self.importance_sampling_level
 
     @property
     def agg_mode(self) -> str:
-        """``loss_agg_mode``, or the mode that null stands for."""
+        """``loss_agg_mode``, or the default for null."""
         return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean")
 
     def _check_loss(self) -> None:
-        require_choice("policy_loss", self.policy_loss, tuple(POLICY_LOSSES))
+        require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
         require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
         _check_scale_factor(self.agg_mode, self.loss_scale_factor)
@@ -255,7 +262,7 @@ class PPOActorConfig(TrainEngineConfig):
             )
 
     def _read_rollout_keys(self) -> None:
-        """verl's keys become ``use_decoupled_loss`` and ``rejection_sampling``, and are null then."""
+        """Convert verl's keys to ``use_decoupled_loss`` and ``rejection_sampling``, and reset them to null."""
         keys = (self.rollout_is, self.rollout_is_threshold, self.rollout_rs, self.rollout_rs_threshold)
         found = rejection_from_rollout_keys(*keys)
         if found is None:
@@ -289,7 +296,7 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
-    """A value function trained beside a PPO actor."""
+    """A value function trained together with a PPO actor."""
 
     is_critic: bool = True
     """Always True."""
@@ -298,9 +305,9 @@ class PPOCriticConfig(TrainEngineConfig):
     eps_clip: float = 0.5
     """New values count at most this far from the old ones."""
     loss_agg_mode: str = "token-mean"
-    """How losses of tokens become one, as `PPOActorConfig.loss_agg_mode`."""
+    """Aggregation of token losses, see `PPOActorConfig.loss_agg_mode`."""
     loss_scale_factor: float | None = None
-    """The constant that ``seq-mean-token-sum-norm`` divides by."""
+    """Constant divisor for ``seq-mean-token-sum-norm``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,38 +1,39 @@
 """The value function of PPO on top of any `TrainEngine` with a value head.
 
-The engine's output at a position is the value after that token was read. Everything here is aligned with the token
-that is *chosen next*, as log-probabilities are: ``values[t]`` is the value before token t, 0 at the first token.
+The engine's output at a position is the value after that token. Everything here is aligned with the token that is
+*chosen next*, like log-probabilities: ``values[t]`` is the value before token t, 0 at the first token.
 """
 
 import torch
 
 from ..api import Batch, LossFn, TrainEngine
+from ..training.batch import validate_batch
 from ..training.logprobs import align_with_tokens
-from ..training.microbatch import validate_batch
-from .aggregation import aggregate, count_losses, with_loss_weights
 from .config import PPOCriticConfig
-from .losses import ppo_critic_loss
+from .losses import Stats, aggregate, count_losses, with_loss_weights
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
 
 
 class PPOCritic:
-    """Value estimates of, and updates to, the model in ``engine``."""
+    """Value estimates and updates of the model in ``engine``. Every method is a collective."""
 
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
 
     def compute_values(self, batch: Batch) -> torch.Tensor:
-        """``[B, S]`` float32: the value before each token was chosen; 0 at the first token and at padding."""
+        """``[B, S]`` float32: the value before each token was chosen, 0 at the first token and at padding."""
         return self.with_values(batch)["values"]
 
     def with_values(self, batch: Batch) -> Batch:
-        """The batch with ``values`` (see `compute_values`) and ``last_values``, ``[B]`` float32: the value after the
-        last token of each row, which `PPOActorConfig.bootstrap_truncated` is about. One forward pass."""
+        """Return the batch with ``values`` (see `compute_values`) and ``last_values``, in one forward pass.
+
+        ``last_values`` ``[B]`` float32 is the value after the last token, used by `PPOActorConfig.bootstrap_truncated`.
+        """
         self.engine.eval()
-        after = self.engine.forward_batch(batch)  # each token
+        after = self.engine.forward_batch(batch)  # value after each token
         attention_mask = batch["attention_mask"].bool()
         values = torch.zeros_like(after)
         values[:, 1:] = torch.where(attention_mask[:, 1:], after[:, :-1], 0.0)
@@ -40,15 +41,15 @@ class PPOCritic:
         return {**batch, "values": values, "last_values": after.gather(1, last).squeeze(1)}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """``ppo_n_minibatches`` optimizer steps towards ``returns``, held near ``values`` (both ``[B, S]``).
+        """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values`` (both ``[B, S]``).
 
         Returns:
-            over all ranks: means over loss tokens of ``value``, ``value_clip_fraction`` and ``value_error``, and what
-            `train_minibatches` gives.
+            the statistics of `train_minibatches`, and ``value``, ``value_clip_fraction`` and ``value_error`` (means
+            over the loss tokens of all ranks).
 
         Raises:
-            BatchError: ``values`` or ``returns`` are missing or not finite, there is no loss token on any rank, or the
-                batch of another rank was refused.
+            BatchError: ``values`` or ``returns`` are missing or not finite, no rank has a loss token, or another rank
+                refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
@@ -83,3 +84,27 @@ class PPOCritic:
 
 def _token_values(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
     return align_with_tokens(output.float(), micro_batch["cu_seqlens"])
+
+
+def ppo_critic_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    loss_mask: torch.Tensor,
+    eps_clip: float = 0.5,
+) -> tuple[torch.Tensor, Stats]:
+    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
+    function near the old one. The clipped form is from the reference implementation of PPO (OpenAI baselines).
+
+    Returns:
+        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error`` (``|v
+        - R|``).
+    """
+    mask = loss_mask.bool()
+    values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
+    held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
+    plain, clipped = (values - returns).square(), (held - returns).square()
+    stats = {"value": values, "value_clip_fraction": (clipped > plain).float(), "value_error": (values - returns).abs()}
+    return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}

@@ -25,14 +25,14 @@ from .pairs import (
 
 @dataclass
 class DPOConfig(TrainEngineConfig):
-    """A policy trained on pairs of answers, of which one was preferred."""
+    """A policy trained on pairs of a preferred and a rejected answer."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the reference policy."""
+    """Strength with which the policy is held to the reference policy."""
     loss_type: str = "sigmoid"
     """``sigmoid`` (DPO) or ``ipo``: see `dpo_losses`."""
     label_smoothing: float = 0.0
-    """``sigmoid``: share of pairs that are taken to be the wrong way round; below 0.5."""
+    """``sigmoid``: assumed share of pairs with swapped labels, below 0.5."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,35 +51,33 @@ class DPOConfig(TrainEngineConfig):
 
 
 class DPO:
-    """Preference updates of the model in ``engine``. Every method is a collective.
-
-    Args:
-        config: the engine's.
-        engine: with a language-model head.
-    """
+    """Preference updates of the model in ``engine``, which needs a language-model head. Every method is a
+    collective."""
 
     def __init__(self, config: DPOConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
 
     def compute_logp(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of every token under the present weights, ``[B, S]`` float32: of the engine that holds the
-        reference policy, the ``ref_logp`` of the batch."""
+        """Log-probability of every token under the current weights, ``[B, S]`` float32.
+
+        From the engine with the reference policy, this is the ``ref_logp`` of the batch.
+        """
         self.engine.eval()
         return self.engine.forward_batch(batch)
 
     def train_dpo(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``, with ``ref_logp``.
+        """Take one optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``, with ``ref_logp``.
 
         The loss is the mean of `dpo_losses` over the pairs of all ranks.
 
         Returns:
-            what `TrainEngine.train_batch` gives, and means over the pairs of all ranks: the rewards that the policy
-            implies (``beta`` times the log-ratio to the reference) of ``chosen`` and ``rejected`` answers, the
-            ``margin`` between them, and ``accuracy``.
+            the result of `TrainEngine.train_batch`, the implied rewards (``beta`` times the log-ratio to the reference)
+            of ``chosen`` and ``rejected`` answers, their ``margin``, and ``accuracy`` (means over the pairs of all
+            ranks).
 
         Raises:
-            BatchError: see `require_pairs`; or no pair counts on any rank.
+            BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
         stats = PairStats()
         return train_pairs(self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats)
@@ -94,13 +92,13 @@ class DPO:
 
 
 def dpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, config: DPOConfig) -> torch.Tensor:
-    """``[n]`` losses of pairs from ``[n]`` log-ratios of policy to reference, with ``d = chosen - rejected``.
+    """``[n]`` losses from ``[n]`` log-ratios of policy to reference, with ``d = chosen - rejected``.
 
-    ``sigmoid``: ``-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)``, e being ``label_smoothing``: Rafailov et
-    al., "Direct Preference Optimization", 2023, eq. 7; smoothed: Mitchell, "A note on DPO with noisy preferences",
-    2023.
-    ``ipo``: ``(d - 1 / (2 beta))^2``, the log-ratios being means over tokens: Azar et al., "A General Theoretical
-    Paradigm to Understand Learning from Human Preferences", 2023, eq. 17, with TRL's and AReaL's mean.
+    - ``sigmoid``: ``-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)`` with e = ``label_smoothing``. Rafailov et
+      al., "Direct Preference Optimization", 2023, eq. 7. Smoothing: Mitchell, "A note on DPO with noisy preferences",
+      2023.
+    - ``ipo``: ``(d - 1 / (2 beta))^2``, with log-ratios averaged over tokens as in TRL and AReaL. Azar et al., "A
+      General Theoretical Paradigm to Understand Learning from Human Preferences", 2023, eq. 17.
     """
     difference = chosen - rejected
     if config.loss_type == "ipo":

@@ -1,29 +1,45 @@
-"""Losses of the critic and of supervised fine-tuning, and KL estimates, as pure functions of per-token tensors.
+"""Aggregation of per-token losses, and the loss of supervised fine-tuning.
 
-All per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32 and are aligned
-with the token they are about. Entries where ``loss_mask`` is 0 may hold anything, NaN included: they
-touch neither the result nor the gradient.
+Per-token arguments have one common shape (``[T]`` packed, or ``[B, S]``), are computed in float32, and are aligned with
+their token. Entries where ``loss_mask`` is 0 may be anything, even NaN: they affect neither result nor gradient.
+
+A step's loss is ``sum(weight * loss) / sum(count)`` over all loss tokens of all ranks and micro-batches. Weights and
+counts enter the batch before it is cut, so the result does not depend on the cut. The engine weighs a micro-batch by
+its sum of counts (`LossWeightFn`). With n_i loss tokens in sequence i:
+
+| mode | weight | count | the loss is |
+|---|---|---|---|
+| ``token-mean`` | 1 | 1 | the mean over tokens |
+| ``seq-mean-token-mean`` | 1 / n_i | 1 / n_i | the mean over sequences of their means |
+| ``seq-mean-token-sum`` | 1 | 1 / n_i | the mean over sequences of their sums |
+| ``seq-mean-token-sum-norm`` | 1 / L | 1 / n_i | the same, divided by a constant L |
+
+Sequences without a loss token do not count.
 """
+
+from typing import Any
 
 import torch
 
 from ..api import Batch
+from ..training.logprobs import token_logprobs
+from ..training.microbatch import expand_to_tokens
 
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 a ratio says nothing but can overflow, and an infinite ratio would make the gradient NaN."""
+"""Limit of log-ratios. A ratio beyond e^20 carries no information, and an infinite one would make the gradient NaN."""
 
 Stats = dict[str, torch.Tensor]
-"""Detached per-token tensors, to be averaged over the loss mask."""
+"""Detached per-token tensors, averaged over the loss mask."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of ``values`` where ``mask`` is not 0; 0 (still connected to the graph) where it is 0 everywhere."""
+    """Mean of ``values`` where ``mask`` is not 0. If it is 0 everywhere: 0, still connected to the graph."""
     mask = mask.bool()
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def count_loss_tokens(micro_batch: Batch) -> torch.Tensor:
-    """The weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a `LossWeightFn`)."""
+    """Weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a `LossWeightFn`)."""
     return micro_batch["loss_mask"].bool().sum().float()
 
 
@@ -32,66 +48,64 @@ def sft_loss(logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     return masked_mean(-logprobs, loss_mask)
 
 
-def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
-    """Per-token estimate of ``KL(policy || reference)`` from tokens the policy drew.
+def sft_loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
+    """Loss of supervised fine-tuning (a `LossFn`): mean cross entropy over the loss tokens, a scalar.
 
-    With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
-    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL: no gradient beyond. Schulman, "Approximating KL
-    Divergence", 2020, http://joschu.net/blog/kl-approx.html; k3 as a term of the loss: Shao et al., "DeepSeekMath",
-    2024, eq. 4. ``l`` is limited to 20 under the exponential.
+    Example::
 
-    The gradient is that of the value but for k1, whose own has an expectation of 0 whatever the policy: it is that of
-    k2, which is the gradient of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient
-    estimation for RL", 2025).
+        engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
     """
-    log_ratio = ref_logprobs.float() - logprobs.float()
-    k2 = log_ratio.square() / 2
-    if kind == "k1":
-        return -log_ratio.detach() + (k2 - k2.detach())
-    if kind == "k2":
-        return k2
-    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-    k3 = torch.expm1(log_ratio) - log_ratio
-    return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
+    logprobs, _ = token_logprobs(output, micro_batch["input_ids"], micro_batch["cu_seqlens"])
+    return sft_loss(logprobs, micro_batch["loss_mask"])
 
 
-def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
-    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the policy that drew the tokens to another one.
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""verl's names. The last one is the constant length of Liu et al., "Understanding R1-Zero-Like Training", 2025."""
 
-    Args:
-        name: of the statistic.
-        logprobs: of the policy that drew the tokens.
-        others: of the other one, in the same shape.
-        loss_mask: outside it nothing matters.
+
+def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None = None) -> Batch:
+    """Return the batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its ``loss_mask``.
+
+    ``mode`` is one of `LOSS_AGG_MODES`, and ``loss_scale_factor`` the L of ``seq-mean-token-sum-norm``.
     """
-    log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}
+    mask = batch["loss_mask"].float()
+    by_sequence = mask / mask.sum(1, keepdim=True).clamp(min=1)
+    weights, counts = {
+        "token-mean": (mask, mask),
+        "seq-mean-token-mean": (by_sequence, by_sequence),
+        "seq-mean-token-sum": (mask, by_sequence),
+        "seq-mean-token-sum-norm": (mask / (loss_scale_factor or 1.0), by_sequence),
+    }[mode]
+    return {**batch, "loss_weights": weights, "loss_counts": counts}
 
 
-def ppo_critic_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    loss_mask: torch.Tensor,
-    eps_clip: float = 0.5,
-) -> tuple[torch.Tensor, Stats]:
-    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+    """Loss of a micro-batch with weight `count_losses`: a scalar, 0 (with a graph) without a loss token.
 
-    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
-    function near the old one; the clipped form is that of the reference implementation of PPO (OpenAI baselines).
-
-    Returns:
-        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error``
-        (``|v - R|``).
+    ``losses`` are ``[T]`` or ``[B, S]``, the micro-batch is part of a batch of `with_loss_weights`.
     """
-    mask = loss_mask.bool()
-    values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
-    held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
-    plain, clipped = (values - returns).square(), (held - returns).square()
-    stats = {
-        "value": values,
-        "value_clip_fraction": (clipped > plain).float(),
-        "value_error": (values - returns).abs(),
-    }
-    return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}
+    mask = micro_batch["loss_mask"].bool()
+    total = (torch.where(mask, losses, 0.0) * micro_batch["loss_weights"]).sum()
+    counts = micro_batch["loss_counts"].sum()
+    return total / torch.where(counts > 0, counts, 1.0)
+
+
+def count_losses(micro_batch: Batch) -> torch.Tensor:
+    """Weight of the `aggregate` of this micro-batch, a float32 scalar (a `LossWeightFn`)."""
+    return micro_batch["loss_counts"].sum()
+
+
+def by_sequence(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, agg: str = "mean") -> torch.Tensor:
+    """Give every token the ``agg`` (``mean``, ``sum`` or ``max``) of ``values`` ``[T]`` over its sequence's tokens in
+    ``mask``.
+
+    The result is 0 for sequences without such a token.
+    """
+    zeros = values.new_zeros(len(cu_seqlens) - 1)
+    sequence = expand_to_tokens(torch.arange(len(zeros), device=values.device), cu_seqlens)
+    counts = zeros.index_add(0, sequence, mask.to(values.dtype))
+    if agg == "max":
+        largest = zeros.scatter_reduce(0, sequence, values.masked_fill(~mask, -torch.inf), "amax", include_self=False)
+        return torch.where(counts > 0, largest, 0.0)[sequence]
+    sums = zeros.index_add(0, sequence, torch.where(mask, values, 0.0))
+    return (sums / counts.clamp(min=1) if agg == "mean" else sums)[sequence]

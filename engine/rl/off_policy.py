@@ -1,12 +1,15 @@
-"""Weights for tokens that another policy sampled than the one whose updates are clipped: decoupled PPO.
+"""Corrections for tokens sampled by another policy: decoupled PPO, rejection, proximal log-probabilities.
 
-Asynchronous rollouts are sampled by weights that are some versions old, and by a server whose kernels are not the
-trainer's. With ``use_decoupled_loss`` the ratio of the loss is taken to the proximal policy (the trainer's own, as it
-stands before the update), and every token is weighed by ``w = p_prox / p_behave``: Hilton et al., "Batch
-size-invariance for policy optimization", 2022; Fu et al., "AReaL", 2025, eq. 5. `RejectionSamplingConfig` bounds w.
+Asynchronous rollouts are sampled by weights some versions old, and by a server with other kernels than the trainer.
+With ``use_decoupled_loss`` the ratio of the loss is relative to the proximal policy (the trainer's policy before the
+update), and every token is weighed by ``w = p_prox / p_behave``: Hilton et al., "Batch size-invariance for policy
+optimization", 2022; Fu et al., "AReaL", 2025, eq. 5. `RejectionSamplingConfig` bounds w. Weights are computed in the
+loss, on packed tokens, because they may depend on the current policy. Micro-batches never cut a sequence.
 
-A sequence is never torn apart by micro-batches, so weights are computed in the loss, on packed tokens: they may depend
-on the present policy (`holdfast.engine.rl.proximal`).
+Proximal log-probabilities without a forward pass (AReaL's ``prox_logp_method: loglinear``): a token sampled by weights
+of version b, updated by weights of version v, has a proximal policy one version behind v. So ``log p_prox = log
+p_behave + a (log p - log p_behave)`` with ``a = (v - 1 - b) / (v - b)``, between 0 and 1, and 0 where nothing was
+sampled.
 """
 
 from dataclasses import dataclass
@@ -15,42 +18,43 @@ import torch
 
 from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
-from .aggregation import by_sequence
-from .losses import MAX_LOG_RATIO, Stats, kl_estimate
+from .kl import kl_estimate
+from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 _KL_METRICS = {"kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3", "kl_k3_behave": "k3"}
 _WEIGHTS = {"token": None, "sequence_mean": "mean", "sequence_product": "sum", "one": None}
-"""And how the logarithm of a sequence's weight is made of that of its tokens."""
+"""Aggregation of a sequence's token log-weights, by the name in ``weight``."""
 
 
 @dataclass
 class RejectionSamplingConfig:
-    """Which tokens or sequences are too far from the policy that sampled them, and what becomes of these (AReaL)."""
+    """Limits for the distance from the sampling policy, and the treatment of tokens or sequences beyond them
+    (AReaL)."""
 
     level: str = "token"
     """``token``, or ``sequence``: a sequence is judged as a whole."""
     action: str = "mask"
-    """``mask``: they have no gradient; ``clamp``: their weight is limited to the bounds (truncated importance
-    sampling). Either way they count where a mean is taken."""
+    """``mask``: rejected tokens have no gradient. ``clamp``: their weight is limited to the bounds (truncated
+    importance sampling). Either way they count in means."""
     metric: str = "ratio"
-    """``ratio`` is r = p_prox / p_behave; ``kl_k1`` log r, ``kl_k2`` (log r)^2 / 2, ``kl_k3`` 1 / r - 1 + log r, and
+    """``ratio`` is r = p_prox / p_behave, ``kl_k1`` log r, ``kl_k2`` (log r)^2 / 2, ``kl_k3`` 1 / r - 1 + log r, and
     ``kl_k3_behave`` (verl's k3) r - 1 - log r."""
     agg: str = "mean"
-    """How a sequence's metric is made of that of its tokens: ``mean``, ``sum`` or ``max``; of ratios by logarithms."""
+    """Aggregation of a sequence's token metrics: ``mean``, ``sum`` or ``max``. Ratios are aggregated as logarithms."""
     upper: float = 5.0
-    """Beyond this is too far; above 1 for ``ratio``."""
+    """Largest accepted metric. Above 1 for ``ratio``."""
     lower: float | None = None
-    """Below this, too; null for no limit."""
+    """Smallest accepted metric. Null for no limit."""
     weight: str | None = None
-    """What tokens are weighed by: ``token``, their own ratio; ``sequence_mean``, the geometric mean of those of their
-    sequence; ``sequence_product``, their product (verl, TRL); ``one``, nothing. Null (AReaL): ``sequence_mean`` with
-    level ``sequence`` and metric ``ratio``, else ``token``."""
+    """Weight of a token: ``token``, its own ratio. ``sequence_mean``, the geometric mean of its sequence's ratios.
+    ``sequence_product``, their product (verl, TRL). ``one``, no weight. Null (AReaL): ``sequence_mean`` with level
+    ``sequence`` and metric ``ratio``, else ``token``."""
     weight_upper: float | None = None
-    """Weights are limited to this, whatever was rejected; null for no limit."""
+    """Limit for weights, independent of rejection. Null for no limit."""
 
     @property
     def weighs(self) -> str:
-        """``weight``, or what stands for null."""
+        """``weight``, or the default for null."""
         return self.weight or ("sequence_mean" if (self.level, self.metric) == ("sequence", "ratio") else "token")
 
     def __post_init__(self) -> None:
@@ -89,18 +93,11 @@ def behave_weights(
     cu_seqlens: torch.Tensor,
     rejection: RejectionSamplingConfig | None,
 ) -> tuple[torch.Tensor, Stats]:
-    """The weight of every token, 0 where it was rejected.
-
-    Args:
-        prox_logp: ``[T]`` log-probabilities under the proximal policy.
-        behave_logp: ``[T]`` under the one that sampled.
-        loss_mask: ``[T]``; outside it nothing matters.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        rejection: None: all weights as they are.
+    """Weight of every token from its ``[T]`` log-probabilities under the proximal and the sampling policy.
 
     Returns:
-        ``[T]`` float32, 0 outside the loss mask, and the statistics ``behave_weight``, and ``rejected``: 1 where the
-        weight was changed.
+        ``[T]`` float32, 0 outside the loss mask and for rejected tokens, and the statistics ``behave_weight``, and
+        ``rejected``: 1 where the weight was changed.
     """
     mask = loss_mask.bool()
     log_ratio = torch.where(mask, prox_logp.float() - behave_logp.float(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -134,3 +131,114 @@ def _bounded(
     outside = zeros if rejection.action == "mask" else weights.clamp(lower, rejection.upper)
     weights = torch.where(mask & ~inside, outside, weights)
     return weights if rejection.weight_upper is None else weights.clamp(max=rejection.weight_upper)
+
+
+PROX_LOGP_METHODS = ("recompute", "loglinear", "metrics", "reuse_train_logp")
+
+
+def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
+    """Position of the proximal policy between the sampling and the current one: float32 from 0 to 1.
+
+    ``versions``, in any shape, are the weights that sampled each token (negative if none did), ``version`` those that
+    are updated.
+    """
+    behind = version - versions.float()
+    alpha = ((behind - 1.0) / behind.clamp(min=1.0)).clamp(0.0, 1.0)
+    return torch.where(versions >= 0, alpha, 0.0)
+
+
+def interpolate(
+    behave_logp: torch.Tensor, logprobs: torch.Tensor, alpha: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """``log p_prox``, detached float32, 0 outside ``loss_mask``. All arguments have one shape."""
+    mask = loss_mask.bool()
+    behave_logp, logprobs = (torch.where(mask, x.detach().float(), 0.0) for x in (behave_logp, logprobs))
+    return torch.lerp(behave_logp, logprobs, alpha)  # exactly ``logprobs`` where alpha is 1
+
+
+def approximation_errors(
+    prox_logp: torch.Tensor,
+    behave_logp: torch.Tensor,
+    logprobs: torch.Tensor,
+    alpha: torch.Tensor,
+    loss_mask: torch.Tensor,
+) -> Stats:
+    """Absolute errors of approximations of the proximal log-probabilities, as ``<name>_error``.
+
+    Names: ``loglinear`` (`interpolate`), ``linear`` (interpolated probabilities) and ``rollout`` (the sampler's).
+    """
+    mask = loss_mask.bool()
+    prox_logp, behave_logp, logprobs = (
+        torch.where(mask, x.detach().float(), 0.0) for x in (prox_logp, behave_logp, logprobs)
+    )
+    linear = ((1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()).clamp(min=1e-10).log()
+    loglinear = interpolate(behave_logp, logprobs, alpha, mask)
+    approximations = {"loglinear": loglinear, "linear": linear, "rollout": behave_logp}
+    return {f"{name}_error": (prox_logp - each).abs() for name, each in approximations.items()}
+
+
+_METRICS = {"k1": "ratio", "k2": "kl_k2", "k3": "kl_k3_behave"}
+_LEVELS = {"token": ("token", "mean"), "seq_sum": ("sequence", "sum"), "seq_mean": ("sequence", "mean")}
+ROLLOUT_RS = {
+    f"{level}_{k}": (*found, metric)
+    for level, found in (_LEVELS | {"seq_max": ("sequence", "max")}).items()
+    for k, metric in _METRICS.items()
+    if (level, k) != ("seq_max", "k1")
+}
+"""Name in ``rollout_rs`` -> level, agg and metric."""
+_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
+
+
+def rejection_from_rollout_keys(
+    rollout_is: str | None,
+    rollout_is_threshold: float,
+    rollout_rs: str | None,
+    rollout_rs_threshold: str | float | None,
+) -> RejectionSamplingConfig | None:
+    """Convert verl's keys (``algorithm.rollout_correction``). None if neither ``rollout_is`` nor ``rollout_rs`` is set.
+
+    verl weighs tokens by ``rollout_is`` and rejects them by ``rollout_rs``, each from the ratio of the trainer's
+    probability to the sampler's. ``rollout_rs_threshold`` is an upper bound, or ``lower_upper``. With ``k1`` it bounds
+    the inverse ratio, and a single number t means ``1/t_t``.
+
+    Raises:
+        ConfigError: an unknown name, several at once, or a threshold that is missing or not a number.
+    """
+    require_choice("rollout_is", rollout_is, (None, "token", "sequence"))
+    weight = _WEIGHTS[rollout_is]
+    upper = None if rollout_is is None else rollout_is_threshold
+    if rollout_rs is None and rollout_rs_threshold is not None:
+        raise ConfigError(f"config key 'rollout_rs_threshold' is {rollout_rs_threshold!r}, but 'rollout_rs' is null")
+    if rollout_rs is None and upper is None:
+        return None
+    if upper is not None and not upper > 0:
+        raise ConfigError(f"config key 'rollout_is_threshold' is {upper}; expected more than 0")
+    if rollout_rs is None:  # nothing is rejected, weights are limited
+        return RejectionSamplingConfig(upper=float("inf"), weight=weight, weight_upper=upper)
+    if rollout_rs not in ROLLOUT_RS:
+        raise ConfigError(f"config key 'rollout_rs' is {rollout_rs!r}; expected one of {', '.join(ROLLOUT_RS)}")
+    level, agg, metric = ROLLOUT_RS[rollout_rs]
+    low, high = _bounds(rollout_rs_threshold, metric)
+    return RejectionSamplingConfig(level, "mask", metric, agg, high, low, weight, upper)
+
+
+def _bounds(threshold: str | float | None, metric: str) -> tuple[float | None, float]:
+    lower, _, upper = str(threshold).rpartition("_")
+    try:
+        low, high = float(lower or "nan"), float(upper)
+    except ValueError:
+        raise _bad_threshold(threshold) from None
+    if not high > 0 or (lower and not low > 0) or (lower and metric != "ratio"):
+        raise _bad_threshold(threshold)
+    if metric != "ratio":
+        return None, high
+    if not lower and high <= 1:
+        raise _bad_threshold(threshold)
+    return (1.0 / high, 1.0 / low) if lower else (1.0 / high, high)  # verl's k1 is -log r
+
+
+def _bad_threshold(threshold: object) -> ConfigError:
+    return ConfigError(
+        f"config key 'rollout_rs_threshold' is {threshold!r}; expected a number above 0, or, with k1, one "
+        "above 1 or 'lower_upper', with a point in both (0.5_2.0; YAML reads 0.5_2 as 0.52)"
+    )

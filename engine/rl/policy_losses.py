@@ -1,38 +1,37 @@
-"""The losses that a policy can be trained with, by name: pure functions from per-token tensors to per-token losses.
+"""Policy losses by name: pure functions from per-token tensors to per-token losses.
 
-What they have in common: ``A`` is the advantage, ``r`` the ratio of a token's probability to that under the old policy,
-both 0 and 1 outside the loss mask, and ``|log r|`` is limited to 20 (`MAX_LOG_RATIO`). How losses of tokens become
-that of a step is no business of theirs: see `holdfast.engine.rl.aggregation`.
+``A`` is the advantage and ``r`` the ratio of a token's probability to its probability under the old policy. They are 0
+and 1 outside the loss mask, and ``|log r|`` is limited to 20 (`MAX_LOG_RATIO`). `holdfast.engine.rl.losses` aggregates
+the losses of the tokens.
 
-With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean of its sequence's, and its
-gradient that of its own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et al.,
-"Group Sequence Policy Optimization", 2025, arXiv 2507.18071, as GSPO-token).
+With ``importance_sampling_level: sequence`` the ratio of every token is the geometric mean over its sequence, with the
+gradient of the token's own: ``log s_t = sg(mean(log r)) + log p_t - sg(log p_t)``. With `ppo` that is GSPO (Zheng et
+al., "Group Sequence Policy Optimization", 2025, arXiv 2507.18071, as GSPO-token).
+
+`clip_cov` and `kl_cov` treat the tokens whose covariance with the advantage lowers the entropy most differently. The
+covariance of a token is ``(A - mean(A)) (log p - mean(log p))``: Cui et al., "The Entropy Mechanism of Reinforcement
+Learning for Reasoning Language Models", 2025, arXiv 2505.22617. Means and picked tokens are taken over the mini-batch
+of all ranks. So a separate forward pass right before the step picks the tokens, and they enter the batch before it is
+cut, so the cut makes no difference. Cost: that pass, and a few small collectives.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from .aggregation import by_sequence
-from .losses import MAX_LOG_RATIO, Stats
-
-if TYPE_CHECKING:
-    from .config import PPOActorConfig
+from ..api import Batch, TrainEngine
+from .advantages import SumOverRanks
+from .config import PPOActorConfig
+from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One packed micro-batch; per-token tensors are ``[T]`` float32 and hold nothing but finite numbers.
+    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient.
 
-    Attributes:
-        logprobs: of the policy, the only one with a gradient.
-        log_ratio: ``log r``, of the level that was asked for.
-        advantages: A.
-        mask: bool.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        picked: bool, the tokens that the covariance losses treat apart; None with the others.
+    ``log_ratio`` is ``log r`` at the configured level, and ``advantages`` is A. ``picked`` are the tokens that the
+    covariance losses treat differently (see `picked_tokens`), None for other losses.
     """
 
     logprobs: torch.Tensor
@@ -52,17 +51,7 @@ def policy_inputs(
     level: str = "token",
     picked: torch.Tensor | None = None,
 ) -> PolicyInputs:
-    """What a policy loss is computed from; what the arguments hold outside ``loss_mask`` does not matter.
-
-    Args:
-        logprobs: ``[T]`` of the policy.
-        old_logprobs: ``[T]`` of the old one.
-        advantages: ``[T]``.
-        loss_mask: ``[T]``.
-        cu_seqlens: ``[n + 1]``.
-        level: ``token`` or ``sequence``.
-        picked: ``[T]`` bool, see `holdfast.engine.rl.covariance`.
-    """
+    """Build the input of a policy loss from ``[T]`` tensors. Values outside ``loss_mask`` are ignored."""
     mask = loss_mask.bool()
     logprobs, old, advantages = (torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages))
     log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -71,15 +60,15 @@ def policy_inputs(
     return PolicyInputs(logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens, picked)
 
 
-PolicyLoss = Callable[[PolicyInputs, "PPOActorConfig"], tuple[torch.Tensor, Stats]]
-"""``[T]`` losses, and statistics of its own (``clip_fraction``: of tokens whose gradient was cut off ...)."""
+PolicyLoss = Callable[[PolicyInputs, PPOActorConfig], tuple[torch.Tensor, Stats]]
+"""``[T]`` losses, and statistics of the loss (``clip_fraction``: share of tokens whose gradient was cut off ...)."""
 
 
-def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``.
 
-    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; the separate upper clip is "clip-higher" of
-    Yu et al., "DAPO", 2025; with ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
+    Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7. The separate upper clip is "clip-higher" of
+    Yu et al., "DAPO", 2025. With ``c_clip`` the loss at a negative advantage is at most ``-A c_clip`` (Ye et al.,
     "Mastering Complex Control in MOBA Games", 2020, eq. 5).
     """
     advantages, ratio = inputs.advantages, inputs.log_ratio.exp()
@@ -92,18 +81,18 @@ def ppo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, S
     return loss, {"clip_fraction": (clipped > plain).float(), "dual_clip_fraction": dual.float()}
 
 
-def cispo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
 
-    MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585; the clip as in verl (TRL's upper limit is `eps_clip_higher` itself).
+    MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585, with verl's clip (TRL's upper limit is `eps_clip_higher` itself).
     """
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(*_clip_range(config))
     return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (ratio != weight).float()}
 
 
-def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
-    """``-A sigmoid(tau (r - 1)) 4 / tau``, ``tau`` being ``sapo_tau_pos`` where A > 0 and else ``sapo_tau_neg``.
+def sapo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+    """``-A sigmoid(tau (r - 1)) 4 / tau`` with ``tau`` = ``sapo_tau_pos`` where A > 0, else ``sapo_tau_neg``.
 
     Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv 2511.20347: a soft gate where PPO clips.
     """
@@ -112,17 +101,17 @@ def sapo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     return -gate * inputs.advantages, {}
 
 
-def gpg(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
+def gpg(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
     """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, arXiv 2504.02546."""
     return -inputs.advantages * inputs.logprobs, {}
 
 
-def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
-    """``-mean(A) exp(mean(c))`` for each sequence, the ``c`` being ``log r`` clipped where that lowers the objective.
+def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+    """``-mean(A) exp(mean(c))`` for each sequence, where ``c`` is ``log r``, clipped where that lowers the objective.
 
-    ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits are those of the logarithm. Every token has the
-    loss of its sequence, and ``seq-mean-token-mean``, the only mode that goes with it, counts each sequence once. Zhao
-    et al., "Geometric-Mean Policy Optimization", 2025, arXiv 2507.20673.
+    ``c`` lies between ``-eps_clip`` and ``eps_clip_higher``: the limits apply to the logarithm. Every token has the
+    loss of its sequence, and ``seq-mean-token-mean``, the only allowed mode, counts each sequence once. Zhao et al.,
+    "Geometric-Mean Policy Optimization", 2025, arXiv 2507.20673.
     """
     low, high = _clip_range(config)
     sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio
@@ -132,19 +121,16 @@ def gmpo(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, 
     return -mean_advantage * mean_ratio, {"clip_fraction": ((held != log_ratio) & (sign != 0)).float()}
 
 
-def clip_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
-    """`ppo`'s, but 0, without a gradient, for tokens of large covariance between probability and advantage.
-
-    Clip-Cov of Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv
-    2505.22617; `holdfast.engine.rl.covariance` picks the tokens.
-    """
+def clip_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+    """`ppo`, but 0 without a gradient for the tokens of `picked_tokens` (Clip-Cov of Cui et al.)."""
     assert inputs.picked is not None
     losses, seen = ppo(inputs, config)
     return torch.where(inputs.picked, 0.0, losses), {**seen, "cov_fraction": inputs.picked.float()}
 
 
-def kl_cov(inputs: PolicyInputs, config: "PPOActorConfig") -> tuple[torch.Tensor, Stats]:
-    """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of largest covariance; ibid., KL-Cov."""
+def kl_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+    """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of `picked_tokens` (KL-Cov of Cui et
+    al.)."""
     assert inputs.picked is not None
     penalty = torch.where(inputs.picked, config.ppo_kl_coef * inputs.log_ratio.abs(), 0.0)
     return penalty - inputs.advantages * inputs.log_ratio.exp(), {"cov_fraction": inputs.picked.float()}
@@ -160,13 +146,86 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""By the name in ``policy_loss``; ``gspo`` is `ppo` at the level of sequences."""
-WITH_SEQUENCE_RATIOS = ("ppo", "gspo", "sapo")
-"""Those that ``importance_sampling_level: sequence`` has a meaning for."""
-OF_PICKED_TOKENS = ("clip_cov", "kl_cov")
-"""Those that need `PolicyInputs.picked`."""
+"""Functions by the name in ``policy_loss``. ``gspo`` is `ppo` at sequence level."""
 
 
-def _clip_range(config: "PPOActorConfig") -> tuple[float, float]:
+def _clip_range(config: PPOActorConfig) -> tuple[float, float]:
     upper = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     return 1.0 - config.eps_clip, 1.0 + upper
+
+
+def picked_tokens(
+    batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor, config: PPOActorConfig, engine: TrainEngine
+) -> torch.Tensor:
+    """Pick the tokens that ``config.policy_loss`` treats differently: ``[B, S]`` bool. Collective.
+
+    - `kl_cov`: the share ``kl_cov_ratio`` of all tokens with the largest covariance.
+    - `clip_cov`: a random share ``clip_cov_ratio`` of the tokens between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO
+      does not clip already. The draw depends only on the tokens in the mini-batch, so it repeats after a resume.
+
+    Shares are rounded down, but to at least one token. Ties go to the lower rank, then to the lower row. ``logprobs``
+    and ``old_logprobs`` are ``[B, S]`` under the weights before the step and under the old policy.
+    """
+    advantages, mask = batch["advantages"].flatten(), batch["loss_mask"].flatten()
+    ends = torch.tensor([0, mask.numel()])
+    inputs = policy_inputs(logprobs.flatten(), old_logprobs.flatten(), advantages, mask, ends)
+    covariances, n_tokens = _covariances(inputs, engine.all_reduce_stats)
+    if config.policy_loss == "kl_cov":
+        candidates = inputs.mask
+        chosen = _largest(covariances[candidates], max(int(config.kl_cov_ratio * n_tokens), 1), engine)
+    else:
+        clipped = ppo(inputs, config)[1]["clip_fraction"].bool()
+        inside = (covariances > config.clip_cov_lb) & (covariances < config.clip_cov_ub)
+        candidates, seed = inputs.mask & inside & ~clipped, _seed(batch, engine.all_reduce_stats)
+        chosen = _drawn(int(candidates.sum()), max(int(config.clip_cov_ratio * n_tokens), 1), seed, engine)
+    picked = torch.zeros_like(candidates).masked_scatter(candidates, chosen.to(candidates.device))
+    return picked.view_as(logprobs)
+
+
+def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
+    """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
+    pair = torch.stack([inputs.advantages, inputs.logprobs]).double()  # 0 outside the mask
+    own = {"A": pair[0].sum().item(), "log p": pair[1].sum().item(), "tokens": float(inputs.mask.sum())}
+    sums = sum_over_ranks(own)
+    means = [sums[name] / sums["tokens"] for name in ("A", "log p")]
+    return ((pair[0] - means[0]) * (pair[1] - means[1])).float(), int(sums["tokens"])
+
+
+def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:
+    """Which of ``values`` (``[n]`` float32) are among the k largest of all ranks, which together have at least k."""
+    bits = (values + 0.0).view(torch.int32).long()  # no -0
+    keys = torch.where(bits >= 0, bits + (1 << 31), -1 - bits)  # in the order of the numbers, from 0 to 2^32 - 1
+    threshold, n_equal = 0, k
+    for shift in (24, 16, 8, 0):  # the k-th largest byte by byte, from counts of all ranks
+        alike = keys[keys >> (shift + 8) == threshold >> (shift + 8)]
+        own = torch.bincount((alike >> shift) & 255, minlength=256).tolist()
+        counts = engine.all_reduce_stats({str(byte): float(count) for byte, count in enumerate(own)})
+        byte = 255
+        while counts[str(byte)] < n_equal:
+            n_equal -= int(counts[str(byte)])
+            byte -= 1
+        threshold |= byte << shift
+    equal = keys == threshold
+    places = equal.cumsum(0) - 1 + _before(int(equal.sum()), engine)[0]
+    return (keys > threshold) | (equal & (places < n_equal))
+
+
+def _drawn(count: int, k: int, seed: int, engine: TrainEngine) -> torch.Tensor:
+    """Which of this rank's ``count`` candidates are among k drawn from all ranks (from all, if there are fewer)."""
+    first, total = _before(count, engine)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return order[first : first + count] < k
+
+
+def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
+    """Sum of ``count`` over the lower ranks, and over all ranks."""
+    rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
+    counts = engine.all_reduce_stats({str(other): float(count * (other == rank)) for other in range(world_size)})
+    return int(sum(counts[str(other)] for other in range(rank))), int(sum(counts.values()))
+
+
+def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
+    tokens = (batch["input_ids"].long() + 1) * batch["attention_mask"].long()
+    factors = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * 0x9E3779B1 % (1 << 31)
+    own = int((tokens * factors).sum()) % (1 << 32)  # an overflow keeps these bits
+    return int(sum_over_ranks({"seed": float(own)})["seed"]) % (1 << 32)

@@ -1,4 +1,4 @@
-"""A reward model on top of any `TrainEngine` with a value head: a sequence is worth what stands at its last token."""
+"""A reward model on top of any `TrainEngine` with a value head. The output at the last token scores a sequence."""
 
 from dataclasses import dataclass
 
@@ -35,29 +35,25 @@ class RewardModelConfig(TrainEngineConfig):
 
 
 class RewardModel:
-    """Pairwise updates of, and scores by, the model in ``engine``. Every method is a collective.
-
-    Args:
-        config: the engine's.
-        engine: with a value head.
-    """
+    """Pairwise updates and scores of the model in ``engine``, which needs a value head. Every method is a
+    collective."""
 
     def __init__(self, config: RewardModelConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
 
     def train_rw(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``.
+        """Take one optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``.
 
         The loss is the mean over the pairs of all ranks of ``-log sigmoid(s_chosen - s_rejected)``: Bradley and Terry,
-        1952; Ouyang et al., "Training language models to follow instructions with human feedback", 2022, eq. 1.
+        1952, and Ouyang et al., "Training language models to follow instructions with human feedback", 2022, eq. 1.
 
         Returns:
-            what `TrainEngine.train_batch` gives, and means over the pairs of all ranks: ``chosen`` and ``rejected``
-            scores, ``margin`` between them, and ``accuracy``.
+            the result of `TrainEngine.train_batch`, ``chosen`` and ``rejected`` scores, their ``margin``, and
+            ``accuracy`` (means over the pairs of all ranks).
 
         Raises:
-            BatchError: see `require_pairs`; or no pair counts on any rank.
+            BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
         stats = PairStats()
         return train_pairs(self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats)

@@ -1,7 +1,7 @@
-"""What the updates of actor and critic share: mini-batches every rank agrees on, and statistics over all ranks.
+"""Shared by the updates of actor and critic: mini-batches that all ranks agree on, and statistics over all ranks.
 
-A mini-batch is one optimizer step, and every step is a collective: a rank with fewer sequences than mini-batches joins
-the rest with a token that counts for nothing. No sequence is dropped, whatever the sizes.
+A mini-batch is one optimizer step, and every step is a collective. A rank with fewer sequences than mini-batches joins
+with a token of weight 0. No sequence is dropped.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
-from ..training.microbatch import select_rows, sequence_lengths
+from ..training.batch import select_rows, sequence_lengths
 from ..training.partition import partition
 from .losses import Stats
 
@@ -25,7 +25,7 @@ class TokenStats:
         self._tokens: dict[str, torch.Tensor] = {}
 
     def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
-        """Add one micro-batch: tensors shaped as ``loss_mask``, of which the masked-in entries count."""
+        """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are ignored."""
         mask = loss_mask.bool()
         tokens = mask.sum().double()
         for name, values in stats.items():
@@ -34,9 +34,9 @@ class TokenStats:
             self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
-        """Mean of each of ``names`` over the loss tokens of all ranks that added it; a collective.
+        """Mean of each of ``names`` over the loss tokens of all ranks that added it. Collective.
 
-        What nobody added is left out.
+        Names that no rank added are left out.
         """
         own = {f"sum {name}": float(self._sums.get(name, 0.0)) for name in names}
         own |= {f"tokens {name}": float(self._tokens.get(name, 0.0)) for name in names}
@@ -47,7 +47,7 @@ class TokenStats:
 
 @contextmanager
 def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
-    """Run the checks of a batch on every rank; a `BatchError` on one is a `BatchError` on all, so that nobody waits."""
+    """Run the checks of a batch on every rank. A `BatchError` on one rank becomes a `BatchError` on all."""
     error: BatchError | None = None
     try:
         yield
@@ -68,10 +68,10 @@ def loss_mask_of(batch: Batch) -> torch.Tensor:
 
 
 def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str) -> torch.Tensor:
-    """The ``[B, S]`` entry ``key``.
+    """Return the ``[B, S]`` entry ``key``.
 
     Raises:
-        BatchError: it is missing (the message ends with ``hint``), of another shape, or not finite at a loss token.
+        BatchError: it is missing (the message ends with ``hint``), has another shape, or is not finite at a loss token.
     """
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
@@ -88,8 +88,8 @@ def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str
 def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts, deterministically.
 
-    Every sequence is in one of them. With fewer sequences than mini-batches the last ones hold only the first token
-    of row 0, with loss mask 0. Within a mini-batch the rows keep their order.
+    Every sequence is in one mini-batch, and rows keep their order. With fewer sequences than mini-batches the last ones
+    contain only the first token of row 0, with loss mask 0.
     """
     lengths = sequence_lengths(batch)
     parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
@@ -108,20 +108,19 @@ def train_minibatches(
     loss_weight_fn: LossWeightFn,
     prepare: Callable[[Batch], Batch] | None = None,
 ) -> dict[str, float]:
-    """Take one optimizer step for each mini-batch that has a loss token on any rank.
+    """Take one optimizer step for each mini-batch that has a loss token on any rank. The caller advances the schedule.
 
     Args:
-        engine: stepped once a mini-batch; its schedule is left to the caller.
+        engine: steps once per mini-batch.
         batch: this rank's share, with an explicit ``loss_mask``.
         n_minibatches: the same on every rank.
-        loss_fn: see `LossFn`.
-        loss_weight_fn: see `LossWeightFn`; not 0 for a micro-batch with a loss token.
-        prepare: makes of each mini-batch, right before its step, what is trained on; may be a collective.
+        loss_fn, loss_weight_fn: see `LossFn`, `LossWeightFn`. The weight of a micro-batch with a loss token is not 0.
+        prepare: changes each mini-batch right before its step. May be a collective.
 
     Returns:
-        ``loss`` (weighted by loss tokens), ``grad_norm`` (mean of the steps taken), ``lr`` (of the last step),
-        ``n_updates``, ``update_skipped`` (steps the engine refused), ``update_successful`` (the share of the others, as
-        AReaL has it), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
+        ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the last step),
+        ``n_updates``, ``update_skipped`` (steps that the engine refused), ``update_successful`` (share of the other
+        steps, as in AReaL), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
@@ -157,7 +156,7 @@ def _summarise(results: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_over_ranks(engine: TrainEngine, values: torch.Tensor | None) -> float:
-    """Mean of all entries over all ranks, NaN when no rank has any; a collective."""
+    """Mean of all entries over all ranks, NaN if no rank has any. Collective."""
     own = {"sum": 0.0, "count": 0.0}
     if values is not None:
         own = {"sum": values.double().sum().item(), "count": float(values.numel())}

@@ -8,7 +8,7 @@ import torch
 from ...utils.errors import BatchError
 from ..api import Batch
 from ..servers.api import ModelResponse
-from ..training.microbatch import validate_batch
+from ..training.batch import validate_batch
 
 Trajectory = dict[str, torch.Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs`` and

@@ -1,1 +1,1 @@
-"""One training step: process groups and mesh, the model sharded by FSDP2, packing, micro-batches, optimizer."""
+"""One training step: process groups, the model sharded by FSDP2, packing into micro-batches, optimizer."""

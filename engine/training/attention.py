@@ -1,19 +1,16 @@
-"""Attention of packed sequences, each within itself: no mask of tokens x tokens, no pair of tokens that is masked out.
+"""Attention over packed sequences, each within itself, without a ``[T, T]`` mask.
 
-transformers hides the sequences of a packed row from each other by a mask of ``[T, T]``, which ``sdpa`` then computes
-with: memory and time of all T x T pairs. This attention costs what its sequences cost, the sum of their squared
-lengths (of length x window, where windows slide). It is registered under `PACKED_ATTENTION` in the two public
-interfaces of transformers, and needs nothing of a model but that it uses them:
+transformers separates the sequences of a packed row by a mask, and ``sdpa`` then computes all T x T pairs. This
+attention costs the sum of the squared sequence lengths (length x window for sliding windows). It is registered in the
+two public interfaces of transformers under `PACKED_ATTENTION`:
 
-- where the model would build a mask, transformers asks the mask function registered for its attention. Inside of
-  `packed_row` ours answers with a `PackedRow`: boundaries and window, which the model hands to its layers in the
-  mask's place. Blocks get it as an argument, so gradient checkpointing, FSDP and the model's keyword arguments have no
-  part in it. Masks for anything else than causal attention within sequences or windows (chunks, bidirectional layers,
-  blocks of an image) are built as for ``sdpa``.
-- where a layer attends, our attention function gets the `PackedRow`. With any other mask it does what ``sdpa`` does, so
-  a model called outside of `packed_row` (padded rows, ``generate``) computes as ever.
+- Mask function: inside `packed_row` it returns a `PackedRow` (boundaries and window), which the model passes to its
+  layers as their mask. Blocks get it as an argument, so gradient checkpointing and FSDP need no change. For chunks,
+  bidirectional layers and image blocks it builds the same mask as ``sdpa``.
+- Attention function: with a `PackedRow` it attends within each sequence. With any other mask (padded rows,
+  ``generate``) it calls ``sdpa``.
 
-Whether an architecture is content with that, `packing.check_packing` finds out.
+`packing.check_packing` finds out whether an architecture computes correctly this way.
 """
 
 import inspect
@@ -33,17 +30,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..config import PACKED_ATTENTION
 
 _LEAST_CHUNK = 256
-"""Queries that attend together under a sliding window that is smaller."""
+"""Queries that attend together if the sliding window is smaller."""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Which tokens of a row attend to which: causally, within their sequence, as far back as the window.
+    """Boundaries of the sequences in a row. A token attends causally, within its sequence and window.
 
-    Attributes:
-        lengths: tokens of each sequence, which follow each other and fill the row.
-        cu_seqlens: ``[n + 1]`` int32 boundaries of the sequences, on the device of the row.
-        window: how many tokens a token sees, itself included; None: all before it.
+    ``lengths`` are the tokens of each sequence and together fill the row. ``cu_seqlens`` ``[n + 1]`` int32 are their
+    boundaries on the device. ``window`` is the number of tokens that a token sees, including itself (None: all earlier
+    ones).
     """
 
     lengths: tuple[int, ...]
@@ -56,9 +52,9 @@ _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 @contextmanager
 def packed_row(lengths: Sequence[int], cu_seqlens: torch.Tensor) -> Iterator[None]:
-    """A model with `PACKED_ATTENTION` that is called inside gets one row of packed sequences, of these ``lengths``.
+    """Tell a model with `PACKED_ATTENTION` that its input is one row of packed sequences with these ``lengths``.
 
-    Only the call itself belongs inside, not its backward. To other models it makes no difference.
+    Wrap only the forward call, not the backward. Other models are not affected.
     """
     token = _row.set(PackedRow(tuple(lengths), cu_seqlens))
     try:
@@ -68,9 +64,9 @@ def packed_row(lengths: Sequence[int], cu_seqlens: torch.Tensor) -> Iterator[Non
 
 
 def _mask(*, config: Any, **asked: Any) -> Any:
-    """What a model hands to its layers as mask: a `PackedRow`, or what it is with ``sdpa``.
+    """Return the mask for the layers: a `PackedRow`, or the mask of ``sdpa``.
 
-    ``local_size`` is the length of windows or of chunks, ``use_vmap`` says that the mask is a combination of several.
+    ``local_size`` is the length of windows or chunks. ``use_vmap`` is set for a combination of masks.
     """
     row, window = _row.get(), asked.get("local_size")
     slides = window is None or window == getattr(config, "sliding_window", None)
@@ -90,24 +86,16 @@ def _attention(
     scaling: float | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers.
+    """Attend, with the signature of transformers' attention functions.
 
-    Args:
-        module: the layer.
-        query: ``[1, heads, T, dim]``.
-        key: ``[1, key heads, T, dim]``; the heads of queries are a multiple of these.
-        value: ``[1, key heads, T, value dim]``.
-        attention_mask: what `_mask` returned.
-        dropout: probability.
-        scaling: of the scores; None: ``dim ** -0.5``.
-        other: for other attention functions.
-
-    Returns:
-        ``[1, T, heads, value dim]``, and no weights.
+    ``query`` is ``[1, heads, T, dim]``, ``key`` ``[1, key heads, T, dim]`` (heads are a multiple of key heads) and
+    ``value`` ``[1, key heads, T, value dim]``. ``attention_mask`` is a result of `_mask`, ``dropout`` a probability,
+    and ``scaling`` None means ``dim ** -0.5``. Returns ``[1, T, heads, value dim]``, and None in place of attention
+    weights.
 
     Raises:
-        ValueError: the layer wants attention sinks, capped scores, or within packed sequences anything else that is not
-            causal attention of the row to itself.
+        ValueError: the layer needs attention sinks, capped scores, or (within packed sequences) something other than
+            causal self-attention.
     """
     if unknown := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
         raise ValueError(f"{PACKED_ATTENTION!r} attention has no {unknown[0]!r}")  # sdpa may ignore it without a word
@@ -147,7 +135,6 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 @cache
 def _kernel_takes_groups() -> bool:
-    """Whether this torch's `varlen_attn` takes fewer heads of keys than of queries."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -163,22 +150,12 @@ def _in_one_kernel(
     longest = max(row.lengths)
     before = -1 if row.window is None else row.window - 1
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    out: Any = varlen_attn(
-        query,
-        key,
-        value,
-        row.cu_seqlens,
-        row.cu_seqlens,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(before, 0),
-        **options,
-    )
+    options |= {"scale": scale, "window_size": (before, 0)}
+    out: Any = varlen_attn(query, key, value, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
     return out[None]
 
 
-# Sequence by sequence, everywhere else.
+# Sequence by sequence, in all other cases.
 
 
 def _one_by_one(
@@ -199,7 +176,7 @@ def _one_by_one(
 def _within_window(
     attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> Iterator[torch.Tensor]:
-    """``[1, heads, n, dim]`` of some queries after the other, each with the keys that one of them sees, no others."""
+    """Yield ``[1, heads, n, dim]`` for each chunk of queries, computed with only the keys that its window reaches."""
     chunk = max(window, _LEAST_CHUNK)
     # Row i is query i of a chunk, column j the key that is window - 1 - j tokens before the chunk's first query.
     age = torch.arange(chunk, device=query.device)[:, None] - torch.arange(1 - window, chunk, device=query.device)

@@ -1,4 +1,4 @@
-"""What an engine counts, saved with its training state."""
+"""Counters of an engine, saved with its training state."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,14 +13,11 @@ _COUNTS = ("version", "optimizer_steps", "skipped_steps", "steps_since_schedule"
 
 @dataclass
 class EngineCounters:
-    """What an engine counts, and the states that others gave it; saved with its training state.
+    """Counters of an engine, and the objects registered with it. Saved with the training state.
 
-    Attributes:
-        version: weight version, as `FSDPEngine.set_version` left it.
-        optimizer_steps: updates made.
-        skipped_steps: updates not made because the gradient was not finite.
-        steps_since_schedule: updates made since the schedule last advanced.
-        states: name -> object of plain values, the same on every rank.
+    ``version`` is the policy version of the weights. ``skipped_steps`` had a gradient that was not finite.
+    ``steps_since_schedule`` counts updates since the schedule last advanced. ``states`` are registered objects by name,
+    whose states are plain values, the same on every rank.
     """
 
     version: int = 0
@@ -33,13 +30,13 @@ class EngineCounters:
     """Names that a checkpoint may lack."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts by name, and ``states`` if there are any."""
+        """Counters by name, and ``states`` if any object is registered."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         states = {name: thing.state_dict() for name, thing in self.states.items()}
         return {**counts, "states": states} if states else counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put counts and states back; an object that the checkpoint does not know starts anew, with a warning."""
+        """Restore counters and objects. An object without saved state keeps its initial state, with a warning."""
         for name in _COUNTS:
             setattr(self, name, int(state_dict[name]))
         saved = state_dict.get("states", {})

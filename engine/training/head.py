@@ -1,9 +1,9 @@
-"""A language-model head that answers with log-probabilities and entropies instead of logits.
+"""A language-model head that returns log-probabilities and entropies instead of logits.
 
-Under FSDP2 the head's weight is whole only inside the forward of the model, so the loss cannot apply the head later:
-while `scoring` is in force the head itself does, chunk by chunk (`score_tokens`), and the ``[tokens, vocab]`` logits
-never exist. What the model does with its head's output is then done to two numbers a token. Most models do nothing;
-those that scale or cap logits, or write into some of them, are found by `find_scoring_head`, which asks a twin.
+Under FSDP2 the weight of the head is complete only inside the model's forward, so the loss cannot apply the head later.
+Inside `scoring` the head itself computes the scores, chunk by chunk (`score_tokens`), and ``[tokens, vocab]`` logits
+never exist. The model then applies its own code after the head to two numbers per token. `find_scoring_head` excludes
+models for which this changes the result: those that scale, cap or edit logits.
 """
 
 from collections.abc import Iterator
@@ -28,24 +28,20 @@ from .unsharded import unsharded_class
 logger = get_logger(__name__)
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference (nats) that is put down to rounding, by the dtype that is computed in."""
+"""Largest difference (nats) that counts as rounding, by compute dtype."""
 _TOKENS = 24
 
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """A head that can do with less than logits.
-
-    Attributes:
-        linear: the layer itself.
-        n_model_hooks: on the forward of the model that it is of.
-    """
+    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward hooks on its
+    model."""
 
     linear: nn.Linear
     n_model_hooks: int
 
     def is_seen(self, model: PreTrainedModel) -> bool:
-        """Whether something has come between the head and the logits since: a hook, an adapter, another head."""
+        """Whether something now sees the logits: a hook, an adapter, another head."""
         return _linear_head(model) is not self.linear or count_forward_hooks(model) != self.n_model_hooks
 
 
@@ -53,14 +49,11 @@ class ScoringHead:
 def scoring(
     head: nn.Linear, mb: MicroBatch, temperature: float, packed: bool, chunk_size: int | None = None
 ) -> Iterator[None]:
-    """Let ``head`` return ``[..., 2]`` float32, log p of the next token and the entropy, in place of logits.
+    """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the entropy.
 
-    Args:
-        head: of the model, which is called once meanwhile, on the tokens of ``mb``.
-        mb: the tokens; one row of them when ``packed``, else padded as `MicroBatch.padded` does, with 0 at padding.
-        temperature: what logits are divided by.
-        packed: how the model is called.
-        chunk_size: tokens whose logits exist at a time; None: by their size.
+    The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded by
+    `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a time (None: by their
+    size).
     """
     targets, places = next_tokens(mb.data["input_ids"]), (mb.rows, mb.position_ids)
 
@@ -68,7 +61,7 @@ def scoring(
         rows = hidden[0, : len(targets)] if packed else hidden[places]
         scores = score_tokens(rows, head.weight, head.bias, targets, temperature, chunk_size)
         if packed:
-            return torch.stack([score[None] for score in scores], dim=-1)  # no view, which FSDP warns about
+            return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
         return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))
 
     head.forward = forward  # type: ignore[method-assign]  # hides that of the class
@@ -81,11 +74,12 @@ def scoring(
 def find_scoring_head(
     model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> ScoringHead | None:
-    """Find the model's head, if its output is the logits and nothing is done with them; else None, and a line says so.
+    """Find the model's head if its output is the logits and the model does not change them. Else log why and return
+    None.
 
-    All ranks of the model's mesh call it, best before the model has memory. A twin takes the float32 shard of a model
-    with a few layers, or, if such a one does not work, with all of them, for two short forwards. The model and torch's
-    generators are not touched.
+    Collective over the ranks of the model's mesh. Call it before the model has memory: a twin needs the float32 shard
+    of a model with a few layers (all layers, if that does not work) for two short forwards. The model and torch's
+    generators are not changed.
     """
     problem = "its head is no plain linear layer"
     if (head := _linear_head(model)) is not None:
@@ -111,7 +105,7 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 def _difference(
     model: PreTrainedModel, config: PretrainedConfig, device: torch.device, group: dist.ProcessGroup | None
 ) -> str | None:
-    """The difference between the scores of a twin and those of its logits; None if there is none on any rank."""
+    """Describe how a twin's scores differ from those of its logits. None if they agree on every rank."""
     mb = _one_sequence(probe_tokens(config, _TOKENS), device)
     ids, dtype, problem = mb.data["input_ids"], twin_dtype(config), None
     try:

@@ -1,13 +1,12 @@
-"""From a model's packed output to per-token log-probabilities, entropies and values.
+"""Per-token log-probabilities and entropies from a model's packed output.
 
-A vocabulary of 150k makes ``[T, V]`` logits, and their gradient, the largest tensors of a step. `score_tokens` never
-has them whole: it goes from hidden states through the head to ``[T]`` tensors, forward by chunks of tokens and backward
-by chunks of words, and computes the logits of a chunk twice. `token_logprobs` begins at logits that somebody else has
-made, and keeps nothing beside them.
+With a vocabulary of 150k, ``[T, V]`` logits and their gradient are the largest tensors of a step. `score_tokens` never
+has them whole: it computes ``[T]`` scores from hidden states, forward in chunks of tokens and backward in chunks of
+words, and computes the logits of a chunk twice. `token_logprobs` starts from given logits and keeps no copy.
 
-Both compute in float32, with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
-``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. There log p is held above -inf, so that a logit of -inf
-gives 0 and not NaN.
+Both compute in float32 with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
+``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. In the last two, log p is kept above -inf, so that a
+logit of -inf gives 0 instead of NaN.
 """
 
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ import torch
 from torch.nn.functional import linear
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Logits in float32 at a time: 128 MiB."""
+"""Number of float32 logits at a time: 128 MiB."""
 _LOWEST = -1e30
-"""Of log p, where it is multiplied with a p of 0."""
+"""Lower limit for log p where it is multiplied by a p of 0."""
 
 
 def token_logprobs(
@@ -29,19 +28,19 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token given what stands before it, and the entropy of that choice.
+    """Log-probability of each token given the earlier ones, and the entropy of that choice.
 
     Args:
-        output: ``[T, V]`` logits, of which row t predicts token t + 1; or the `ModelOutput` of these tokens, which need
-            not make logits for it.
+        output: ``[T, V]`` logits, where row t predicts token t + 1. Or the `ModelOutput` of these tokens, which may not
+            need logits.
         input_ids: ``[T]`` packed tokens.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-        temperature: what the sampler divided its logits by.
-        chunk_size: rows of logits upcast at a time; None: as many as `_CHUNK_ELEMENTS` allows.
+        temperature: divisor of the sampler's logits.
+        chunk_size: rows of logits upcast at a time. None: limited by `_CHUNK_ELEMENTS`.
 
     Returns:
-        logprobs and entropy, both ``[T]`` float32, aligned with the token they are about, and 0 at the first token
-        of every sequence. Both are differentiable with respect to the logits, or to what they are made of.
+        logprobs and entropy, both ``[T]`` float32, aligned with the token they describe, 0 at the first token of every
+        sequence, and differentiable.
     """
     if not isinstance(output, torch.Tensor):
         return output.at(temperature)
@@ -59,38 +58,27 @@ def score_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
-    Args:
-        hidden: ``[T, H]``, what the head is given.
-        weight: ``[V, H]``, of the head.
-        bias: ``[V]``, or None.
-        targets: ``[T]`` int64; entry t is the token after the one that row t of ``hidden`` has read.
-        temperature: what logits are divided by.
-        chunk_size: as in `token_logprobs`.
-
-    Returns:
-        both ``[T]`` float32 and differentiable with respect to ``hidden``, ``weight`` and ``bias``. Gradients of the
-        latter two are summed in one product for each chunk of words, so chunks cost no precision in bfloat16.
+    ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]`` or None, and ``targets`` ``[T]`` int64 the token
+    that follows each row. Both results are ``[T]`` float32, differentiable with respect to ``hidden``, ``weight`` and
+    ``bias``. Gradients of the latter two are summed in one product per chunk of words, so chunks cost no precision in
+    bfloat16.
     """
     return _OfHead.apply(hidden, weight, bias, targets, temperature, chunk_size)
 
 
 def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
-    """``[T]`` int64: the token after each one; after the last one of a sequence it means nothing."""
+    """``[T]`` int64: the next token at each position. The value at the last token of a sequence has no meaning."""
     return torch.roll(input_ids.long(), -1)
 
 
 def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Move what stands at the token before (where it was predicted) to the token itself; 0 at sequence starts.
-
-    Args:
-        per_prediction: ``[T]``; entry t is about token t + 1.
-        cu_seqlens: ``[n + 1]`` boundaries of the sequences.
-    """
+    """Move ``[T]`` values from the position that predicts a token to the token itself. The result is 0 at sequence
+    starts."""
     return torch.roll(per_prediction, 1).index_fill(0, cu_seqlens[:-1].long(), 0.0)
 
 
 def _chunks(length: int, width: int, elements: int) -> Iterator[slice]:
-    """Cuts ``length`` so that a chunk times ``width`` has at most so many elements, where that is possible."""
+    """Cut ``length`` into chunks of at most ``elements`` elements (chunk x width), and at least one row."""
     size = max(1, elements // max(1, width))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
@@ -101,7 +89,7 @@ def _chunk_elements(words: int, chunk_size: int | None) -> int:
 
 
 def _score(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``[t]`` log p(target), entropy and logsumexp of ``z [t, V]``, float32, which is used up by this."""
+    """``[t]`` log p(target), entropy and logsumexp of ``z [t, V]``, float32. Overwrites ``z``."""
     total = z.logsumexp(dim=-1)
     log_p = z.sub_(total[:, None])
     target_log_p = log_p.gather(1, targets[:, None]).squeeze(1)
@@ -115,19 +103,16 @@ def _grad_z(
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of ``z [t, v]``, any words of any tokens.
+    """Gradient of ``z [t, v]`` float32, for any words of any tokens. Overwrites ``z``.
 
-    Args:
-        z: float32; used up by this.
-        scores: ``[t]`` entropy and logsumexp over all words.
-        grads: ``[t]`` of log p(target) and of the entropy; None for 0.
-        targets: ``[t]``; beyond ``[0, v)`` where the target is not among these words.
+    ``scores`` are ``[t]`` entropy and logsumexp over all words, ``grads`` the ``[t]`` gradients of log p(target) and
+    entropy (None for 0). ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not among these words.
     """
     entropy, total = scores
     grad_logprobs, grad_entropy = grads
     log_p = z.sub_(total[:, None])
     if grad_entropy is None:
-        assert grad_logprobs is not None  # else nobody would ask
+        assert grad_logprobs is not None  # else no backward would be needed
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
         p = log_p.exp()
@@ -174,7 +159,7 @@ class _OfLogits(torch.autograd.Function):
 
 
 class _OfHead(torch.autograd.Function):
-    """`score_tokens`. What is kept for the backward is of the size of ``hidden``."""
+    """`score_tokens`. The tensors saved for the backward have the size of ``hidden``."""
 
     @staticmethod
     def forward(

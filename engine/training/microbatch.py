@@ -1,10 +1,9 @@
-"""Cuts a rank's share of a batch into packed micro-batches of about equal token counts, and puts results back.
+"""Cut a rank's share of a batch into packed micro-batches of about equal token counts, and restore results.
 
 Sequences are ragged, so padded rows waste compute (2.3 times measured on a ragged batch of 8) and equal row counts
-waste memory. Here the rows of a micro-batch are concatenated without padding, their tokens are balanced (`partition`),
-and every rank gets the same number of micro-batches, because each forward is a collective under FSDP. All of it is
-deterministic: ties go to the lower index. Cost: one copy of the batch, and one small collective, in which the ranks
-agree on the number of micro-batches and on what the whole batch weighs in the loss.
+waste memory. Rows are therefore concatenated without padding and balanced by tokens (`partition`). Every rank gets the
+same number of micro-batches, because each forward is a collective under FSDP. Ties go to the lower index, so the result
+is deterministic. Cost: one copy of the batch and one small collective.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,8 @@ from ...utils.distributed import gather_numbers_of, get_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
+from .batch import join_trajectories, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
-from .trajectories import join_trajectories
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -28,16 +25,15 @@ class MicroBatch:
     """Some rows of a batch, packed.
 
     Attributes:
-        data: what loss functions see. Tensors that were ``[B, S, ...]`` are ``[T, ...]``: the rows one after another
-            without padding; those that were ``[B]`` are ``[n]``. Always holds ``input_ids``, ``attention_mask``,
-            ``loss_mask`` (0 at the first token of every sequence, which nothing predicts), ``position_ids`` ``[T]``
-            int64 (restarts at 0 with every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (sequence ``i`` is
-            ``[cu_seqlens[i]:cu_seqlens[i + 1]]``).
-        indices: ``[n]`` int64, the rows of the original batch; empty for a dummy.
+        data: input of the loss functions. ``[B, S, ...]`` tensors become ``[T, ...]``, with rows concatenated and no
+            padding. ``[B]`` tensors become ``[n]``. Always contains ``input_ids``, ``attention_mask``, ``loss_mask`` (0
+            at the first token of a sequence, which nothing predicts), ``position_ids`` ``[T]`` int64 (restarts at 0 for
+            every sequence) and ``cu_seqlens`` ``[n + 1]`` int32 (boundaries of the sequences).
+        indices: ``[n]`` int64 rows of the original batch. Empty for a dummy.
         lengths: tokens of each sequence, on the host.
-        row_tokens: how many tokens a packed row is filled up to; 0: as it is.
-        longest: most tokens of a sequence that fills up a row; 0: as many as the longest of ``lengths``.
-        is_dummy: one token with loss mask 0, there only so that this rank joins its peers' collectives.
+        row_tokens: token count to which a packed row is filled up. 0: no filling.
+        longest: most tokens of a filler sequence. 0: as many as the longest of ``lengths``.
+        is_dummy: one token with loss mask 0, so that this rank can join the collectives of its peers.
     """
 
     data: Batch
@@ -59,12 +55,12 @@ class MicroBatch:
 
     @property
     def n_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return self.position_ids.shape[0]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same micro-batch on ``device``."""
-        ahead = torch.device(device).type == "cuda"  # the host would read what has not arrived yet
+        """Copy the micro-batch to ``device``."""
+        ahead = torch.device(device).type == "cuda"  # to the host, data could be read before it arrives
         data = {key: tensor.to(device, non_blocking=ahead) for key, tensor in self.data.items()}
         return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead))
 
@@ -78,16 +74,15 @@ class MicroBatch:
 
     @property
     def rows(self) -> torch.Tensor:
-        """``[T]`` int64, which of its sequences each token is of."""
+        """``[T]`` int64 index of each token's sequence in this micro-batch."""
         lengths = self.cu_seqlens.diff()
         numbers = torch.arange(len(lengths), device=lengths.device)
         return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
     def row(self) -> "MicroBatch":
-        """The input of a model that can be packed: the tokens, filled up to ``row_tokens`` with zeros.
+        """Input for a model that supports packing: the tokens, filled up to ``row_tokens`` with zeros.
 
-        The zeros are sequences behind the others, none longer than the longest of these, whose positions the model
-        takes.
+        The zeros form extra sequences at the end, none longer than the longest real one.
         """
         n_more = self.row_tokens - self.n_tokens
         data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
@@ -106,9 +101,9 @@ class MicroBatch:
         return replace(self, data=filled, lengths=(*self.lengths, *[longest] * whole, *[rest] * (rest > 0)))
 
     def padded(self) -> Batch:
-        """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that cannot be packed.
+        """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that does not support packing.
 
-        ``output[mb.rows, mb.position_ids]`` brings the model's ``[n, longest, ...]`` output to ``[T, ...]``.
+        ``output[mb.rows, mb.position_ids]`` turns the ``[n, longest, ...]`` output into ``[T, ...]``.
         """
         input_ids = self.position_ids.new_zeros((len(self.lengths), max(self.lengths)))
         mask, places = input_ids.clone(), (self.rows, self.position_ids)
@@ -116,63 +111,13 @@ class MicroBatch:
         return {"input_ids": input_ids, "attention_mask": mask}
 
 
-def validate_batch(batch: Batch) -> None:
-    """Check that a batch can be packed.
-
-    Raises:
-        BatchError: ``input_ids`` or ``attention_mask`` is missing, not ``[B, S]`` or of a wrong dtype; there are no
-            sequences; a mask row is not ones followed by zeros, or has no token; another entry is no tensor, or
-            neither ``[B, S, ...]`` nor ``[B]``. The message names the key and the rows.
-    """
-    for key in ("input_ids", "attention_mask"):
-        if key not in batch:
-            raise BatchError(f"the batch has no {key!r}; it has {sorted(batch)}")
-    for key, tensor in batch.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise BatchError(f"batch[{key!r}] is a {type(tensor).__name__}; expected a torch.Tensor")
-    input_ids, mask = batch["input_ids"], batch["attention_mask"]
-    if input_ids.dim() != 2:
-        raise BatchError(f"batch['input_ids'] has shape {list(input_ids.shape)}; expected [batch, seqlen]")
-    if input_ids.dtype not in _INTEGERS:
-        raise BatchError(f"batch['input_ids'] has dtype {input_ids.dtype}; expected token ids of an integer dtype")
-    if input_ids.numel() == 0:
-        raise BatchError(f"the batch is empty: batch['input_ids'] has shape {list(input_ids.shape)}")
-    if mask.shape != input_ids.shape:
-        raise BatchError(f"batch['attention_mask'] has shape {list(mask.shape)}, input_ids {list(input_ids.shape)}")
-    for key, tensor in batch.items():
-        if tensor.shape != input_ids.shape[:1] and tensor.shape[:2] != input_ids.shape:
-            expected = f"{list(input_ids.shape)} (per token) or {list(input_ids.shape[:1])} (per sequence)"
-            raise BatchError(f"batch[{key!r}] has shape {list(tensor.shape)}; expected {expected}")
-    _validate_mask(mask)
-
-
-def _validate_mask(mask: torch.Tensor) -> None:
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise BatchError("batch['attention_mask'] holds values other than 0 and 1")
-    mask = mask.bool()
-    if bool((empty := ~mask.any(dim=1)).any()):
-        raise BatchError(f"row(s) {_rows(empty)} have no token: batch['attention_mask'] is all zeros there")
-    if bool((ragged := (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)).any()):
-        raise BatchError(
-            f"row(s) {_rows(ragged)} are not right-padded: each row of batch['attention_mask'] must be ones, then zeros"
-        )
-
-
-def _rows(flags: torch.Tensor) -> str:
-    rows = flags.nonzero().flatten().tolist()
-    return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
-
-
 @dataclass(frozen=True)
 class WeighedBatch:
-    """This rank's share of a batch, cut into micro-batches, and what they count in the loss.
+    """This rank's micro-batches (as many on every rank) and their weights in the loss (0 for a dummy).
 
-    Attributes:
-        micro_batches: as many on every rank.
-        weights: of each micro-batch; 0 for a dummy.
-        total: what the weights of all ranks add up to, as far as they were known when the ranks agreed.
-        correction: how much more the weights of this rank add up to than ``total`` says. Not 0 only if the batch was
-            cut once more after that, and ``loss_weight_fn`` gives the parts of a micro-batch another weight in all.
+    ``total`` is the sum of the weights over all ranks, as known when the ranks agreed. ``correction`` is the excess of
+    this rank's weights over its part of ``total``. It is not 0 only if the batch was then cut further and
+    ``loss_weight_fn`` gives the parts of a micro-batch another total weight.
     """
 
     micro_batches: list[MicroBatch]
@@ -193,23 +138,23 @@ def split_batch(
     row_tokens: int = 0,
     max_model_len: int | None = None,
 ) -> list[MicroBatch]:
-    """Cut this rank's ``batch`` into packed micro-batches, as many on every rank of ``group``.
+    """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of ``group``.
 
-    There are at least ``spec.n_mbs`` of them, and as many more as keep each within ``spec.max_tokens_per_mb`` (only
-    a single longer sequence exceeds it). The largest comes first, so that what runs at the same time on
-    different ranks is of like size. A rank with fewer sequences than micro-batches fills up with dummies.
+    The number is at least ``spec.n_mbs`` and keeps each micro-batch within ``spec.max_tokens_per_mb`` (only a single
+    longer sequence exceeds it). The largest comes first, so that ranks work on similar sizes at the same time. A rank
+    with fewer sequences than micro-batches adds dummies.
 
     Args:
-        batch: padded; without ``loss_mask``, every token but the first of a sequence counts. Or a list of such, which
-            is joined first.
+        batch: a padded batch, or a list of them to be joined. Without ``loss_mask``, every token except the first of a
+            sequence counts.
         spec: limits and algorithm.
-        group: ranks that must agree on the number; None is the default group (or no other rank at all).
-        row_tokens: of each micro-batch, see `MicroBatch`.
-        max_model_len: most tokens of a sequence; None: no limit.
+        group: ranks that must agree on the number. None: the default group (or no other rank).
+        row_tokens: see `MicroBatch`.
+        max_model_len: most tokens of a sequence. None: no limit.
 
     Raises:
-        BatchError: see `validate_batch` and `join_trajectories`; or ``spec.granularity`` does not divide the number of
-            sequences; or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`.
+        BatchError: see `validate_batch` and `join_trajectories`. Or ``spec.granularity`` does not divide the number of
+            sequences, or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`.
     """
     cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), row_tokens, max_model_len)
     return _cut_together(cutter, group).micro_batches
@@ -223,13 +168,12 @@ def split_and_weigh(
     row_tokens: int = 0,
     max_model_len: int | None = None,
 ) -> WeighedBatch:
-    """`split_batch`, with the weight of each micro-batch; in the same small collective.
+    """`split_batch`, and the weight of each micro-batch, in the same collective.
 
     Raises:
-        BatchError: see `split_batch`; the other ranks raise `PeerError`. Or no token counts on any rank.
-        Exception: whatever ``loss_weight_fn`` raised; the other ranks raise `PeerError`. If it raises only when this
-            rank cuts once more, because another one has more micro-batches, the others wait for the group's timeout,
-            as for an error of the loss.
+        BatchError: no token counts on any rank. Or see `split_batch`. The other ranks raise `PeerError`.
+        Exception: ``loss_weight_fn`` raised it. The other ranks raise `PeerError`. If it only fails when this rank cuts
+            further because another rank has more micro-batches, the others wait for the group's timeout.
     """
     weighed = _cut_together(_Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len), group)
     if not weighed.total > 0:
@@ -245,13 +189,9 @@ def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> Weighed
 
 
 class _Cutter:
-    """Cuts a batch into micro-batches, and then into more of them, of which only the new ones are packed and weighed.
+    """Cuts a batch, and later cuts it further. Only new parts are packed and weighed.
 
-    What is distributed over bins are units: ``spec.granularity`` adjacent rows each.
-
-    Attributes:
-        micro_batches: by tokens, the largest first; dummies come last.
-        weights: of each.
+    Bins contain units of ``spec.granularity`` adjacent rows. ``micro_batches`` are sorted, largest first, dummies last.
     """
 
     def __init__(
@@ -272,7 +212,7 @@ class _Cutter:
         self.weights: list[float] = []
 
     def cut(self) -> tuple[float, float]:
-        """Cut into as few as the limits allow; their number, and what they weigh together."""
+        """Cut into as few micro-batches as the limits allow. Return their number and total weight."""
         self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
         self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
@@ -293,7 +233,7 @@ class _Cutter:
         return len(self._bins), sum(self.weights)
 
     def cut_further(self, n_mbs: int) -> None:
-        """Cut into ``n_mbs`` or a few more, as the spec asks; where sequences are lacking, add dummies."""
+        """Cut into ``n_mbs``, rounded up as the spec requires. Add dummies if there are too few sequences."""
         n_mbs = self._spec.rounded(n_mbs)
         self._pack(split_until(self._bins, min(n_mbs, len(self._unit_lengths)), self._unit_lengths))
         if self._spec.max_tokens_per_mb is None:
@@ -303,7 +243,6 @@ class _Cutter:
         self.weights += [0.0] * n_dummies
 
     def _pack(self, bins: list[list[int]]) -> None:
-        """Pack and weigh those of ``bins`` that are new."""
         done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
         self._bins = sorted(bins, key=lambda units: (-sum(self._unit_lengths[unit] for unit in units), units[0]))
         new = [units for units in self._bins if tuple(units) not in done]
@@ -318,7 +257,7 @@ class _Cutter:
 
 
 def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> list[float]:
-    """What ``loss_weight_fn`` gives for each micro-batch; one wait for the device in all."""
+    """Call ``loss_weight_fn`` for each micro-batch. Waits for the device once."""
     numbers = [loss_weight_fn(mb.data) for mb in micro_batches]
     given = [torch.as_tensor(number, dtype=torch.float64).reshape(()) for number in numbers]
     device = next((weight.device for weight in given if weight.is_cuda), torch.device("cpu"))  # they may be on both
@@ -328,19 +267,12 @@ def weigh(micro_batches: Sequence[MicroBatch], loss_weight_fn: LossWeightFn) -> 
 def unpack(
     outputs: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], batch_size: int, seqlen: int
 ) -> torch.Tensor:
-    """Put per-token results back where `split_batch` took the tokens from.
+    """Put per-token ``outputs``, one ``[T_i, ...]`` per micro-batch of `split_batch`, back into ``[B, S, ...]``.
 
-    Args:
-        outputs: one ``[T_i, ...]`` tensor a micro-batch; what a dummy gave is dropped.
-        micro_batches: what `split_batch` returned, in the same order.
-        batch_size: B.
-        seqlen: S.
-
-    Returns:
-        ``[B, S, ...]`` of the outputs' dtype, zeros at padding.
+    Padding is zero. Outputs of dummies are dropped.
 
     Raises:
-        BatchError: an output has not one row a token.
+        BatchError: an output does not have one row per token.
     """
     result = outputs[0].new_zeros((batch_size, seqlen, *outputs[0].shape[1:]))
     for output, mb in zip(outputs, micro_batches, strict=True):
@@ -357,21 +289,8 @@ def expand_to_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Te
     return torch.repeat_interleave(values, cu_seqlens.diff().to(values.device).long(), dim=0)
 
 
-def sequence_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row of a padded batch."""
-    return batch["attention_mask"].bool().sum(dim=1).tolist()
-
-
-def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows of a padded batch, cut to the longest of them."""
-    index = torch.tensor(rows, dtype=torch.int64, device=batch["input_ids"].device)
-    longest = max(int(batch["attention_mask"][index].bool().sum(dim=1).max()), 1)
-    picked = {key: tensor[index] for key, tensor in batch.items()}
-    return {key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()}
-
-
 def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int], row_tokens: int) -> MicroBatch:
-    """All sizes are known on the host, so nothing here waits for the device of the batch."""
+    """Sizes are known on the host, so this never waits for the device of the batch."""
     device = batch["input_ids"].device
     indices = torch.tensor(rows, dtype=torch.int64)
     row_lengths = torch.tensor([lengths[row] for row in rows], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a loss function of an actor is given: the model's answer about a micro-batch, computed when it is asked for."""
+"""Output of a model for one micro-batch, computed when the loss function asks for it."""
 
 from typing import Any
 
@@ -8,27 +8,21 @@ from transformers import PreTrainedModel
 from ...utils.compat.torch_private import tree_map
 from ...utils.errors import BatchError
 from ..config import TrainEngineConfig
+from .attention import packed_row
 from .head import ScoringHead, scoring
 from .logprobs import align_with_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .packing import model_output
 
 
 class ModelOutput:
-    """Log-probabilities and entropies of a micro-batch's tokens, or its logits. The model runs at the first question.
+    """Log-probabilities and entropies of a micro-batch's tokens, or its logits. The first access runs the model.
 
-    `logprobs`, `entropy` and `at` come out of the model's head chunk by chunk, so ``[tokens, vocab]`` logits, and
-    their gradient, never exist. `logits` is for losses that need them, and holds them whole; a loss that takes both
-    takes the logits first. All are differentiable.
+    - `logprobs`, `entropy` and `at` are computed by the ``head`` (of `find_scoring_head`) chunk by chunk, so ``[tokens,
+      vocab]`` logits and their gradient never exist.
+    - `logits` holds them whole. A loss that needs both must take the logits first.
 
-    Used as a tensor (``output / 2``, ``torch.softmax(output, -1)``, ``output.shape``) it is its logits, so a loss
-    function that was written for those is right as it is.
-
-    Args:
-        model: of the engine.
-        mb: on the model's device.
-        config: of the engine: how the model is called, and the temperature of `logprobs` and `entropy`.
-        head: from `find_scoring_head`; None if all has to come from logits.
+    All are differentiable. Used as a tensor (``output / 2``, ``torch.softmax(output, -1)``, ``output.shape``) it
+    behaves like its logits, so loss functions written for logits work unchanged.
     """
 
     def __init__(
@@ -41,22 +35,22 @@ class ModelOutput:
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """``[T]`` float32: log-probability of each token, 0 at the first one of a sequence, at the engine's
-        temperature."""
+        """``[T]`` float32: log-probability of each token at the engine's temperature, 0 at the first token of a
+        sequence."""
         return self.at(self._config.temperature)[0]
 
     @property
     def entropy(self) -> torch.Tensor:
-        """``[T]`` float32, nats: of the choice of each token, 0 at the first one of a sequence, at the engine's
-        temperature."""
+        """``[T]`` float32, nats: entropy of each token's choice at the engine's temperature, 0 at the first of a
+        sequence."""
         return self.at(self._config.temperature)[1]
 
     @property
     def logits(self) -> torch.Tensor:
-        """``[T, V]`` in the dtype that the model computes in; row t is about token t + 1.
+        """``[T, V]`` in the compute dtype. Row t predicts token t + 1.
 
         Raises:
-            BatchError: the model has answered another question already.
+            BatchError: log-probabilities were computed before.
         """
         if self._logits is None:
             self._refuse_second("logits")
@@ -64,10 +58,10 @@ class ModelOutput:
         return self._logits
 
     def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logprobs` and `entropy` when the logits are divided by ``temperature``.
+        """`logprobs` and `entropy` with logits divided by ``temperature``.
 
         Raises:
-            BatchError: they were asked for at another temperature, and the logits were not taken before.
+            BatchError: they were computed before at another temperature, without taking the logits first.
         """
         if temperature not in self._scores:
             self._scores[temperature] = self._score(temperature)
@@ -83,7 +77,7 @@ class ModelOutput:
         return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
 
     def _refuse_second(self, what: str) -> None:
-        # A second forward would be a collective that ranks without a loss token do not take part in.
+        # A second forward would be a collective in which ranks without a loss token do not take part.
         if self._scores:
             raise BatchError(
                 f"the loss function asked for {what} after log-probabilities at temperature "
@@ -110,3 +104,15 @@ def _of_logits(name: str) -> Any:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem", "len"):
     setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))
+
+
+def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.Tensor:
+    """Run the model: ``[tokens, vocab]`` logits (actor) or ``[tokens]`` float32 values (critic), in packed order."""
+    if packed:
+        row = mb.row()
+        ids, positions = row.data["input_ids"][None], row.position_ids[None]
+        with packed_row(row.lengths, row.cu_seqlens):
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, : mb.n_tokens]
+    else:
+        logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
+    return logits[:, 0].float() if logits.shape[-1] == 1 else logits

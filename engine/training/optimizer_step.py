@@ -1,14 +1,16 @@
-"""One update from the present gradients: clipped, and left out when they are not finite."""
+"""One update from the current gradients: clip them, then step unless they are not finite."""
 
 import math
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ...utils.compat.torch_private import foreach_mul_, foreach_norm
 from ...utils.logging import get_logger
 from .counters import EngineCounters
-from .distributed import clip_grad_norm, unreached
+from .sharding import zero_filled
 
 logger = get_logger(__name__)
 
@@ -22,17 +24,15 @@ def clip_and_step(
     weight: float = 1.0,
     correction: float = 0.0,
 ) -> dict[str, float]:
-    """Clip and update, and count it. See `clip_grad_norm` for the arguments.
+    """Clip the gradients, update, and count it. See `clip_grad_norm` for the arguments.
 
-    Parameters that no rank reached are not updated, as without sharding.
-
-    Returns:
-        ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (of this step), and ``update_skipped`` (0 or
-        1), also as AReaL's ``update_successful``: 1 when the norm was finite.
+    Parameters that no rank reached are not updated, as without sharding. Returns ``loss`` (over all ranks),
+    ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1) and its complement
+    ``update_successful``.
     """
     lr = float(optimizer.param_groups[0]["lr"])
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
-    loss_sum, grad_norm, *n_without = result.tolist()  # a step's one wait
+    loss_sum, grad_norm, *n_without = result.tolist()  # the only wait of a step
     for param, n_ranks in zip(unreached(model), n_without, strict=True):
         if n_ranks == dist.get_world_size():
             param.grad = None
@@ -47,3 +47,41 @@ def clip_and_step(
     optimizer.zero_grad()
     updated = {"update_skipped": float(skipped), "update_successful": float(not skipped)}
     return {"loss": loss_sum, "grad_norm": grad_norm, "lr": lr, **updated}
+
+
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, loss: torch.Tensor, weight: float = 1.0, correction: float = 0.0
+) -> torch.Tensor:
+    """Scale the gradient down if its L2 norm over all ranks exceeds ``max_norm``. Nothing here waits for the device.
+
+    ``loss`` is this rank's part of the loss, a scalar on the device. ``weight`` is the divisor of loss and gradient,
+    the same on every rank, and ``correction`` its excess on this rank (see `WeighedBatch`). One all-reduce carries
+    everything. Norms are combined as in torch's ``clip_grad_norm_``.
+
+    Returns:
+        ``[2 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm before clipping, and for
+        each of the n parameters that are `unreached` here the number of ranks that did not reach it.
+    """
+    params = [param for param in model.parameters() if param.grad is not None]
+    grads = [param.grad for param in params]
+    assert all(isinstance(grad, DTensor) and all(cut.is_shard() for cut in grad.placements) for grad in grads)
+    local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
+    norms = torch.stack(foreach_norm(local, 2.0))
+    n_grads, filled = len(grads), zero_filled.get(model, set())
+    missing = [index for index, param in enumerate(params) if param in filled]
+    n_without = norms.new_zeros(n_grads, dtype=torch.float64)
+    for index in missing:  # one write each, because a copy from the host would wait
+        n_without[index] = 1.0
+    squares, numbers = norms.square().double(), (loss.double()[None], loss.new_full((1,), correction).double())
+    sums = torch.cat([squares, n_without, *numbers])
+    dist.all_reduce(sums, group=grads[0].device_mesh.get_group())  # type: ignore[union-attr]
+    factor = weight / (weight + sums[-1])  # exactly 1 without a correction
+    norm = torch.linalg.vector_norm(sums[:n_grads].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
+    foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype))
+    return torch.stack([sums[-2] * factor, norm.double(), *(sums[n_grads + index] for index in missing)])
+
+
+def unreached(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters with a gradient that no backward since the last step reached on this rank."""
+    filled = zero_filled.get(model, set())
+    return [param for param in model.parameters() if param.grad is not None and param in filled]

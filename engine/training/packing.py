@@ -1,14 +1,12 @@
-"""Run a model on a micro-batch, packed into one row or padded, and make sure that packing is safe for this model.
+"""Check that packing is safe for a model.
 
-A transformers model sees where a sequence starts from ``position_ids`` alone, and only without a cache; our attention
-(`attention`), which takes the place of ``sdpa`` where it can, from the boundaries themselves. A model that does not
-look lets sequences see each other without an error; one that cuts windows by places in the row (chunks, top-k of all
-tokens) is wrong although nothing leaks. So `check_packing` asks the architecture itself: a sequence behind another one
-must come out as transformers computes it alone.
+A transformers model sees sequence starts only in ``position_ids``, and only without a cache. Our attention
+(`attention`) gets the boundaries. A model that ignores both lets sequences see each other without an error. One that
+cuts windows by positions in the row (chunks, top-k of all tokens) is wrong although nothing leaks. So `check_packing`
+tests the architecture: a sequence behind another one must give the same output as alone.
 
-The weights of the run are not asked, because they may hide a leak. The question goes to a twin of the model
-(`twin_of`) with windows of a few tokens. Measured on 160 architectures: packed ones differ by at most 3e-7 (relative),
-all others by 3e-3 and more.
+The test runs on a twin (`twin_of`) with windows of a few tokens, because the weights of the run may hide a leak.
+Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), all others by 3e-3 and more.
 """
 
 import copy
@@ -27,7 +25,6 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
-from .microbatch import MicroBatch
 from .rotary import length_boundaries, move_boundary
 from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
@@ -35,26 +32,14 @@ from .unsharded import unsharded_class
 logger = get_logger(__name__)
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference (root mean square) that is put down to rounding, by the dtype that is computed in."""
+"""Largest relative difference (root mean square) that counts as rounding, by compute dtype."""
 
 _WINDOW = re.compile(r"window(_size)?$|^attention_chunk_size$|^local_attention$|^index_(topk|block_size)")
-"""Config keys that say how many tokens an attention sees, or into how many it cuts the row."""
+"""Config keys for the number of tokens that an attention sees, or into which it cuts the row."""
 _WINDOW_TOKENS = 8
 _LENGTHS = (11, 24, 6)
-"""Tokens of the sequences in a row: the first no multiple of a window, the second several windows, the last less than
-one. The last two are compared with themselves alone."""
-
-
-def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.Tensor:
-    """``[tokens, vocab]`` logits of an actor, ``[tokens]`` values of a critic (float32), in packed order."""
-    if packed:
-        row = mb.row()
-        ids, positions = row.data["input_ids"][None], row.position_ids[None]
-        with packed_row(row.lengths, row.cu_seqlens):
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, : mb.n_tokens]
-    else:
-        logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
-    return logits[:, 0].float() if logits.shape[-1] == 1 else logits
+"""Tokens of the sequences in a row: the first is no multiple of a window, the second has several windows, the last less
+than one. The last two are compared with themselves alone."""
 
 
 def prepare_packing(
@@ -64,15 +49,9 @@ def prepare_packing(
     group: dist.ProcessGroup | None = None,
     max_row_tokens: int | None = None,
 ) -> None:
-    """Put our attention in the place of ``sdpa``, unless that was asked for or the model cannot do with it, and check.
+    """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then `check_packing`.
 
-    Args:
-        model: see `check_packing`; changed in which attention its configs name, which no ``config.json`` says.
-        attn_impl: the attention that was asked for.
-        device, group, max_row_tokens: see `check_packing`.
-
-    Raises:
-        ConfigError: see `check_packing`.
+    This changes the attention in the model's configs, which is not part of ``config.json``.
     """
     if attn_impl is None and attention_of(_text(model.config)) == "sdpa" and model.is_backend_compatible():
         set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
@@ -96,15 +75,10 @@ def check_packing(
 ) -> None:
     """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
 
-    All ranks of the model's mesh call it. It takes the memory of a float32 shard and three short forwards (six, for a
-    model that cannot be packed), and touches neither the model nor torch's generators.
-
-    Args:
-        model: sharded by `fully_shard` or not, on the meta device or not; its parameters are not read.
-        device: where to compute.
-        group: control group, over which the ranks agree; None takes the default group.
-        max_row_tokens: most tokens that a row will be packed of; None: no limit. A model whose windows are cut by
-            places in the row may be packed into rows that are no longer than its smallest window.
+    Collective over the ranks of the model's mesh. It takes the memory of a float32 shard and three short forwards (six
+    for a model that does not support packing). The parameters are not read, and neither the model nor torch's
+    generators change. A model that cuts windows by positions in the row works with rows of at most its smallest window
+    (``max_row_tokens``).
     """
     windows = _windows(model.config)
     if _comes_out_alike(model, windows, device, group):
@@ -123,7 +97,7 @@ def check_packing(
 
 
 def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """Windows, and lengths beyond which rotary frequencies change, by config key; those larger than in a twin."""
+    """Windows, and lengths beyond which rotary frequencies change, by config key. Only those larger than in a twin."""
     lengths = {key: value for key, value in vars(_text(config)).items() if _WINDOW.search(key) and type(value) is int}
     lengths |= length_boundaries(config)
     return {key: value for key, value in lengths.items() if value > _WINDOW_TOKENS}
@@ -136,7 +110,7 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
 def _comes_out_alike(
     model: PreTrainedModel, small: Collection[str], device: torch.device, group: dist.ProcessGroup | None
 ) -> bool:
-    """Whether a twin, its windows ``small`` of few tokens, computes a sequence behind another one as it does alone."""
+    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone."""
     config = copy.deepcopy(model.config)
     for key in small:
         if key in length_boundaries(config):
@@ -168,9 +142,9 @@ def _difference_is_small(
             with _row_of(*lengths, device=device):
                 row = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
             for sequence, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
-                # Ours is compared with transformers'; in bfloat16, where the two are rounded differently, with itself.
+                # In float32 ours is compared with transformers', in bfloat16 with itself, because rounding differs.
                 with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
-                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions of its own
+                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions from 0
                 differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
             if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):

@@ -1,4 +1,4 @@
-"""Sequences distributed over bins of about equal token counts; deterministic: ties go to the lower index."""
+"""Distribute sequences over bins of about equal token counts. Deterministic: ties go to the lower index."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,17 +10,15 @@ from ..config import MicroBatchSpec
 logger = get_logger(__name__)
 
 LONG_ROW_TOKENS = 16384
-"""A row of several sequences that is longer, and that nothing limits, is warned about."""
+"""Length above which an unlimited row with several sequences causes a warning."""
 
 
 def partition(lengths: Sequence[int], n_bins: int, algorithm: str = "ffd") -> list[list[int]]:
     """Distribute indices over ``n_bins <= len(lengths)`` non-empty bins with nearly equal sums of ``lengths``.
 
-    ``ffd`` puts the longest first into the lightest bin (Graham, "Bounds on multiprocessing timing anomalies",
-    1969: at most 4/3 of the optimum); ``kk`` is Karmarkar and Karp's largest differencing method (1982).
-
-    Returns:
-        bins of ascending indices; together they hold every index once.
+    ``ffd`` puts the longest first into the lightest bin (Graham, "Bounds on multiprocessing timing anomalies", 1969: at
+    most 4/3 of the optimum). ``kk`` is Karmarkar and Karp's largest differencing method (1982). Indices ascend in each
+    bin.
     """
     bins = _differencing(lengths, n_bins) if algorithm == "kk" else _longest_first(lengths, n_bins)
     return [sorted(rows) for rows in bins]
@@ -55,7 +53,7 @@ def _descending(lengths: Sequence[int]) -> list[int]:
 
 
 def _first_fit_count(lengths: Sequence[int], capacity: int) -> int:
-    """How many bins of ``capacity`` first fit decreasing opens (Johnson, 1973: at most 11/9 of the optimum + 1)."""
+    """Bins of ``capacity`` that first fit decreasing opens (Johnson, 1973: at most 11/9 of the optimum + 1)."""
     rooms: list[int] = []
     for index in _descending(lengths):
         fitting = next((bin_id for bin_id, room in enumerate(rooms) if room >= lengths[index]), None)
@@ -67,9 +65,9 @@ def _first_fit_count(lengths: Sequence[int], capacity: int) -> int:
 
 
 def partition_within(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
-    """The smallest balanced partition of at least ``spec.n_mbs`` bins that keeps to ``spec.max_tokens_per_mb``.
+    """The smallest balanced partition into at least ``spec.n_mbs`` bins within ``spec.max_tokens_per_mb``.
 
-    Bins are as many as ``spec.n_mbs_divisor`` allows, or one for each of ``lengths``.
+    The number of bins is a multiple of ``spec.n_mbs_divisor``, or one per entry of ``lengths``.
     """
     capacity = spec.max_tokens_per_mb or sum(lengths)
     needed = _first_fit_count(lengths, capacity) if spec.packing_algorithm == "ffd" else -(-sum(lengths) // capacity)
@@ -82,7 +80,7 @@ def partition_within(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[
 
 
 def split_until(bins: list[list[int]], n_bins: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Halve the heaviest divisible bin until there are ``n_bins``; none of them grows."""
+    """Halve the heaviest divisible bin until there are ``n_bins``. No bin grows."""
     bins = list(bins)
     while len(bins) < n_bins:
         divisible = [rows for rows in bins if len(rows) > 1]
@@ -102,7 +100,7 @@ def warn_of_long_rows(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> 
 
 @cache
 def _warn_of_row_longer_than(n_tokens: int) -> None:
-    """Once a process for each power of two."""
+    """Once per process for each power of two."""
     logger.warning(
         "several sequences are packed into a row of more than %d tokens, because config key "
         "'mb_spec.max_tokens_per_mb' is null: with attn_impl sdpa or eager, attention takes %.2g GiB or more for the "

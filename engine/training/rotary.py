@@ -1,17 +1,17 @@
-"""Rotary frequencies that are fixed by the configuration, so that a sequence never depends on its neighbours.
+"""Rotary frequencies fixed by the configuration, so that a sequence never depends on its neighbours.
 
-Two kinds of scaling choose frequencies by length. transformers asks the longest sequence of a packed row or a padded
-batch, so a short sequence beside a long one gets other log-probabilities than alone:
+Two kinds of scaling choose frequencies by length. transformers uses the longest sequence of a packed row or padded
+batch, so a short sequence next to a long one gets other log-probabilities than alone:
 
-- ``longrope`` has short factors up to ``original_max_position_embeddings`` tokens and long factors beyond;
+- ``longrope`` has short factors up to ``original_max_position_embeddings`` tokens and long factors beyond.
 - ``dynamic`` raises the base for sequences beyond ``max_position_embeddings``.
 
-Inference servers cannot change frequencies under their cache, so they choose once, when they start.
-`fix_frequencies` makes the choice of vLLM for a model:
+Inference servers cannot change frequencies under their cache, so they choose once, at startup. `fix_frequencies` makes
+the same choice as vLLM:
 
 - ``longrope``: the long factors if ``max_model_len`` exceeds the original length, else the short ones.
-- ``dynamic``: the base as it is up to ``max_position_embeddings`` tokens. If ``max_model_len`` exceeds them, where vLLM
-  has no frequencies, the base for ``factor * max_position_embeddings`` tokens, as in SGLang.
+- ``dynamic``: the unchanged base up to ``max_position_embeddings`` tokens. If ``max_model_len`` exceeds that, vLLM has
+  no frequencies, so the base for ``factor * max_position_embeddings`` tokens is used, as in SGLang.
 
 Without ``max_model_len`` the original length is the limit.
 """
@@ -30,17 +30,13 @@ _ORIGINAL, _MOST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
-    """Give every rotary module of ``model`` one set of frequencies for all lengths.
+    """Give every rotary module of ``model``, on meta, one set of frequencies for all lengths up to ``max_model_len``.
 
-    The modules get configs of their own. ``model.config``, which is exported, stays as it is.
-
-    Args:
-        model: on the meta device; its buffers are computed later, from the configs of their modules.
-        max_model_len: see `TrainEngineConfig`.
+    The modules get their own configs. ``model.config``, which is exported, does not change.
 
     Raises:
-        ConfigError: the model chooses frequencies by length in code of its own, and ``max_model_len`` exceeds the
-            length up to which its choice is the same for all sequences.
+        ConfigError: custom code of the model chooses frequencies by length, and ``max_model_len`` exceeds the length up
+            to which the choice is the same for all sequences.
     """
     modules = list(_rotary_modules(model))
     for module in modules:
@@ -57,14 +53,9 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
 
 
 def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int | None:
-    """The most tokens that a sequence may have: ``max_model_len``, or without it the length of the frequencies.
+    """Most tokens of a sequence: ``max_model_len``, or without it the length limit of the frequencies (None: no limit).
 
-    Args:
-        model: after `fix_frequencies`.
-        max_model_len: see `TrainEngineConfig`.
-
-    Returns:
-        None if nothing limits sequences.
+    Call it after `fix_frequencies`.
     """
     if max_model_len is not None:
         return max_model_len
@@ -81,7 +72,7 @@ def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int |
 
 
 def length_boundaries(config: PretrainedConfig) -> dict[str, int]:
-    """Config keys, each with the length beyond which transformers takes other frequencies. Empty for most models."""
+    """Config keys with the length beyond which transformers changes frequencies. Empty for most models."""
     text = config.get_text_config(decoder=True)
     found = {}
     for scaling in _scalings(text):
@@ -92,13 +83,8 @@ def length_boundaries(config: PretrainedConfig) -> dict[str, int]:
 
 
 def move_boundary(config: PretrainedConfig, key: str, length: int) -> None:
-    """Change a config so that frequencies change beyond ``length`` tokens.
-
-    Args:
-        config: of a twin.
-        key: one of `length_boundaries`.
-        length: tokens.
-    """
+    """Change a twin's config so that frequencies change beyond ``length`` tokens. ``key`` is one of
+    `length_boundaries`."""
     text = config.get_text_config(decoder=True)
     if hasattr(text, key):
         setattr(text, key, length)
@@ -108,14 +94,14 @@ def move_boundary(config: PretrainedConfig, key: str, length: int) -> None:
 
 
 def _rotary_modules(model: nn.Module) -> Iterator[Any]:
-    """Modules that choose their frequencies as transformers does (its ``dynamic_rope_update``)."""
+    """Modules that choose their frequencies with transformers' ``dynamic_rope_update``."""
     for module in model.modules():
         if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PretrainedConfig):
             yield module
 
 
 def _kinds(module: Any) -> dict[str | None, str]:
-    """Kinds of scaling by layer type, under None if all layers have the same."""
+    """Kinds of scaling by layer type, with the key None if all layers have the same."""
     return module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
 
 
@@ -161,7 +147,7 @@ def _parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, A
 
 
 def _scalings(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """The entries of a config that describe a scaling by length, also under the names of older configs."""
+    """Config entries that describe a scaling by length, also under the names of older configs."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     for scaling in (given, *given.values()) if isinstance(given, dict) else ():
         if isinstance(scaling, dict) and _by_length(_kind(scaling)) and not scaling.get("alpha"):

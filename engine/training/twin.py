@@ -1,7 +1,7 @@
-"""A model like another one, sharded as it is, that can be asked how the architecture computes.
+"""A small copy of a model's architecture with test weights, to find out how the architecture computes.
 
-The weights of a run are no good for such questions: they may hide what is looked for (a short convolution or a gate
-that starts at zero, a residual stream that drowns it, rounding in bfloat16). Those of a twin let everything through.
+The weights of a run are unsuitable for such tests, because they may hide a difference (a short convolution or gate that
+starts at zero, a dominating residual stream, rounding in bfloat16).
 """
 
 import copy
@@ -16,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import get_rank
-from .model import give_memory
 from .rotary import fix_frequencies
 from .unsharded import unsharded_class
+from .weights import give_memory
 
 NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a model that cannot handle a packed row, our mask or our head."""
@@ -28,15 +28,11 @@ NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeErr
 def twin_of(
     model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[PreTrainedModel]:
-    """Build a model of the same class, sharded like ``model``, with random weights that hide nothing, and free it.
+    """Build a model of the same class, sharded like ``model``, with random weights that hide nothing. Free it at the
+    end.
 
-    Inside, products are computed in full precision. Afterwards torch's generators are as before.
-
-    Args:
-        model: on meta or not; its parameters are not read.
-        config: of the twin.
-        dtype: of its weights.
-        device: where it computes.
+    The parameters of ``model`` are not read. Inside, matrix products use full precision. torch's generators are
+    restored.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
         twin = _build(model, config, dtype, device)
@@ -47,7 +43,7 @@ def twin_of(
 
 
 def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with one layer of each kind, two at least, as far as lists with an entry for each layer tell the kinds."""
+    """Copy a config with one layer of each kind, at least two, if per-layer lists in it tell the kinds."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     n_layers = getattr(text, "num_hidden_layers", None)
@@ -63,12 +59,12 @@ def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def twin_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The dtype of a twin: float32, or bfloat16 where kernels of flash attention take nothing else."""
+    """Dtype of a twin: float32, or bfloat16 for flash-attention kernels, which accept nothing else."""
     return torch.bfloat16 if "flash" in attention_of(config.get_text_config(decoder=True)) else torch.float32
 
 
 def probe_tokens(config: PretrainedConfig, count: int) -> torch.Tensor:
-    """``[count]`` int64 of the vocabulary, the same at every call. Special tokens are the first or the last ones."""
+    """``[count]`` int64 token ids, the same at every call, without the first and last ids, where special tokens are."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
     low = vocab_size // 4
     return torch.randint(low, max(3 * low, low + 1), (count,), generator=torch.Generator().manual_seed(0))
@@ -85,7 +81,7 @@ def _build(
         fix_frequencies(each, None)
     mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
     sharded = {unsharded_class(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
-    for module in reversed(list(twin.modules())):  # children first, as fully_shard wants it
+    for module in reversed(list(twin.modules())):  # children first, as fully_shard requires
         if type(module).__name__ in sharded:
             fully_shard(module, mesh=mesh)
     for name in give_memory(twin, skeleton, device):
@@ -107,7 +103,7 @@ def _build(
 
 
 def _free(twin: PreTrainedModel) -> None:
-    """Give the memory back at once: FSDP's states refer to their modules and back."""
+    """Free the memory at once. FSDP's states and their modules refer to each other."""
     for module in twin.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -117,10 +113,9 @@ def _free(twin: PreTrainedModel) -> None:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products in float32 without TensorFloat32 or bfloat16 inside."""
     try:
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # precision was set by torch.backends alone, which this older function cannot tell
+    except RuntimeError:  # precision was only set by torch.backends, which this older function cannot read
         older = "highest"
     backends: Any = torch.backends
     matmuls = backends.cuda.matmul, backends.mkldnn.matmul

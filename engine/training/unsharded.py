@@ -1,4 +1,4 @@
-"""A model as it was before FSDP2 gave its modules classes of their own."""
+"""A model as it was before FSDP2 replaced the classes of its modules."""
 
 from typing import TypeVar
 
@@ -10,10 +10,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def unsharded_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a module before `fully_shard` or `replicate` gave it a made-up subclass.
+    """The class of a module before `fully_shard` or `replicate` gave it a generated subclass.
 
-    torch makes ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
-    Linear)``: the first base is a mixin of torch.distributed that is no module by itself.
+    torch generates ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
+    Linear)``: the first base is a mixin of torch.distributed that is not a module itself.
     """
     cls = type(model)
     while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(cls.__bases__[0], nn.Module):
@@ -24,8 +24,8 @@ def unsharded_class(model: nn.Module) -> type[nn.Module]:
 def unsharded_view(model: M) -> M:
     """The same modules, parameters and attributes under their classes from before `fully_shard` or `replicate`.
 
-    transformers looks conversions up by class name and module. The view is for asking questions about the model; it
-    must not be called or changed.
+    transformers looks conversions up by class name and module. Use the view only to inspect the model. Do not call or
+    change it.
     """
     views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
     for module, view in views.items():

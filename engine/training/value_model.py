@@ -1,7 +1,7 @@
-"""A value head on the body of a causal language model, where transformers has no model for token classification.
+"""A value head on the body of a causal language model, for models without token classification in transformers.
 
-It has one for a third of its causal language models. Of the others the body that the causal model has is taken, under
-the same name, so that a folder of either fits, with a linear layer on its last hidden states.
+Two thirds of its causal language models have none. Their body is used under its own name, so that folders of either
+kind fit, with a linear layer on the last hidden states.
 """
 
 import inspect
@@ -17,32 +17,31 @@ from ...utils.compat.transformers_private import build_from_config, class_with_h
 
 
 def value_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of models with a ``score`` beside the body; None if there is no causal language model either.
+    """Model class with a ``score`` layer on the body. None if there is no causal language model either.
 
     Args:
-        config: of the causal model, or of a multimodal one around it, whose part for the text such a model is built of.
+        config: config of the causal model, or of a multimodal one, from which the text part is used.
     """
     causal = class_with_head(AutoModelForCausalLM, config)
     return None if causal is None else _class_over(causal)
 
 
 def build_value_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """A model of `value_model_class` on the default device, with weights of its own; ``options`` as
-    ``attn_implementation``."""
+    """Build a model of `value_model_class` with new weights on the default device. ``options`` go to transformers."""
     cls: Any = value_model_class(config)
     text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get("text_config")
     return build_from_config(cls, config.get_text_config() if text_only else config, dtype, **options)
 
 
 def body_name(model: PreTrainedModel) -> str:
-    """The name of the module that a model's head is on; its ``base_model_prefix`` may be what folders say before it."""
+    """Name of the module below a model's head. ``base_model_prefix`` may be another name, used in folders."""
     bodies = (name for name, child in model.named_children() if isinstance(child, PreTrainedModel))
     return next(bodies, model.base_model_prefix)
 
 
 @cache
 def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
-    """One class for each causal one: modules of an engine and of its twins are then of the same class."""
+    """Create one class per causal class, so that modules of an engine and its twins have the same class."""
     parents = causal.__mro__
     parent = parents[parents.index(PreTrainedModel) - 1]  # LlamaPreTrainedModel: how weights are drawn and sharded
     if parent is causal:
@@ -60,11 +59,11 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
         body = self.get_submodule(body_name(self))
         known = inspect.signature(body.forward).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            # What says nothing about padding may be unknown to it, as to recurrent models.
+            # Recurrent models lack some inputs, which may be dropped unless they describe padding.
             inputs = {name: value for name, value in inputs.items() if name in known or name == "attention_mask"}
         return TokenClassifierOutput(logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state))
 
-    # A folder is read as for the causal model: by its rules of names, and by those for models of its module.
+    # A folder is read like the causal model's, with the name rules for that class and its module.
     members = {**loading_rules(causal), "__module__": causal.__module__, "config_class": causal.config_class}
     name = causal.__name__.partition("For")[0] + "ForTokenClassification"
     cls: Any = type(name, (parent,), {**members, "__init__": __init__, "forward": forward})

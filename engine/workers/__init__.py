@@ -1,1 +1,1 @@
-"""Ray actors: one process per rank, called as a group; deaths and hangs are found. All of engine that knows Ray."""
+"""Ray actors: one process per rank, called as a group, with detection of deaths and hangs."""

@@ -1,4 +1,4 @@
-"""What runs in the process of one rank of a `WorkerGroup`: joining the others, and the worker itself. Knows no Ray."""
+"""The process of one rank in a `WorkerGroup`: joining the others, and running the worker. Knows no Ray."""
 
 import os
 import socket
@@ -20,13 +20,12 @@ from ...utils.lease import Lease
 from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
 
 COMPUTES = 0.01
-"""Share of the time that a thread must spend computing to count as busy; one that waits and looks now and then uses
-less."""
+"""Share of its time that a thread must spend computing to count as busy. A thread that waits and polls uses less."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one group meet, and how: rank 0 serves the store at ``host:port``."""
+    """Meeting point of the ranks in a group. Rank 0 serves the store at ``host:port``."""
 
     host: str
     port: int
@@ -35,9 +34,10 @@ class Rendezvous:
 
 
 def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
-    """What torch calls the first of ``gpus`` (Ray's names) when CUDA_VISIBLE_DEVICES, or AMD's HIP_..., is ``visible``.
+    """Torch's index for the first of ``gpus`` (Ray's names), where ``visible`` is CUDA_VISIBLE_DEVICES or AMD's HIP_...
 
-    0 when Ray narrowed that to the process's own GPUs; not so under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    It is 0 if Ray narrowed that variable to the process's GPUs, which RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
+    prevents.
     """
     names = [str(gpu) for gpu in gpus]
     if visible is None:
@@ -46,12 +46,12 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
 
 
 class RankActor:
-    """One rank. All that trains runs on one thread, so that thread-local state of torch is where it is used; `ping` and
-    what is done in the background have one each."""
+    """One rank. Training runs on one thread, where the thread-local state of torch is. `ping` and background work have
+    their own threads."""
 
     def __init__(self) -> None:
-        # A driver that is killed takes the raylet, our parent, with it; by itself a worker would notice only after
-        # 2-3 s, and go on writing files meanwhile, beside the job that has been started again.
+        # The raylet, our parent, dies with a killed driver. Without this a worker would notice after 2-3 s, and
+        # meanwhile write files while the restarted job does the same.
         die_with_parent()
         self._worker: Any = None
         self._store: dist.Store | None = None
@@ -61,25 +61,25 @@ class RankActor:
         self._lease: Lease | None = None
 
     def process(self) -> ProcessId:
-        """Who this is."""
+        """Id of this process."""
         return ProcessId.current()
 
     def serve_store(self, host: str) -> int:
-        """Serve the store of the rendezvous; its port.
+        """Serve the store of the rendezvous, and return its port.
 
-        Port 0 lets the kernel choose; looking for a free port first and binding it later would be a race.
+        Port 0 lets the kernel choose. Searching for a free port and binding it later would be a race.
         """
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store = store
         return store.port
 
     def join(self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None) -> None:
-        """Become rank ``env["RANK"]``, in a process group when there is a rendezvous.
+        """Become rank ``env["RANK"]``, in a process group if there is a rendezvous.
 
-        Nothing here has touched CUDA yet, so a CUDA_VISIBLE_DEVICES in ``env`` still counts.
+        CUDA has not been used yet, so a CUDA_VISIBLE_DEVICES in ``env`` still takes effect.
 
         Raises:
-            ConfigError: the rank was given GPUs, which torch does not see.
+            ConfigError: the rank was given GPUs that torch does not see.
         """
         os.environ.update(env)
         torch.set_num_threads(threads)
@@ -102,7 +102,7 @@ class RankActor:
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             timeout=timeout,
-            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU may use gloo; NCCL refuses them
+            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU use gloo, because NCCL refuses them
         )
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -116,31 +116,31 @@ class RankActor:
             return getattr(self._worker, method)(*args, **kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
-        """Call ``fn(worker, *args)``, in whichever thread; CUDA's current device is one for each."""
+        """Call ``fn(worker, *args)`` on any thread. CUDA's current device is thread-local, so it is set first."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
         with self._beating():
             return fn(self._worker, *args)
 
     def destroy(self) -> None:
-        """The worker's own end, if it has one."""
+        """Call the worker's ``destroy`` if it has one."""
         with self._beating():
             if hasattr(self._worker, "destroy"):
                 self._worker.destroy()
 
     def ping(self) -> float:
-        """Seconds since the last `beat`; answers while the process can run Python at all, whatever the worker does.
+        """Seconds since the last `beat`. Answers as long as the process can run Python, even if the worker is busy.
 
-        Where no peer waits for this rank, a call that computes is progress too: it may well take an hour. Not so in a
-        process group, where a rank that computes for ever, or waits for NCCL (which takes processor time), holds up
-        the others.
+        Without a process group, computing counts as progress, because no peer waits for this rank and a call may take
+        an hour. In a process group it does not, because a rank that computes forever or waits for NCCL (which uses
+        processor time) blocks the others.
         """
         if self._alone and any(call.computes() for call in list(self._calls)):
             beat()
         return seconds_since_beat()
 
     def renew_lease(self, stamp: float | None, lease_s: float) -> float:
-        """Live for ``lease_s`` from ``stamp`` on, an answer of this method; what to call it with next."""
+        """Live for ``lease_s`` after ``stamp``, a return value of this method. Return the stamp for the next call."""
         self._lease = self._lease or Lease()
         if stamp is not None:
             self._lease.put_off(stamp + lease_s)
@@ -148,7 +148,7 @@ class RankActor:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """A call is progress when it begins and when it ends."""
+        """Count the begin and the end of a call as progress."""
         beat()
         call = _Call(threading.get_native_id())
         self._calls.add(call)
@@ -160,14 +160,12 @@ class RankActor:
 
 
 class _Call:
-    """A call that goes on in a thread, and the processor time that this has used."""
-
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
         self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(native_id)
 
     def computes(self) -> bool:
-        """Whether the thread has used `COMPUTES` of the time since the last look."""
+        """Whether the thread has used the share `COMPUTES` of the time since the last look."""
         looked_s, used_s = self._looked_s, self._used_s
         self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(self._native_id)
         if used_s is None or self._used_s is None:

@@ -1,19 +1,19 @@
-"""One Ray actor per rank on a placement group, called as one; a death of any of them is one `WorkerLost`.
+"""One Ray actor per rank on a placement group, called as one. The death of any rank is one `WorkerLost`.
 
-It owns starting the ranks (rendezvous without a port race), calling a method on all of them, and the verdict when
-something goes wrong:
+This file starts the ranks (rendezvous without a port race), calls a method on all of them, and decides what a failure
+means:
 
-- a process died, or did not answer before the deadline: every survivor is killed, then `WorkerLost` is raised;
-- a process is stopped, or makes no progress (an endless loop): the same; how that is found is told in `hang_detection`;
-- a collective timed out on some ranks: those that still have a pending call hang, which is the same again;
-- a rank raised anything else: its own exception is raised, ``from`` Ray's, which has the worker's traceback. gloo
-  neighbours of a dead rank raise before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`, and
-  those of a stopped rank when their collective times out, so ranks that still have a pending call are pinged then. If
-  they are well (they wait in a collective for the one that failed), all are killed: a group whose ranks are out of
-  step is of no use. When every rank has answered, the group stays usable.
+- A process died, or missed the deadline: every survivor is killed, then `WorkerLost` is raised.
+- A process is stopped, or makes no progress (an endless loop): the same. See `hang_detection`.
+- A collective timed out on some ranks: the ranks with a pending call hang, so the same.
+- A rank raised another error: it is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a dead
+  rank fail before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`. Neighbours of a stopped
+  rank fail when their collective times out, so ranks with a pending call are pinged then. If they are well (they wait
+  in a collective for the failed rank), all are killed, because ranks out of step cannot continue. If every rank has
+  answered, the group stays usable.
 
-A call costs about a millisecond more than the method. Nothing is ever restarted or called twice by Ray: a retried
-method could apply an update twice, and a restarted actor has no process group.
+A call costs about a millisecond more than the method. Ray never restarts or repeats anything: a repeated method could
+apply an update twice, and a restarted actor has no process group.
 """
 
 import reprlib
@@ -30,14 +30,12 @@ from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
 from .actor import Rendezvous
-from .client import RemoteServer
 from .hang_detection import Patience, ping, wait_watching
-from .lease import LeaseKeeper
 from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
-from .ray_actor import RankProcess, RayActor
-from .ray_adapter import Answers, cause_of, culprit, headline, raise_cause, require_ray
-from .termination import end_on_nodes
+from .ray_adapter import Answers, RankProcess, RayActor, cause_of, culprit, headline, raise_cause, require_ray
+from .remote_server import RemoteServer
+from .termination import LeaseKeeper, end_on_nodes
 
 __all__ = ["RemoteServer", "WorkerGroup", "WorkerResources"]
 
@@ -45,19 +43,25 @@ logger = get_logger(__name__)
 
 
 class WorkerGroup:
-    """``world_size`` copies of a worker class, each in a process of its own, called as one.
+    """``world_size`` copies of a worker class, each in its own process, called as one.
 
-    Every method may raise `WorkerLost`; after that the group is dead and every later call raises it again at once.
-    Threads may start and use a group each at the same time. One group is used by one thread at a time; only
-    `run_in_background` may come from another, and `kill`, also while the group still starts: what waits for the group
-    then raises `WorkerLost`.
+    Example::
+
+        group = WorkerGroup(Trainer, args=(config,), world_size=8, resources=WorkerResources(gpus=1))
+        stats = group.call_all("train_step", batch)
+        group.shutdown()
+
+    Every method may raise `WorkerLost`. After that the group is dead, and every later call raises it again at once.
+    Several threads may each use their own group at the same time. A group is used by one thread at a time, with two
+    exceptions: `run_in_background`, and `kill`, which also interrupts the start. A waiting call then raises
+    `WorkerLost`.
 
     Attributes:
-        name: what errors and logs call it.
+        name: name in errors and logs.
         world_size: number of ranks.
-        placement: where the ranks run; another group can be built on it once this one is dead.
-        started_late: it was lost because it did not come up in time.
-        stalled: it was lost because no rank made progress.
+        placement: where the ranks run. Another group can be built on it once this one is dead.
+        started_late: the group was lost because it did not start in time.
+        stalled: the group was lost because no rank made progress.
     """
 
     def __init__(
@@ -84,37 +88,37 @@ class WorkerGroup:
         """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default process group.
 
         Args:
-            worker_cls: what each rank constructs; an optional ``destroy()`` is called by `shutdown`.
+            worker_cls: class to construct on each rank. `shutdown` calls its optional ``destroy()``.
             args: positional arguments of ``worker_cls``, the same on every rank.
-            kwargs: its keyword arguments.
+            kwargs: keyword arguments of ``worker_cls``, the same on every rank.
             world_size: number of ranks.
-            name: what errors and logs call the group.
-            placement: a bundle for each rank; made when None, and then removed by `shutdown`.
-            resources: what each rank needs; one CPU when None. Ranks without GPUs see none (CUDA_VISIBLE_DEVICES is
-                empty, unless ``env`` sets it), so that they compute on the CPU.
-            process_group: join the ranks with torch.distributed (gloo, and nccl when there are GPUs). Each has RANK,
-                WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment either way.
-            process_group_timeout_s: how long a collective may wait.
-            start_timeout_s: how long placing the group, starting its processes, and their rendezvous may each take.
-            build_timeout_s: how long the constructors may take, of which loading a large model is a part.
-            hang_timeout_s: a rank that leaves a ping unanswered for so long is lost, and one on another node ends by
-                itself when it has not heard from here for as long. None: no rank is pinged or ends, and
-                ``stall_timeout_s`` is without effect. None of it counts while the group starts.
-            stall_timeout_s: when of the ranks with a pending call none has made progress for so long, they are lost; a
-                call that takes longer has to say ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does
-                for every micro-batch. Without a process group computing is progress too, so that a call that samples
-                for an hour is left alone; one that waits for so long, for a server say, has to beat. None: no limit.
-            kill_timeout_s: how long processes that are killed may take to be gone: SIGKILL waits until the kernel has
-                freed their pinned memory and what they have on a GPU. Those that take longer end the job.
-            on_created: called with the group before its first process starts; what it raises ends the start.
+            name: name in errors and logs.
+            placement: a bundle for each rank. None: created here, and removed by `shutdown`.
+            resources: resources of each rank. None: one CPU. Ranks without GPUs get an empty CUDA_VISIBLE_DEVICES,
+                unless ``env`` sets it, so that they compute on the CPU.
+            process_group: join the ranks with torch.distributed (gloo, and nccl with GPUs). RANK, WORLD_SIZE,
+                LOCAL_RANK and LOCAL_WORLD_SIZE are set in either case.
+            process_group_timeout_s: time limit for a collective.
+            start_timeout_s: time limit for each of: placing the group, starting its processes, and their rendezvous.
+            build_timeout_s: time limit for the constructors, which may load a large model.
+            hang_timeout_s: a rank that does not answer a ping for this time is lost. A rank on another node that has
+                not heard from this process for this time ends itself. None: no pings, no leases, and
+                ``stall_timeout_s`` has no effect. Does not apply while the group starts.
+            stall_timeout_s: if none of the ranks with a pending call has made progress for this time, they are lost. A
+                longer call must call ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does for every
+                micro-batch. Without a process group computing is also progress (an hour of sampling is fine), but
+                waiting, for example for a server, is not. None: no limit.
+            kill_timeout_s: time limit for killed processes to disappear. SIGKILL waits until the kernel has freed
+                pinned memory and GPU resources. Processes that take longer end the job.
+            on_created: called with the group before its first process starts. An error in it ends the start.
             env: environment variables, set before the processes start.
-            misplaced: must be empty, as ``unknown``: the error says where arguments of ``worker_cls`` go.
+            misplaced: must be empty, like ``unknown``. The error says how to pass arguments of ``worker_cls``.
             unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: an argument is none of these; Ray is not initialised, or can never have the resources.
-            ResourcesUnavailable: Ray had not the resources in time.
-            WorkerLost: a rank died or did not come up in time.
+            ConfigError: an unknown argument, Ray is not initialised, or it can never provide the resources.
+            ResourcesUnavailable: Ray did not provide the resources in time.
+            WorkerLost: a rank died or did not start in time.
         """
         if misplaced or unknown:
             found = ", ".join([*map(reprlib.repr, misplaced), *(f"{key}=..." for key in unknown)])
@@ -132,13 +136,13 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._came_up = False
-        self._n_calls, self._closed = 0, False  # calls that wait for an answer, or were interrupted in that
+        self._n_calls, self._closed = 0, False  # calls that are waiting or were interrupted
         self._lock = threading.Lock()
         self.started_late = self.stalled = False
         self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
         self._ended: set[ProcessId] = set()
         self._leases: LeaseKeeper | None = None
-        self._patience = Patience(None)  # the import of torch may hold the interpreter for longer than it is pinged
+        self._patience = Patience(None)  # no pings yet: importing torch may hold the interpreter too long
         try:
             if on_created is not None:
                 on_created(self)
@@ -170,7 +174,7 @@ class WorkerGroup:
         began = time.monotonic()
         for rank in range(self.world_size):
             self._actors.append(self._create_actor(rank, env))
-            self._check_usable()  # after the append: either `kill` finds the actor, or this finds that it came
+            self._check_usable()  # after the append, so that either `kill` sees the actor or this sees the kill
         started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
         started_s = time.monotonic() - began
@@ -181,7 +185,7 @@ class WorkerGroup:
         rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
         nodes = [process.node_id for process in self._processes]
         joined = {}
-        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide them
+        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide GPUs
         for rank, actor in enumerate(self._actors):
             device = self._processes[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
@@ -193,7 +197,7 @@ class WorkerGroup:
         logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
 
     def _begin_leases(self) -> None:
-        """Ranks of this node end with its raylet, and that ends with the driver; others may be cut off from both."""
+        """Ranks on this node end with its raylet, which ends with the driver. Others may be cut off from both."""
         elsewhere = {r: self._actors[r] for r, at in enumerate(self._processes) if at.node_id != self._node_id}
         if elsewhere and self._hang_timeout_s is not None:
             self._leases = LeaseKeeper(elsewhere, self._hang_timeout_s)
@@ -206,19 +210,18 @@ class WorkerGroup:
         deadline: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``worker.method(*args, *per_rank[rank], **kwargs)`` on every rank; results in rank order.
+        """Call ``worker.method(*args, *per_rank[rank], **kwargs)`` on every rank. Results are in rank order.
 
         Args:
             method: name of the worker's method.
             args: arguments that are the same on every rank.
             per_rank: further positional arguments, a tuple for each rank.
-            deadline: seconds after which a rank that has not answered counts as lost; None waits while all live
-                and answer pings.
+            deadline: seconds after which a rank without an answer is lost. None: wait while all live and answer pings.
             kwargs: keyword arguments that are the same on every rank.
 
         Raises:
             WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of another group.
-            Exception: what the worker raised; of several ranks' errors the one that is not just a `PeerError`.
+            Exception: the worker raised it. If several ranks failed, an error that is not just a `PeerError`.
         """
         shares = self._shares(per_rank)
         self._check_usable()
@@ -226,58 +229,58 @@ class WorkerGroup:
         return self._gather(f"{method}()", refs, deadline)
 
     def call(self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
-        """Call ``worker.method(*args, **kwargs)`` on one rank; raises as `call_all` does."""
+        """Call ``worker.method(*args, **kwargs)`` on one rank. Raises like `call_all`."""
         self._check_usable()
         ref = self._actors[rank].call.remote(method, args, kwargs)
         return self._gather(f"{method}()", {rank: ref}, deadline)[0]
 
     def run_all(self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None) -> list[Any]:
-        """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank; else as `call_all`."""
+        """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
         shares = self._shares(per_rank)
         self._check_usable()
         refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`run_all` for work beside the training: on a thread of its own in every worker, while other calls go on.
+        """`run_all` on a separate thread in every worker, while other calls continue.
 
-        May be called from another thread than they are, one at a time. What it waits for others to do needs a process
-        group of its own. A group that is lost meanwhile is lost for both callers.
+        May be called from another thread, one at a time. Collectives in ``fn`` need their own process group. If the
+        group is lost meanwhile, both callers get the error.
         """
         self._check_usable()
         refs = {r: a.run.options(concurrency_group="background").remote(fn, args) for r, a in enumerate(self._actors)}
         return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
-        """The ranks that are dead or do not answer in time, however busy their worker is."""
+        """Ranks that are dead or do not answer in time. A busy worker does not delay the answer."""
         answered = ping(dict(enumerate(self._actors)), timeout_s)
         return [rank for rank in range(self.world_size) if rank not in answered]
 
     def pids(self) -> list[int]:
-        """The process id of each rank, on its own host."""
+        """Process id of each rank, on its host."""
         return [process.id.pid for process in self._processes]
 
     def node_ids(self) -> set[str]:
-        """Ray's names of the nodes that the ranks run on."""
+        """Ray's names of the nodes where the ranks run."""
         return {process.node_id for process in self._processes}
 
     def server(self, timeout_s: float = 240.0) -> RemoteServer:
         """A picklable `InferenceServer` in front of the worker of rank 0, for workers of other groups.
 
         Args:
-            timeout_s: how long an answer may take; less than `WeightUpdateMeta.timeout_s`, after which the publisher
-                would call it an error of the server instead of a loss.
+            timeout_s: time limit for an answer. Must be less than `WeightUpdateMeta.timeout_s`, after which the
+                publisher would report an error of the server instead of a loss.
         """
         return RemoteServer(self._actors[0], self.name, 0, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Call each worker's ``destroy()`` if it has one, end the processes, remove an own placement.
+        """Call each worker's ``destroy()`` if it has one, end the processes, and remove a placement created here.
 
-        A second call does nothing; on a lost group only the placement is left to remove. A call that was
-        interrupted (Ctrl-C) leaves the ranks out of step: they are then killed without `destroy`.
+        A second call does nothing. On a lost group it only removes the placement. After an interrupted call (Ctrl-C)
+        the ranks are out of step, so they are killed without ``destroy()``.
 
         Raises:
-            Exception: what ``destroy()`` raised, after everything is gone.
+            Exception: error of ``destroy()``, raised after everything has ended.
         """
         if self._closed:
             return
@@ -291,7 +294,7 @@ class WorkerGroup:
             self._close()
 
     def kill(self) -> None:
-        """End every process at once; returns when they are really gone, on every node. The placement stays.
+        """Kill every process, and return when they are gone on every node. The placement stays.
 
         Raises:
             HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
@@ -304,7 +307,7 @@ class WorkerGroup:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        else:  # nobody to ask about other nodes
+        else:  # other nodes cannot be checked
             left = [at for at in left if at.node_id == self._node_id]
         nodes: dict[str, list[ProcessId]] = {}
         for at in left:
@@ -313,7 +316,7 @@ class WorkerGroup:
         self._ended.update(at.id for at in left)
 
     def _lease_ends(self) -> dict[str, float]:
-        """When the leases of all ranks on a node are over, of the nodes where all have one."""
+        """Time at which the leases of all ranks on a node have ended, for nodes where all ranks have one."""
         ends: dict[str, list[float | None]] = {}
         for rank, at in enumerate(self._processes):
             ends.setdefault(at.node_id, []).append(None if self._leases is None else self._leases.end_of(rank))
@@ -337,14 +340,14 @@ class WorkerGroup:
         return per_rank
 
     def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
-        """The answers of the ranks in ``refs``, or the verdict on what went wrong (see the module's docstring)."""
+        """Answers of the ranks in ``refs``, or the verdict on a failure (see the module's docstring)."""
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
         hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes)
         with self._lock:
             self._n_calls -= 1
-        if self._loss is not None:  # another thread has killed the group, or is at it
+        if self._loss is not None:  # another thread has killed the group, or is doing so
             raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
@@ -369,8 +372,11 @@ class WorkerGroup:
         raise_cause(error)
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
-        """Kill the group; the loss to raise from now on. Of two threads that see one the first has the say: the other
-        may take those that were killed for it for lost."""
+        """Kill the group, and return the loss to raise from now on.
+
+        If two threads see a loss, the first one decides, because the second may only see the ranks that the first one
+        killed.
+        """
         with self._lock:
             first, loss = self._loss is None, self._loss or WorkerLost(self.name, sorted(ranks), cause)
             self._loss = loss
@@ -381,11 +387,9 @@ class WorkerGroup:
         return WorkerLost(*loss.args)
 
     def _dead_ranks(self) -> list[int]:
-        """Those whose process on this node has ended."""
         here = [(rank, at.id) for rank, at in enumerate(self._processes) if at.node_id == self._node_id]
         return [rank for rank, process in here if not process.alive()]
 
     def _on_ended_nodes(self) -> list[int]:
-        """Those whose node, another than this one, has ended."""
         ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})
         return [rank for rank, at in enumerate(self._processes) if at.node_id in ended]

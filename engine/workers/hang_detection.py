@@ -1,14 +1,15 @@
-"""Waits for the ranks with a pending call, and finds those of them that live but will never answer.
+"""Wait for the ranks with a pending call, and find those that live but will never answer.
 
-They are pinged every `PING_EVERY_S`. A thread of their own answers, however slow the worker is, unless C code holds the
-interpreter; it says how long ago the process last made progress (`holdfast.utils.heartbeat`). So a process is found
+They are pinged every `PING_EVERY_S`. A separate thread answers, even if the worker is busy, unless C code holds the
+interpreter. The answer says how long ago the process last made progress (`holdfast.utils.heartbeat`). A process counts
+as
 
-- stopped: it leaves a ping unanswered for ``hang_s``;
-- in an endless loop, or in a collective that nobody else joins: it answers, but made no progress for ``stall_s``, and
-  nor did any other that has a pending call. While one of them still does, the others may just wait for it. Without a
-  process group nobody waits for a rank, and computing is progress: only one that does nothing at all is found.
+- stopped, if it does not answer a ping for ``hang_s``.
+- stalled (an endless loop, a collective that nobody else joins), if it answers but neither it nor any other rank with a
+  pending call made progress for ``stall_s``. While one rank still does, the others may just wait for it. Without a
+  process group computing is progress, so only a rank that does nothing at all is found.
 
-A ping costs about a millisecond, on threads that do nothing else.
+A ping costs about a millisecond, on threads with no other work.
 """
 
 import math
@@ -20,16 +21,15 @@ from typing import Any
 from .ray_adapter import Answers
 
 PING_EVERY_S = 5.0
-"""How often the ranks with a pending call are pinged; also how late a hang may be noticed beyond its timeout."""
+"""Seconds between pings of the ranks with a pending call, and the possible delay in noticing a hang."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """What a process that has a pending call may do before it counts as hung.
+    """Time limits after which a process with a pending call counts as hung.
 
-    Attributes:
-        hang_s: leave a ping unanswered for so long; None: none is pinged, so none is found hung.
-        stall_s: answer pings, but make no progress for so long; None: for ever.
+    ``hang_s`` limits the time without an answer to a ping (None: no pings). ``stall_s`` limits the time without
+    progress.
     """
 
     hang_s: float | None
@@ -38,13 +38,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Hung:
-    """Ranks that live but will not answer.
-
-    Attributes:
-        ranks: which.
-        symptom: how that was seen.
-        stalled: they answer pings, so they may just be slow.
-    """
+    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be slow."""
 
     ranks: list[int]
     symptom: str
@@ -58,18 +52,11 @@ def wait_watching(
     deadline_s: float | None,
     dead: Callable[[], Collection[int]] = tuple,
 ) -> Hung | None:
-    """Wait until all have answered, one died, failed or was found hung, or ``deadline_s`` is over.
+    """Wait until all have answered, one died, failed or hangs, or ``deadline_s`` is over.
 
-    Args:
-        answers: filled in.
-        actors: the `RankActor` of each rank.
-        patience: when a rank counts as hung.
-        deadline_s: None waits as long as all live and none hangs.
-        dead: asked after an error for ranks that are known to be dead, which are not pinged: Ray takes two seconds to
-            say so of a node.
-
-    Returns:
-        the ranks found hung. After an error only stopped ones count: the others wait for the rank that raised it.
+    Fills ``answers``, and returns the hung ranks. After an error only stopped ones count, because the others wait for
+    the failed rank. ``dead`` is called after an error and returns ranks known to be dead, which are not pinged, because
+    Ray needs two seconds to report a dead node.
     """
     if patience.hang_s is None:
         answers.collect(deadline_s, dead)
@@ -85,20 +72,20 @@ def wait_watching(
             return None
         pending = sorted(answers.pending.values())
         idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))
-        since_call_s = time.monotonic() - start  # a worker that was idle before is not to blame for that
+        since_call_s = time.monotonic() - start  # idle time before the call does not count
         hung = None
         if silent := [rank for rank in pending if rank not in idle_s]:
-            if left_s >= patience.hang_s:  # else they may be well, and miss the deadline at worst
+            if left_s >= patience.hang_s:  # else they may be well and just miss the deadline
                 hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
             hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
         if hung or answers.errors:
-            answers.collect(0)  # a death that came meanwhile is told as one
+            answers.collect(0)  # a death in the meantime is reported as a death
             return hung
 
 
 def ping(actors: Mapping[int, Any], timeout_s: float) -> dict[int, float]:
-    """Seconds since the last progress of each rank whose process answers in time, however busy its worker is."""
+    """Seconds since the last progress of each rank whose process answers in time, even if its worker is busy."""
     refs = {actor.ping.options(concurrency_group="health").remote(): rank for rank, actor in actors.items()}
     answers = Answers(refs)
     answers.collect(timeout_s)

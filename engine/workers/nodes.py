@@ -1,11 +1,13 @@
-"""The nodes of the cluster: which of them can be given work, and tasks that run on each of some.
+"""Nodes of the cluster: which of them can be given work, and tasks on several nodes.
 
-Ray takes 15 s or more to find that a node is dead: its control process asks every raylet, the process that stands for a
-node, every 3 s, and believes the fifth failure. Until then Ray places ranks there, and they fail. So the raylets are
-asked here too, whenever something is to be placed or ended: a raylet is a gRPC server, and as such greets every client
-that greets it. A port where nobody listens any more says that the raylet has ended, and so have its workers, which
-the kernel kills with their parent (see `RankActor`). Silence says nothing of the workers: the raylet is stopped, or the
-node is cut off or without power.
+Ray takes 15 s or more to notice a dead node: its control process checks every raylet (the process that represents a
+node) every 3 s and believes the fifth failure. Until then Ray places ranks there, and they fail. So this module
+contacts the raylets itself before something is placed or ended. A raylet is a gRPC server, which answers an HTTP/2
+greeting:
+
+- A refused connection: the raylet has ended, and so have its workers, which the kernel kills with their parent (see
+  `RankActor`).
+- Silence: the raylet is stopped, or the node is cut off or without power. Its workers may still run.
 """
 
 import socket
@@ -25,19 +27,19 @@ from ...utils.logging import get_logger
 from .ray_adapter import headline
 
 PROBE_S = 2.0
-"""How long a raylet may take to answer before its node counts as silent. One that is well takes a millisecond."""
+"""Seconds after which the node of an unanswering raylet counts as silent. A healthy raylet takes a millisecond."""
 PROBES_AT_A_TIME = 64
-"""Raylets that are asked side by side."""
+"""Number of raylets contacted in parallel."""
 _NODES_EVERY_S = 1.0
-"""How often is asked which nodes are dead while their tasks are waited for."""
+"""Seconds between checks for dead nodes while waiting for their tasks."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What an HTTP/2 client says first: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
+"""First bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
 
 logger = get_logger(__name__)
 
 
 class Raylet(Enum):
-    """What became of asking the raylet of a node."""
+    """Result of contacting a raylet."""
 
     WELL = "answers"
     ENDED = "nobody listens at its raylet's port"
@@ -45,7 +47,7 @@ class Raylet(Enum):
 
 
 def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
-    """Ask the raylet of each of ``nodes`` (Ray's names), whether or not Ray says that they are dead."""
+    """Contact the raylet of each of ``nodes`` (Ray's names), even if Ray says that a node is dead."""
     if not (wanted := set(nodes)):
         return {}
     found = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in wanted}
@@ -54,24 +56,24 @@ def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
 
 
 def ended_nodes(nodes: Iterable[str]) -> set[str]:
-    """Those of ``nodes`` whose raylet has ended, and their workers with it; none where Ray does not say where they are.
+    """The nodes whose raylet has ended, together with its workers. Empty if Ray does not know the addresses.
 
-    Where a raylet's port refuses, Ray itself says so of the workers only after two seconds.
+    Ray itself reports the loss of such workers only after two seconds.
     """
     try:
         return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
-    except (RayError, RuntimeError) as error:  # the latter where the interpreter ends, and starts no thread any more
+    except (RayError, RuntimeError) as error:  # RuntimeError: the interpreter is ending and starts no threads
         logger.warning("the nodes could not be asked whether they have ended: %s", headline(error))
         return set()
 
 
 def _ask(node: Mapping[str, Any]) -> Raylet:
     address = node["NodeManagerAddress"], node["NodeManagerPort"]
-    for _ in range(2):  # one that ends at this moment resets the first connection and refuses the second
+    for _ in range(2):  # a raylet that is ending resets the first connection and refuses the second
         try:
             with socket.create_connection(address, PROBE_S) as connection:
                 connection.sendall(_GREETING)
-                connection.recv(1)  # nothing, from one with TLS, is an answer too
+                connection.recv(1)  # with TLS the answer is empty
             return Raylet.WELL
         except ConnectionRefusedError:
             return Raylet.ENDED
@@ -83,7 +85,7 @@ def _ask(node: Mapping[str, Any]) -> Raylet:
 
 
 def nodes_to_avoid() -> dict[str, str]:
-    """Nodes that Ray takes for alive, but that should be given nothing: node -> why. Milliseconds when all are well."""
+    """Nodes that Ray considers alive but that must get no work: node -> reason. Takes milliseconds if all are well."""
     alive = alive_nodes()
     states = ask_raylets(alive)
     avoided = {node: state.value for node, state in states.items() if state is not Raylet.WELL}
@@ -91,15 +93,15 @@ def nodes_to_avoid() -> dict[str, str]:
 
 
 def alive_nodes() -> dict[str, Mapping[str, float]]:
-    """The resources of the nodes that Ray takes for alive, by Ray's name of each."""
+    """Resources of the nodes that Ray considers alive, by Ray's name."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
-    """Nodes that Ray was told to drain: node id -> unix time when each will be gone, None when nobody said.
+    """Nodes that Ray is draining: node id -> unix time of their end, None if unknown.
 
-    None of them when Ray does not answer in time. Ray shows this only to its own libraries (Serve, Train), so a version
-    that does so in another way is warned about, and has none.
+    Empty if Ray does not answer in time. Ray exposes this only to its own libraries (Serve, Train), so a version with
+    another interface gives a warning and an empty result.
     """
     try:
         deadlines = draining_deadlines(timeout_s)
@@ -118,12 +120,8 @@ def _warn_of_no_drain_notices() -> None:
 
 
 class NodeTasks:
-    """A function called once on each of some nodes, in a task that takes no resources.
-
-    Args:
-        fn: called; importable on the nodes.
-        args: Ray's name of a node -> the arguments there.
-    """
+    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args``: Ray's name of a node ->
+    arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
         self._refs: dict[Any, str] = {}
@@ -133,7 +131,7 @@ class NodeTasks:
             self._refs[task.remote(*given)] = node
 
     def collect(self, limits_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the nodes answered, each within its limit; and of those that did not, why."""
+        """Answers by node, each within its limit, and for each node without an answer the reason."""
         answers, silent, began = {}, {}, time.monotonic()
         while self._refs:
             silent |= self._drop_dead()
@@ -151,7 +149,6 @@ class NodeTasks:
         return answers, silent
 
     def _drop_dead(self) -> dict[str, str]:
-        """Wait no longer for nodes that are dead; which, and how that is known."""
         alive, states, dead = alive_nodes(), ask_raylets(self._refs.values()), {}
         for ref, node in list(self._refs.items()):
             if node not in alive or states.get(node) is Raylet.ENDED:

@@ -1,11 +1,11 @@
-"""Bundles of the cluster, reserved for the ranks of a worker group: asked for, waited for, given back.
+"""Reserve bundles of the cluster for the ranks of a worker group, wait for them, and give them back.
 
-A request that waits is a pending placement group of Ray's, which is what autoscalers look at. No bundle is reserved on
-a node that is being drained or does not answer, although Ray may still take it for alive (see `nodes`): such nodes are
-excluded by label; where this Ray knows no labels, a group that came to lie on one is given back and asked for again.
+A waiting request is a pending placement group in Ray, which autoscalers can see. Nodes that are draining or do not
+answer are excluded by label, although Ray may still consider them alive (see `nodes`). If this Ray does not support
+labels, a group placed on such a node is given back and requested again.
 
-A request may say that fewer ranks will do. Then the rest of it stays pending when the ranks that there is room for
-start, and once Ray has reserved that too the group can be built on both.
+A request may accept fewer ranks. The rest stays pending while the placed ranks start. Once Ray has reserved the rest
+too, a new group can use both.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from .nodes import alive_nodes, nodes_to_avoid
 from .ray_adapter import headline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's: on as few nodes as possible, on as many as possible, on one node, on a node each."""
+"""Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own node."""
 _ROUND_S = 2
-"""How long Ray is waited for before nodes and limits are looked at again; whole seconds, for Ray."""
+"""Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds."""
 _LOCAL_WAIT_S = 30.0
-"""How long to wait in a cluster that no node joins: what is busy there is given back soon, or never."""
+"""Seconds to wait in a cluster that no node can join. Busy resources there are free soon, or never."""
 _RETRY_S = 1.0
-"""How long a group that came to lie on a bad node is left alone."""
+"""Seconds before retrying after a group was placed on a bad node."""
 _REPORT_EVERY_S = 30.0
-"""How often the log says what is still missing."""
+"""Seconds between log messages about missing resources."""
 _KNOWS_LABELS = "bundle_label_selector" in inspect.signature(placement_group).parameters
 
 logger = get_logger(__name__)
@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """What one rank needs: Ray's logical resources, ``custom`` ones by name. ``cpus`` is also its torch threads."""
+    """Ray's logical resources for one rank, ``custom`` ones by name. ``cpus`` is also its number of torch threads."""
 
     cpus: float = 1
     gpus: float = 0
@@ -58,17 +58,17 @@ class WorkerResources:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What a worker group asks of the cluster.
+    """Request of a worker group to the cluster.
 
     Attributes:
-        name: of the group.
-        world_size: ranks, a bundle each.
-        resources: of each rank.
+        name: name of the group.
+        world_size: number of ranks, with one bundle each.
+        resources: resources of each rank.
         strategy: one of `STRATEGIES`.
-        min_world_size: how few ranks will do; None: all are needed.
+        min_world_size: smallest acceptable number of ranks. None: all are needed.
 
     Raises:
-        ConfigError: there is nothing to ask for, or fewer ranks will do of a strategy that knows all or none.
+        ConfigError: the request is empty, or accepts fewer ranks with a strategy that places all or none.
     """
 
     name: str
@@ -97,7 +97,7 @@ class PlacementRequest:
 
     @property
     def least(self) -> int:
-        """The fewest ranks that will do."""
+        """Smallest acceptable number of ranks."""
         return self.world_size if self.min_world_size is None else self.min_world_size
 
     def __str__(self) -> str:
@@ -105,12 +105,10 @@ class PlacementRequest:
 
 
 class Placement:
-    """Bundles that Ray has reserved, one for each rank of a worker group; the group can be built on them again.
+    """Bundles reserved in Ray, one per rank of a worker group. Several groups can be built on them in turn.
 
-    Args:
-        request: what was asked for.
-        groups: reserved; together a bundle for each rank that can start.
-        rest: the bundles of the other ranks, not reserved yet.
+    ``groups`` are reserved for the ranks that can start, ``rest`` has the bundles of the other ranks and is not
+    reserved yet.
     """
 
     def __init__(
@@ -120,11 +118,11 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that there are bundles for."""
+        """Number of ranks with a bundle."""
         return sum(group.bundle_count for group in self._groups)
 
     def slot(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Where Ray has to put the actor of ``rank``."""
+        """Ray's scheduling strategy for the actor of ``rank``."""
         for group in self._groups:
             if rank < group.bundle_count:
                 return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
@@ -140,13 +138,13 @@ class Placement:
         return _on_good_nodes(self._groups)
 
     def can_grow(self) -> bool:
-        """Whether the bundles of ranks that were left out have been reserved since, as far as Ray says."""
+        """Whether Ray has since reserved the bundles of the missing ranks."""
         with contextlib.suppress(RayError):
             return self._rest is not None and _on_good_nodes([self._rest])
         return False
 
     def grow(self) -> None:
-        """Have the next worker group use those, too."""
+        """Add those bundles for the next worker group."""
         assert self._rest is not None, "nobody was left out"
         self._groups.append(self._rest)
         self._rest = None
@@ -164,12 +162,12 @@ def place(
     shrink_after_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> Placement:
-    """Reserve bundles for the ranks, waiting for those that the cluster does not have yet.
+    """Reserve bundles for the ranks, and wait until the cluster has them.
 
     Args:
-        request: what for.
-        timeout_s: how long to wait.
-        shrink_after_s: how long to wait for all of them, where fewer will do; None: as long.
+        request: the request.
+        timeout_s: time limit.
+        shrink_after_s: seconds to wait for all ranks if fewer are acceptable. None: ``timeout_s``.
         stop: set to give up.
 
     Raises:
@@ -218,10 +216,10 @@ def place(
 
 
 def _fits_here(request: PlacementRequest) -> bool:
-    """Whether a cluster that no node joins has room for all ranks, and not only for as few as will do.
+    """Whether a cluster that no node can join has room for all ranks.
 
     Raises:
-        ConfigError: it has not even that.
+        ConfigError: it does not even have room for the smallest acceptable number.
     """
     room = _room(request, alive_nodes())
     if room < request.least:
@@ -241,7 +239,7 @@ def _too_late(request: PlacementRequest, avoided: Mapping[str, str], timeout_s: 
 
 
 def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Placement | None:
-    """As many ranks as there is room for now, if that will do; the others are asked for and not waited for."""
+    """Place as many ranks as there is room for now, if that is acceptable. The others stay requested."""
     free, usable = free_by_node(), alive_nodes().keys() - avoided.keys()
     most = min(_room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1)
     for world_size in range(most, request.least - 1, -1):
@@ -268,12 +266,11 @@ def _give_back(group: PlacementGroup | None) -> None:
     if group is not None and ray.is_initialized():
         try:
             remove_placement_group(group)
-        except RayError as error:  # its control process has been started anew, and knows of none
+        except RayError as error:  # its control process was restarted and does not know the group
             logger.warning("Ray does not take back the resources of a worker group: %s", headline(error))
 
 
 def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
-    """Whether all that was asked for is reserved, on nodes that can be given work."""
     tables = [placement_group_table(group) for group in groups]
     if any(table["state"] != "CREATED" for table in tables):
         return False
@@ -282,7 +279,7 @@ def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
 
 
 def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> int:
-    """How many ranks the resources of these nodes are enough for."""
+    """Number of ranks for which the resources of these nodes suffice."""
     bundle = request.resources.bundle()
     ranks = [min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items()) for has in nodes.values()]
     if request.strategy == "STRICT_PACK":
@@ -291,7 +288,6 @@ def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -
 
 
 def _shortage(request: PlacementRequest, avoided: Mapping[str, str]) -> str:
-    """What is there, what of it is free, and for how many ranks that is enough."""
     there, free_now = {node: has for node, has in alive_nodes().items() if node not in avoided}, free_by_node()
     free = {node: free_now.get(node, {}) for node in there}
     sums = [

@@ -1,6 +1,7 @@
-"""What Ray says when calls end: answers, errors of the code, deaths of processes."""
+"""Results of Ray calls (answers, errors of the code, deaths of processes), and the rank's actor as Ray runs it."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,28 +21,23 @@ from ray.exceptions import (
 
 from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
+from ...utils.processes import ProcessId
+from .actor import RankActor, device_index
 
 ERROR_GRACE_S = 1.0
-"""How long after a rank's error others may still turn out to be dead, or answer."""
+"""Seconds after a rank's error in which other ranks may still answer or turn out to be dead."""
 LOSS_GRACE_S = 0.2
-"""How long after a death others that died with it may be reported, so that all of them are named."""
-LOST = (
-    RayActorError,
-    WorkerCrashedError,
-    NodeDiedError,
-    OutOfMemoryError,
-    ObjectLostError,
-    LocalRayletDiedError,
-)
-"""What Ray raises for a call whose process is gone."""
+"""Seconds to wait after a death for reports of others that died with it, so that all are named."""
+LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError, ObjectLostError, LocalRayletDiedError)
+"""Errors that Ray raises for a call whose process is gone."""
 _TOGETHER_S = 0.02
-"""Answers that come so soon after another are taken with it: to ask about all that are pending costs with their number,
-and to do so for each of many ranks with its square."""
+"""Answers within this time of another are collected with it. The cost of each `ray.wait` grows with the number of
+pending calls, so one wait per rank would grow with its square."""
 
 
 @dataclass
 class Answers:
-    """What came back so far: each rank is in exactly one of these."""
+    """Answers so far. Each rank is in exactly one of these."""
 
     pending: dict[Any, int]
     values: dict[int, Any] = field(default_factory=dict)
@@ -49,9 +45,10 @@ class Answers:
     lost: dict[int, RayError] = field(default_factory=dict)
 
     def collect(self, timeout_s: float | None, dead: Callable[[], Collection[int]] = tuple) -> None:
-        """Wait until all have answered or ``timeout_s`` is over; from a mishap on, until its grace is over instead.
+        """Wait until all have answered or ``timeout_s`` is over. After the first failure its grace period replaces the
+        timeout.
 
-        ``dead`` says after an error which ranks are known to be dead, whatever Ray says of them by then.
+        ``dead`` is called after an error and returns the ranks known to be dead, even if Ray has not reported them yet.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
@@ -71,7 +68,7 @@ class Answers:
         rank = self.pending.pop(ref)
         try:
             self.values[rank] = ray.get(ref)
-        except RayTaskError as error:  # first: Ray derives it from the class of its cause, which may be one of LOST
+        except RayTaskError as error:  # first, because Ray derives it from the class of its cause, which may be in LOST
             self.errors[rank] = error
         except LOST as error:
             self.lost[rank] = error
@@ -88,7 +85,7 @@ def require_ray() -> None:
 def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
     """The error that explains the others, and its rank.
 
-    A lost worker of another group, else a bug, else a collective that broke down, else what peers say of another rank.
+    In order: a lost worker of another group, a bug, a collective that broke, and a peer's report about another rank.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
@@ -100,12 +97,12 @@ def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
 
 
 def cause_of(error: RayError) -> BaseException:
-    """What the worker raised, or Ray's own error."""
+    """The worker's exception, or Ray's own error."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def raise_cause(error: RayError) -> NoReturn:
-    """Raise what the worker raised, from Ray's error, which has the worker's traceback."""
+    """Raise the worker's exception from Ray's error, which has the worker's traceback."""
     if isinstance(error, RayTaskError):
         raise error.cause from error
     raise error
@@ -116,3 +113,26 @@ def headline(error: BaseException | None) -> str:
     if error is None:
         return "the process is gone"
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """Process of a rank: its id, the address and Ray's name of its node, and torch's index of its GPU."""
+
+    id: ProcessId
+    host: str
+    node_id: str
+    device: int | None
+
+
+class RayActor(RankActor):
+    """`RankActor` with information that only Ray has."""
+
+    def start(self, serve_store: bool) -> tuple[RankProcess, int]:
+        """Describe this process, and return the port of the store that it serves (0 without one)."""
+        host = ray.util.get_node_ip_address()
+        gpus = ray.get_gpu_ids()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        device = device_index(gpus, visible) if gpus else None
+        where = RankProcess(self.process(), host, ray.get_runtime_context().get_node_id(), device)
+        return where, self.serve_store(host) if serve_store else 0

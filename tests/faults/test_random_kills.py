@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from examples.chaos import GrpoRun, sha256, untimed
-from holdfast.engine.workers.ray_actor import RayActor
+from holdfast.engine.workers.ray_adapter import RayActor
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine import FSDPEngine, TrainEngineConfig
-from holdfast.engine.training.distributed import ProcessGroups, close_process_groups
+from holdfast.engine.training.process_groups import ProcessGroups, close_process_groups
 from holdfast.utils.devices import DeviceReport, agree_on_device, choose_device, require_devices_of_their_own
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError, HoldfastError, PeerError

@@ -16,7 +16,7 @@ from holdfast.engine import SaveLoadMeta, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.rl.sft import sft_loss_fn
+from holdfast.engine.rl.losses import sft_loss_fn
 from holdfast.engine.training.counters import EngineCounters
 from holdfast.engine.training.optimizer import build_optimizer, build_scheduler
 from holdfast.utils.distributed import gather_objects

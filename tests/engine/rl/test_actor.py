@@ -14,7 +14,7 @@ from holdfast.engine.api import Batch, FinetuneSpec
 from holdfast.engine.config import MicroBatchSpec, OptimizerConfig
 from holdfast.engine.fsdp_engine import FSDPEngine
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig, PPOCritic, PPOCriticConfig
-from holdfast.engine.rl.aggregation import LOSS_AGG_MODES
+from holdfast.engine.rl.losses import LOSS_AGG_MODES
 from holdfast.utils.errors import BatchError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.rl.reference import reference_logprobs

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.rl import NormConfig, PPOActorConfig, PPOCriticConfig
+from holdfast.engine.rl import NormConfig, PPOActorConfig, PPOCriticConfig, advantages, config, policy_losses
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import ConfigError
 
@@ -147,3 +147,10 @@ def test_the_policy_of_the_training_step_stands_for_the_one_before_it_with_one_m
     PPOActorConfig(**decoupled, ppo_n_minibatches=1)
     with pytest.raises(ConfigError, match="one before the update, but 'ppo_n_minibatches' is 4; set it to 1"):
         PPOActorConfig(**decoupled)
+
+
+def test_every_named_loss_and_estimator_has_a_function() -> None:
+    assert tuple(policy_losses.POLICY_LOSSES) == config.POLICY_LOSSES
+    assert tuple(advantages.ADV_ESTIMATORS) == config.ADV_ESTIMATORS
+    assert {*config.WITH_SEQUENCE_RATIOS, *config.OF_PICKED_TOKENS} <= {*config.POLICY_LOSSES}
+    assert {*config.OVER_GROUPS} <= {*config.ADV_ESTIMATORS}

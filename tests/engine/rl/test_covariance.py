@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine.api import Batch
 from holdfast.engine.rl import PPOActorConfig
-from holdfast.engine.rl.covariance import picked_tokens
+from holdfast.engine.rl.policy_losses import picked_tokens
 from holdfast.utils.metrics import reduce_stats
 from tests.helpers import run_ranks
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from holdfast.engine.api import Stateful
-from holdfast.engine.rl.kl_controller import AdaptiveKLController, FixedKLController
+from holdfast.engine.rl.kl import AdaptiveKLController, FixedKLController
 
 
 @pytest.mark.parametrize("kls", [[0.3] * 5, [0.01] * 5, [0.11, 0.09, 0.1, 0.5, 0.0]])

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from holdfast.engine.rl import PPOActorConfig
-from holdfast.engine.rl.aggregation import aggregate, with_loss_weights
-from holdfast.engine.rl.losses import Stats, kl_estimate, masked_mean, ppo_critic_loss, sft_loss
+from holdfast.engine.rl.critic import ppo_critic_loss
+from holdfast.engine.rl.kl import kl_estimate
+from holdfast.engine.rl.losses import Stats, aggregate, masked_mean, sft_loss, with_loss_weights
 from holdfast.engine.rl.policy_losses import POLICY_LOSSES, policy_inputs
 
 RNG = np.random.default_rng(0)

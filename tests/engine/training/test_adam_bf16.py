@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from holdfast.engine import MicroBatchSpec, OptimizerConfig, SaveLoadMeta
-from holdfast.engine.training.adam_bf16 import MOMENTS, AdamBF16, round_at_random
-from holdfast.engine.training.optimizer import build_optimizer, materialize_state
+from holdfast.engine.training.optimizer import (
+    MOMENTS,
+    AdamBF16,
+    build_optimizer,
+    materialize_state,
+    round_at_random,
+)
 from holdfast.utils.errors import CheckpointError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole

@@ -35,7 +35,8 @@ from holdfast.engine.config import PACKED_ATTENTION
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training.attention import PackedRow, _attention, packed_row
 from holdfast.engine.training.microbatch import MicroBatch, split_batch
-from holdfast.engine.training.packing import check_packing, model_output, prepare_packing
+from holdfast.engine.training.model_output import model_output
+from holdfast.engine.training.packing import check_packing, prepare_packing
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config
 from tests.engine.models import write_model_folder

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FSDPEngine, SaveLoadMeta
-from holdfast.engine.training.buffer_casts import casting_class
+from holdfast.engine.training.model import casting_class
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.model.test_initial_model import IDS, start
 from tests.tiers import slow_but

@@ -9,15 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
-from holdfast.engine.training.microbatch import (
-    expand_to_tokens,
-    select_rows,
-    sequence_lengths,
-    split_batch,
-    unpack,
-    validate_batch,
-    weigh,
-)
+from holdfast.engine.training.batch import select_rows, sequence_lengths, validate_batch
+from holdfast.engine.training.microbatch import expand_to_tokens, split_batch, unpack, weigh
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks

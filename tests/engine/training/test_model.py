@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from holdfast.engine import TrainEngineConfig
-from holdfast.engine.training.model import block_classes, build_on_meta, draw_weights, give_memory
+from holdfast.engine.training.model import build_on_meta
+from holdfast.engine.training.sharding import block_classes
+from holdfast.engine.training.weights import draw_weights, give_memory
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config
 

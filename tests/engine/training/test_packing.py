@@ -24,7 +24,8 @@ from transformers import (
 
 from holdfast.engine import MicroBatchSpec
 from holdfast.engine.training.microbatch import split_batch
-from holdfast.engine.training.packing import check_packing, model_output
+from holdfast.engine.training.model_output import model_output
+from holdfast.engine.training.packing import check_packing
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model

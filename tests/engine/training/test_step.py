@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.engine import FSDPEngine, MicroBatchSpec, OptimizerConfig
-from holdfast.engine.training.distributed import clip_grad_norm
 from holdfast.engine.training.microbatch import split_batch
+from holdfast.engine.training.optimizer_step import clip_grad_norm
 from holdfast.utils.errors import PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.engine.api import Batch
-from holdfast.engine.training.trajectories import join_trajectories, split_like
+from holdfast.engine.training.batch import join_trajectories, split_like
 from holdfast.utils.errors import BatchError
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.engine import TrainEngineConfig
 from holdfast.engine.training.counters import EngineCounters
-from holdfast.engine.training.distributed import shard_model
 from holdfast.engine.training.optimizer_step import clip_and_step
+from holdfast.engine.training.sharding import shard_model
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""An inference server that is one rank of a `WorkerGroup`, as the ranks of another group see it."""
+"""An inference server that runs as one rank of another `WorkerGroup`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,9 @@ from .ray_adapter import Answers, headline, raise_cause
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """An `InferenceServer` in front of one rank of a `WorkerGroup`; picklable, so a trainer's rank can hold it.
+    """An `InferenceServer` in front of one rank of a `WorkerGroup`. Picklable, so that a trainer's rank can hold it.
 
-    Attributes:
-        actor: the rank's Ray actor.
-        group: name of its group.
-        rank: its rank.
-        timeout_s: how long an answer may take.
-        hang_timeout_s: how long a ping may stay unanswered meanwhile; None: it is not pinged.
+    An answer may take ``timeout_s``. Meanwhile pings may take ``hang_timeout_s`` (None: no pings).
     """
 
     actor: Any
@@ -28,15 +23,15 @@ class RemoteServer:
 
     @property
     def name(self) -> str:
-        """What logs and errors call it."""
+        """Name in logs and errors."""
         return f"rank {self.rank} of worker group {self.group!r}"
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Have the worker load the Hugging Face folder ``path``; the version it serves from now on.
+        """Let the worker load the Hugging Face folder ``path``. Return the version it serves from now on.
 
         Raises:
             WorkerLost: the worker is dead, hangs, or did not answer in time.
-            Exception: what the worker raised.
+            Exception: the worker raised it.
         """
         call = self.actor.call.remote("update_weights_from_disk", (path, version), {})
         answers = Answers({call: self.rank})

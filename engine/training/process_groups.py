@@ -1,0 +1,183 @@
+"""Open and close the process groups of an engine.
+
+There are two groups because they fail differently. The default group (gloo on CPU, NCCL on CUDA) carries tensors. A
+separate gloo group carries control messages, so that they never wait behind a tensor collective or deadlock with one.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from ...utils.compat.torch_private import abort_process_group
+from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
+from ...utils.distributed import gather_objects
+from ...utils.errors import ConfigError
+from ...utils.logging import get_logger
+from ..api import ParallelStrategy
+
+logger = get_logger(__name__)
+
+LEAVE_TOGETHER_S = 5.0
+"""With NCCL: seconds that a rank waits for the others before it destroys its groups."""
+ABORT_S = 10.0
+"""Seconds that NCCL may take to abort."""
+GLOO_PATIENCE_S = 1.0
+"""Seconds to wait until gloo's threads release their tensors."""
+
+
+@dataclass
+class ProcessGroups:
+    """The engine's gloo group for agreement, whether the engine owns the default group, and the device of this rank."""
+
+    control: dist.ProcessGroup
+    owns_default: bool
+    device: torch.device
+
+
+def open_process_groups(strategy: ParallelStrategy | None, device_type: str, timeout_s: float) -> ProcessGroups:
+    """Join the default group, or create it from torchrun's environment (a world of one without it).
+
+    ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups created here.
+
+    Raises:
+        ConfigError: the world has another size than ``strategy`` says, or the devices of the ranks do not match (see
+            `agree_on_device`).
+        PeerError: other ranks have no usable device.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    expected = None if strategy is None else strategy.data_parallel_size
+    owns_default = not dist.is_initialized()
+    if owns_default:
+        device = _make_default_group(device_type, expected, timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        _require_size(expected, dist.get_world_size())
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        device = agree_on_device(partial(device_here, device_type), partial(gather_objects, group=control))
+        _use(device)
+    assert isinstance(control, dist.ProcessGroup)
+    return ProcessGroups(control, owns_default, device)
+
+
+def _make_default_group(device_type: str, expected: int | None, timeout: timedelta) -> torch.device:
+    """Agree on devices through the store first, because the backend depends on them."""
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    _require_size(expected, world_size)
+    # Under torchrun the store outlives a group, so each group of a process uses separate keys.
+    number = (store.add("holdfast/groups", 1) - 1) // world_size
+    store = dist.PrefixStore(f"holdfast/{number}", store)
+    device = agree_on_device(
+        partial(device_here, device_type), partial(_gather_through, store, rank=rank, world_size=world_size)
+    )
+    cuda = device if device.type == "cuda" else None
+    _use(device)
+    dist.init_process_group(
+        "gloo" if cuda is None else CUDA_BACKEND,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=cuda,
+    )
+    return device
+
+
+def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world_size: int) -> list[DeviceReport]:
+    store.set(f"device/{rank}", json.dumps(asdict(report)))
+    reports = [DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)]
+    if store.add("device/readers", 1) == world_size:
+        store.set("device/read", "")
+    if rank == 0:
+        store.get("device/read")  # rank 0 may serve the store, so it must not end before the others have read
+    return reports
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    logger.info("computing on %s%s of %s", device, name, socket.gethostname())
+
+
+def _require_size(expected: int | None, found: int) -> None:
+    if expected is not None and expected != found:
+        raise ConfigError(f"data_parallel_size is {expected}, but {found} rank(s) have joined; start {expected} ranks")
+
+
+def close_process_groups(groups: ProcessGroups) -> None:
+    """Leave the groups without waiting for a peer that may be dead. With NCCL this waits up to `LEAVE_TOGETHER_S`."""
+    if not dist.is_initialized():
+        return
+    together = not groups.owns_default or groups.device.type == "cpu" or _all_leave(groups.control)
+    _let_gloo_finish()
+    if not groups.owns_default:
+        dist.destroy_process_group(groups.control)
+    elif together:
+        dist.destroy_process_group()  # every group of this process
+    else:
+        _abort()
+
+
+def _all_leave(control: dist.ProcessGroup) -> bool:
+    """Whether every rank is here. NCCL flushes pending work and waits for the other ranks of the host, without limit if
+    one of them is dead."""
+    try:
+        dist.monitored_barrier(control, timeout=timedelta(seconds=LEAVE_TOGETHER_S))
+    except RuntimeError as error:
+        logger.warning("not all ranks leave together, so NCCL is aborted: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _abort() -> None:
+    """Abort NCCL's communicators and all groups of this process. Pending collectives fail."""
+    thread = Thread(target=abort_process_group, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
+    if thread.is_alive():
+        logger.error("NCCL has not let go within %g s of the abort; its memory is freed when the process ends", ABORT_S)
+
+
+def _let_gloo_finish() -> None:
+    """Wait until gloo's threads have released the tensors of completed collectives.
+
+    A thread needs the interpreter for that. If it gets its turn after interpreter shutdown has begun, it calls
+    `std::terminate`, and a job that has done all its work exits with SIGABRT (5 of 128 jobs with four ranks a core,
+    pytorch#179291). Destroying a group joins its threads only if nothing else holds the group, but DTensor's caches
+    hold the mesh, which holds its group. A thread that slept while this one slept, with the interpreter free, is not
+    waiting for it.
+    """
+    deadline = time.monotonic() + GLOO_PATIENCE_S
+    before = _gloo_threads()
+    while time.monotonic() < deadline:
+        time.sleep(0.01)  # longer than a thread waits before it asks for the interpreter again
+        after = _gloo_threads()
+        if after == before and all("State:\tS (sleeping)" in thread for thread in after):
+            return
+        before = after
+
+
+def _gloo_threads() -> list[list[str]]:
+    """State and number of sleeps for each gloo thread, from the kernel. Empty without /proc."""
+    threads = []
+    for task in Path("/proc/self/task").glob("*/status"):
+        try:
+            status = task.read_text()
+        except OSError:
+            continue  # the thread has just ended
+        if "pt_gloo_runloop" in status:
+            threads.append([line for line in status.splitlines() if line.startswith(("State", "Pid", "voluntary"))])
+    return threads

@@ -1,0 +1,71 @@
+"""Shard a model in place with FSDP2."""
+
+from collections import Counter
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from ...utils.compat.torch_private import fill_missing_gradients
+from ...utils.compat.transformers_private import unsplit_classes
+from ...utils.errors import ConfigError
+from ..config import TrainEngineConfig
+from .model import COMPUTE_DTYPES
+
+zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
+"""Parameters of each sharded model whose gradient on this rank is all zeros. See `fill_missing_gradients`."""
+
+
+def shard_model(
+    model: PreTrainedModel, config: TrainEngineConfig, blocks: tuple[type[nn.Module], ...], device: torch.device
+) -> DeviceMesh:
+    """Shard in place with FSDP2: one parameter group per block, and one for the rest (embedding, norm, head).
+
+    Parameters stay float32. Each group is gathered and computed in ``config.dtype``, and its gradient is summed in
+    ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a vision tower) gets
+    their gradients, if all ranks run forward and backward through the same blocks.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[config.dtype],
+        reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
+        cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
+    )
+    reshard = config.fsdp.reshard_after_forward
+    for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
+        if isinstance(module, blocks):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if mesh.size() > 1:
+        filled = zero_filled[model] = set()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                fill_missing_gradients(module, filled)
+    return mesh
+
+
+def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
+    """Classes of the repeated blocks: the named ones, or those that transformers does not split.
+
+    Without names, blocks with a tied weight are left out, because FSDP cannot shard a weight in two groups.
+
+    Raises:
+        ConfigError: a named class does not occur in the model.
+    """
+    wanted = set(names or unsplit_classes(model))
+    found = {type(module).__name__: type(module) for module in model.modules()}
+    if names and (unknown := sorted(wanted - found.keys())):
+        raise ConfigError(
+            f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which "
+            f"{type(model).__name__} does not contain; it contains {', '.join(sorted(found))}"
+        )
+    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    if not names:
+        for module in model.modules():
+            if any(uses[id(param)] > 1 for param in module.parameters()):
+                wanted.discard(type(module).__name__)
+    return tuple(found[name] for name in sorted(wanted & found.keys()))
