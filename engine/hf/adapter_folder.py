@@ -1,10 +1,10 @@
-"""Adapters as a folder of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-``PeftModel.from_pretrained`` and vLLM load it beside the base model. Adapters are small: each rank gathers all of them,
-which rank 0 writes, and reads all of them to keep its own rows.
+``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: a save gathers
+all of them on every rank, and rank 0 writes. A load reads all of them on every rank, which keeps its own rows.
 
-Names are PEFT's own, so any method of PEFT that adapts layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``), of
-engines and of other people's ``PeftModel``; only plain LoRA is loaded here.
+Names are those of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``),
+from engines and from any other ``PeftModel``. Only plain LoRA can be loaded here.
 """
 
 import copy
@@ -35,7 +35,7 @@ from .shard_ranges import whole_tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROOT = "base_model.model."
-"""What PEFT calls the model inside of a PeftModel."""
+"""PEFT's name for the model inside a PeftModel."""
 
 
 def save_adapters(
@@ -46,12 +46,12 @@ def save_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters of a model as a new folder of PEFT; every rank of ``group`` calls this.
+    """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
     Args:
         model: with layers of peft, sharded or not, or a ``PeftModel``.
         path: the folder to create.
-        options: ``dtype``, ``tokenizer`` and ``processor`` are used; without a dtype the adapters stay as they are.
+        options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters stay as they are.
         group: control group.
         gather_group: see `whole_tensor`.
 
@@ -75,10 +75,10 @@ def write_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """What `save_adapters` does between making a staging folder and committing it.
+    """Write the files of `save_adapters` into a folder that the caller commits.
 
     Returns:
-        The files this rank answers for: on rank 0 all of them, fsynced.
+        The files that this rank describes in a manifest: on rank 0 all of them, fsynced.
 
     Raises:
         See `save_adapters`.
@@ -95,11 +95,11 @@ def write_adapters(
 
 
 def require_adapters(model: PreTrainedModel) -> None:
-    """See that adapters are all that is trained, as publishing them alone takes.
+    """Check that only adapters are trained, so that they can be published alone.
 
     Raises:
-        ConfigError: the model has none, or more is trained.
-        CheckpointMismatchError: they are no plain LoRA, or several are active.
+        ConfigError: the model has no adapters, or other parameters are trained.
+        CheckpointMismatchError: the adapters are not plain LoRA, or several are active.
     """
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
@@ -109,7 +109,7 @@ def require_adapters(model: PreTrainedModel) -> None:
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write and fsync the weights of a folder of PEFT.
+    """Write and fsync the weights of a PEFT folder.
 
     Args:
         folder: exists.
@@ -121,7 +121,7 @@ def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What counts, in ``modules_to_save``, stays as it is."""
+    """Cast floating-point values. Counters in ``modules_to_save`` keep their dtype."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
@@ -138,11 +138,11 @@ def _write_sidecars(folder: Path, model: nn.Module, options: HFExportOptions) ->
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in a folder of PEFT -> live (sharded) tensor, of all that PEFT stores of a model.
+    """Name in a PEFT folder -> live (sharded) tensor, for all tensors that PEFT stores of a model.
 
     Raises:
-        CheckpointMismatchError: it has no adapters, several active ones, a prompt in their place, or parameters that
-            are trained and that PEFT does not store.
+        CheckpointMismatchError: the model has no adapters, several active ones, a prompt instead, or trained parameters
+            that PEFT does not store.
     """
     config = _peft_config(model)
     if config.is_prompt_learning:
@@ -168,7 +168,6 @@ def _trained_beside(model: nn.Module, adapters: Mapping[str, torch.Tensor]) -> l
 
 
 def _peft_config(model: nn.Module) -> Any:
-    """Of the active adapter."""
     configs: Any = getattr(model, "peft_config", None)
     if not configs:
         raise CheckpointMismatchError(
@@ -189,10 +188,10 @@ def _adapter_name(model: nn.Module) -> str:
 
 
 def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name in a folder of PEFT -> live tensor, of plain LoRA alone.
+    """Name in a PEFT folder -> live tensor, for plain LoRA only.
 
     Raises:
-        CheckpointMismatchError: they are others, or none or several are active.
+        CheckpointMismatchError: the adapters are of another kind, or none or several are active.
     """
     _adapter_name(model)
     return {
@@ -205,14 +204,14 @@ def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def load_adapters(
     model: PreTrainedModel, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a folder of PEFT into the adapters of a model; every rank of ``group`` calls this.
+    """Load a PEFT folder into the adapters of a model. Every rank of ``group`` calls this.
 
     Raises:
         ConfigError: ``path`` is a URL.
-        CheckpointNotFoundError: there is no such folder, or no adapters in it.
+        CheckpointNotFoundError: there is no such folder, or it has no adapters.
         CheckpointCorruptError: the file is damaged.
-        CheckpointMismatchError: it holds other adapters than the model has, or of another scaling.
-        PeerError: another rank failed. Nothing has changed then, nor with any other error.
+        CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the model's.
+        PeerError: another rank failed. The model is unchanged after this and after all other errors.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):

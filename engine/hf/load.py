@@ -1,13 +1,12 @@
 """Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
 
-Everything that can be wrong with the folder is found on all ranks before a parameter changes: from its headers, its
-index and the sizes of its files, and by comparing the copies of tied weights where there are several. Then weights are
-read straight into the parameters (`file_io`). Only a file that cannot be read any more, or has become shorter since,
-can stop this half-way; the error says on every rank that the model is now half loaded.
+All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied weights. Then weights
+are read straight into the parameters. From then on only a file that cannot be read, or that became shorter, can stop
+the load. The error then says on every rank that the model is half loaded.
 
-Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. What an export would gather,
-all ranks read: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor (and
-what it is converted with) at a time.
+Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. Tensors that an export would gather are
+read by all ranks: in blocks of rows if shards are not rows, as a whole for transposes and for conversions that are not
+slices.
 """
 
 import os
@@ -30,8 +29,8 @@ from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .file_io import WeightReader
-from .load_plan import LoadPlan, invert_fills, loaded_elements, plan_loading
-from .name_mapping import FileTensor, stored_tensors
+from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
+from .origins import FileTensor
 from .quantized import refuse_quantized
 from .safetensors_layout import TensorSlot
 from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
@@ -45,37 +44,37 @@ def load_hf(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
 ) -> list[str]:
-    """Load the weights of a Hugging Face folder; every rank of ``group`` calls this.
+    """Load the weights of a Hugging Face folder. Every rank of ``group`` calls this.
 
-    Files of one or many parts and of any floating-point dtype do; values are cast to the dtype of the parameter. What
-    `from_pretrained` would load is loaded, under the same names (see `load_plan`): the base-model prefix may be absent
-    from the folder or from the model, tensors may be fused, split or renamed, and those of the other parts of a
-    multimodal model are left alone. A tied weight may be stored under any of its names. Afterwards an export names
-    tensors as ``save_pretrained`` would after `from_pretrained`: as the folder does.
+        load_hf(model, "exports/step_100")
+        load_hf(critic, "Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
+
+    The result is that of `from_pretrained`, with the same names: the prefix of the base model may be absent on either
+    side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied weight may
+    have any of its names. Values of any floating-point dtype are cast to the dtype of the parameter. A later export
+    names tensors as the folder does.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
         path: a local folder with ``model.safetensors`` or ``model.safetensors.index.json``.
-        group: control group of CPU tensors (gloo); None takes the default group.
-        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that need not be there, e.g. ``"score.*"`` of a new
-            critic.
-        allow_unexpected: patterns of tensors (named as they would be in the model) that may be there and are left
-            alone, e.g. ``"lm_head.*"``.
+        group: control group of CPU tensors (gloo). None takes the default group.
+        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that the folder need not have.
+        allow_unexpected: patterns of tensors to ignore, under the names that they would have in the model.
 
     Returns:
-        ``state_dict`` keys that were missing, with permission: their values are as they were.
+        The ``state_dict`` keys that were missing, with permission. They keep their values.
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``), or its weights are quantized.
-        CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
+        CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
         CheckpointCorruptError: a file is missing, truncated or not safetensors.
-        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
-            different values for a weight that the model ties.
+        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or two copies of a
+            tied weight differ.
         PeerError: only other ranks found a problem.
         OSError: a file cannot be read.
 
-        Nothing has changed, unless the message says that the model is now half loaded: then a file broke (OSError) or
-        became shorter (CheckpointCorruptError) while it was read, and the model must be loaded again before it is used.
+        The model is unchanged, unless the message says that it is half loaded: a file broke (OSError) or became shorter
+        (CheckpointCorruptError) during the read. Then load the model again before you use it.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     rank, world_size = get_rank(group), get_world_size(group)
@@ -108,17 +107,18 @@ def load_hf(
 
 
 def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> set[str]:
-    """``state_dict`` keys whose values on this rank are, bit for bit, those that `load_hf` would read; nothing changes.
+    """The ``state_dict`` keys whose values on this rank are bit for bit those that `load_hf` would read. Changes
+    nothing.
 
-    Tensors that a load would convert by more than slices are left out. Cost: one read of this rank's part.
+    Tensors that a load converts by more than slices are left out. No communication. Cost: one read of this rank's part.
 
     Args:
         folder: as for `load_hf`.
         model: any transformers model, sharded or not.
-        group: the ranks of the model. No communication.
+        group: the ranks of the model.
 
     Raises:
-        CheckpointError, OSError: the folder cannot be read, or is not of this model.
+        CheckpointError, OSError: the folder cannot be read, or does not fit the model.
     """
     with WeightReader(folder) as reader:
         slots = reader.layout()
@@ -154,11 +154,11 @@ def _half_loaded(folder: Path) -> Iterator[None]:
 def _choose(
     loading: LoadPlan, tied: Mapping[str, str]
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
-    """Choose the file tensor of each tied weight that the folder stores under several names.
+    """Choose one file tensor for each tied weight that the folder stores under several names.
 
     Returns:
-        ``state_dict`` key -> what fills it, none of them a tied one that is left out of files; and pairs of what was
-        chosen and another one that fills the same.
+        ``state_dict`` key -> file tensor that fills it, without the tied keys that files leave out, and pairs of a
+        chosen tensor and another one for the same key.
     """
     chosen: dict[str, FileTensor] = {}
     copies = []
@@ -176,7 +176,7 @@ def _missing(
     chosen: Mapping[str, FileTensor],
     allow_missing: Sequence[str],
 ) -> list[str]:
-    """The missing keys; refused unless allowed, or computed by the model itself."""
+    """The missing keys. Raises if a key is neither allowed to be missing nor computed by the model."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
     needed = [
@@ -216,18 +216,18 @@ def _refuse_unexpected(
 
 
 def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether the folder is a multimodal model's, of which ``model`` is the language model only."""
+    """Whether the folder holds a multimodal model and ``model`` is its language model."""
     return "text_config" in read_raw_config(folder) and not model.config.sub_configs
 
 
 def _is_in_other_module(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor is in none of the modules ``used``, those, to a depth of two, that tensors are loaded from."""
+    """Whether a tensor is in none of the modules ``used``, names of one or two parts from which tensors are loaded."""
     first, *rest = name.split(".")
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
 def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
-    """Refuse dtypes, memory layouts and conversions that would fail in the middle of the load, or silently."""
+    """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong values."""
     for tensor in transfers.tensors:
         dtype = slots[tensor.key].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
@@ -246,7 +246,7 @@ def _compare_copies(
     rank: int,
     world_size: int,
 ) -> None:
-    """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
+    """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:
         first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
         ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
@@ -258,7 +258,6 @@ def _compare_copies(
 
 
 def _read_direct(reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
-    """Read this rank's elements of the spans under ``direct``."""
     for tensor, span in transfers.direct:
         if (held := overlap(span, transfers.parts[span.source])) is not None:
             reader.read(slots[tensor.key], *held)
@@ -267,7 +266,7 @@ def _read_direct(reader: WeightReader, transfers: TransferPlan, slots: Mapping[s
 def _read_blocks(
     reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read the spans under ``gathered``, block by block, and keep this rank's part of each."""
+    """Read the tensors under ``gathered`` block by block, and keep this rank's part of each."""
     for source, spans in transfers.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
@@ -287,7 +286,7 @@ def _read_unmapped(
     slots: Mapping[str, TensorSlot],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Read unmapped tensors in full, convert them, and keep this rank's part of each model tensor."""
+    """Read file tensors as a whole, convert them, and keep this rank's part of each model tensor."""
     sources = _sources(tensors)
     elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))

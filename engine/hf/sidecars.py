@@ -1,4 +1,4 @@
-"""The sidecar files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
+"""The other files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
 
 import copy
 import os
@@ -27,20 +27,20 @@ WEIGHT_SUFFIXES = (
     ".pkl",  # generators, as Accelerate keeps them
 )
 _NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")
-"""What a run leaves beside a model."""
+"""Files that a run leaves in the folder of a model."""
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
 def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions) -> None:
-    """Write all files but the weights and their index, as ``save_pretrained`` does."""
+    """Write all files except the weights and their index, as ``save_pretrained`` does."""
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
     config.architectures = [type(model).__name__]
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
-            part.use_cache = True  # training turns it off; servers want it
+            part.use_cache = True  # training turns it off, but servers want it
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
@@ -56,16 +56,16 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
 def adopt_base(
     model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
 ) -> torch.dtype:
-    """Learn from the folder that ``model`` was built from what exports are to have of it; all ranks call it.
+    """Learn from the folder of ``model`` how to export it. Every rank of ``group`` calls this.
 
-    The model gets the folder's generation config (stop tokens, sampling), as ``from_pretrained`` does.
+    The model gets the generation config of the folder (stop tokens, sampling), as in ``from_pretrained``.
 
     Returns:
-        `base_dtype` of the folder that rank 0 sees: the layout of files, which must be the same on all, depends on it.
+        `base_dtype` of the folder on rank 0. All ranks need the same, because the layout of the files depends on it.
 
     Raises:
         OSError: the generation config cannot be read here.
-        PeerError: on another rank.
+        PeerError: it cannot be read on another rank.
     """
     with all_ranks_succeed(f"reading {folder}", group):
         _adopt_generation_config(model, Path(folder))
@@ -74,8 +74,11 @@ def adopt_base(
 
 
 def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """A file that transformers does not read, or would not write again (options that contradict each other), goes into
-    exports byte for byte, as long as ``model.generation_config`` is left alone."""
+    """Read the generation config of the folder into the model.
+
+    If transformers does not read it, or would not write it again (contradicting options), exports copy the file byte
+    for byte, as long as ``model.generation_config`` is not changed.
+    """
     path = folder / GENERATION_CONFIG_NAME
     if not model.can_generate():
         return
@@ -97,7 +100,7 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config; an invalid one too, with a warning, because an export must not fail over it."""
+    """Write the generation config. An invalid one is written with a warning, because it must not fail an export."""
     config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
     if replaced is not None and replaced == config:

@@ -20,7 +20,7 @@ from ..dcp.base_model import BaseFolder
 from ..hf.dtypes import base_dtype, file_dtypes
 from ..hf.file_io import WeightReader
 from ..hf.load import load_hf
-from ..hf.load_plan import plan_loading
+from ..hf.name_mapping import plan_loading
 from ..hf.quantized import refuse_quantized
 from ..lora.build import add_adapters, draw_adapters
 from ..lora.layers import plain_view

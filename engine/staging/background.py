@@ -21,7 +21,7 @@ from ..api import SaveLoadMeta
 from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.adapter_folder import save_adapters
-from ..hf.export import export_hf
+from ..hf.save import export_hf
 from .background_job import BackgroundJob, Task
 from .staged_model import check_mesh, staged_model
 from .staged_state import Staging

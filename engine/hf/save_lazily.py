@@ -1,7 +1,7 @@
-"""Write a Hugging Face folder from tensors that are read block by block, in one process, with a model without memory.
+"""Write a Hugging Face folder in one process, from tensors that are read block by block. Used to convert checkpoints.
 
-The files are those that `write` makes of the same model, by the same plan; memory is a block (see `LazyTensor`), or the
-tensors that a conversion of transformers makes one of, where that is more than slices.
+The files are those that `save` writes for the same model. Memory is one block (see `LazyTensor`). A conversion of
+transformers that is not slices needs all tensors that it joins.
 """
 
 import os
@@ -17,7 +17,8 @@ from ..api import HFExportOptions
 from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .file_io import WeightWriter
-from .name_mapping import FileTensor, Span, element_map, file_tensors, stored_tensors
+from .name_mapping import element_map, file_tensors, stored_tensors
+from .origins import FileTensor, Span
 from .safetensors_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, TensorSlot, encode_index, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
@@ -34,14 +35,14 @@ def write_lazily(
     """Write ``tensors`` as ``save_pretrained`` of ``model`` with these values would, and fsync the files.
 
     Args:
-        model: on the meta device; its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values; tied ones under any of their names.
+        model: on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names.
         folder: an empty folder that exists.
-        options: as for `save_hf`.
-        seen: called with the key, the first element and the values of every block, as it is written.
+        options: see `HFExportOptions`.
+        seen: called with the key, the first element and the values of every block that is written.
 
     Raises:
-        CheckpointMismatchError: ``tensors`` are not those of the model, or cannot be expressed in its file format.
+        CheckpointMismatchError: ``tensors`` do not fit the model, or its file format cannot hold them.
         OSError: the file system refused.
     """
     folder = Path(folder)
@@ -78,7 +79,7 @@ def _match(
     tied: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
-    """``state_dict`` key that is stored -> its values; raises unless these are all, and of the right shapes."""
+    """Map each stored ``state_dict`` key to its values. Raises unless names and shapes fit the model."""
     found = {tied.get(key, key): tensor for key, tensor in tensors.items()}
     found |= {key: tensor for key, tensor in tensors.items() if key in stored}
     name = type(model).__name__
@@ -96,7 +97,7 @@ def _match(
 
 
 def _set_dtypes(model: PreTrainedModel, sources: Mapping[str, LazyTensor]) -> None:
-    """Give parameters and buffers without memory the dtypes of ``sources``: what config.json says goes by them."""
+    """Give parameters and buffers on meta the dtypes of ``sources``, because config.json takes its dtype from them."""
     for named in (model.named_parameters(), model.named_buffers()):
         for key, tensor in named:
             if key in sources:
@@ -129,7 +130,6 @@ def _write_converted(
     together: Sequence[FileTensor],
     seen: Callable[[str, int, torch.Tensor], None],
 ) -> None:
-    """Write tensors that only a conversion of whole ones gives."""
     keys = sorted({source for tensor in together for source in tensor.sources})
     pieces: list[torch.Tensor] = []
     for key in keys:
