@@ -1,10 +1,10 @@
 """PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
 ``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: a save gathers
-all of them on every rank, and rank 0 writes. A load reads all of them on every rank, which keeps its own rows.
+all adapters on every rank, and rank 0 writes. A load reads all on every rank, which keeps its own rows.
 
-Names are those of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``),
-from engines and from any other ``PeftModel``. Only plain LoRA can be loaded here.
+Names are the names of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3,
+``modules_to_save``), from engines and from any other ``PeftModel``. Only plain LoRA can be loaded here.
 """
 
 import copy
@@ -75,13 +75,9 @@ def write_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Write the files of `save_adapters` into a folder that the caller commits.
+    """Write the files of `save_adapters` into a folder that the caller commits. Raises as `save_adapters` does.
 
-    Returns:
-        The files that this rank describes in a manifest: on rank 0 all of them, fsynced.
-
-    Raises:
-        See `save_adapters`.
+    Returns the files that this rank describes in a manifest: on rank 0 all files, fsynced.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         tensors = adapter_tensors(model)
@@ -97,9 +93,8 @@ def write_adapters(
 def require_adapters(model: PreTrainedModel) -> None:
     """Check that only adapters are trained, so that they can be published alone.
 
-    Raises:
-        ConfigError: the model has no adapters, or other parameters are trained.
-        CheckpointMismatchError: the adapters are not plain LoRA, or several are active.
+    Raises ConfigError if there are none, or if other parameters are trained. Raises CheckpointMismatchError if they are
+    not plain LoRA, or if several are active.
     """
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
@@ -109,12 +104,7 @@ def require_adapters(model: PreTrainedModel) -> None:
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write and fsync the weights of a PEFT folder.
-
-    Args:
-        folder: exists.
-        tensors: name in the folder -> whole tensor.
-    """
+    """Write and fsync the weights of a PEFT folder: name in the folder -> whole tensor."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     os.chmod(folder / WEIGHTS, 0o644)
     fsync_file(folder / WEIGHTS)
@@ -149,7 +139,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         raise CheckpointMismatchError(
             f"{config.peft_type} is a prompt and no adapter of layers; use model.save_pretrained"
         )
-    from peft import get_peft_model_state_dict  # the model has layers of it
+    from peft import get_peft_model_state_dict  # installed, because the model has its layers
 
     live = {clean_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
@@ -188,11 +178,7 @@ def _adapter_name(model: nn.Module) -> str:
 
 
 def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name in a PEFT folder -> live tensor, for plain LoRA only.
-
-    Raises:
-        CheckpointMismatchError: the adapters are of another kind, or none or several are active.
-    """
+    """Name in a PEFT folder -> live tensor of the one active adapter, which must be plain LoRA."""
     _adapter_name(model)
     return {
         f"{ROOT}{weight.removesuffix('.weight')}.{part}.weight": tensor
@@ -235,7 +221,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 def _check(
     folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
 ) -> None:
-    from peft import LoraConfig, PeftConfig  # the model has layers of it
+    from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
 
     if strangers := sorted(adapters.keys() ^ values.keys()):
         whose = "the folder" if strangers[0] in values else "the model"

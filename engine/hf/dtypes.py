@@ -4,9 +4,9 @@ Training keeps float32 masters, so their dtype says nothing. Three things decide
 
 - the requested dtype, or the dtype of the base folder,
 - the modules that transformers keeps in float32 in half precision too (router biases),
-- the tensors for which the code of the model names a dtype (whole routers). To find them, the model is built on the
-  meta device in float64: a tensor with another dtype has one of its own. This takes 10 to 100 ms, once per model, and
-  changes the default dtype of torch for that time.
+- the tensors whose dtype the code of the model names (whole routers). To find them, the model is built on the meta
+  device in float64: other dtypes come from the code. This takes 10 to 100 ms, once per model, and changes the default
+  dtype of torch for that time.
 """
 
 import copy
@@ -32,12 +32,9 @@ _ASKED = torch.float64
 def file_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in an export.
+    """The dtype of each tensor in an export: ``state_dict`` key -> dtype.
 
-    Args:
-        model: sharded or not.
-        tensors: ``state_dict`` key -> parameter or buffer of ``model``.
-        dtype: the argument of ``from_pretrained``. None keeps the dtype of each tensor, as ``save_pretrained`` does.
+    ``dtype`` is the argument of ``from_pretrained``. None keeps the dtype of each tensor, as ``save_pretrained`` does.
     """
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
@@ -97,9 +94,7 @@ def set_config_dtype(config: PretrainedConfig, model: PreTrainedModel, dtype: to
 def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.dtype:
     """The dtype of ``from_pretrained(folder, dtype="auto")``: from the config, else from the first tensor of the files.
 
-    Args:
-        model: built from the folder.
-        folder: a local model folder, with or without weights. float32 if neither names a dtype.
+    float32 if neither names a dtype. ``model`` was built from the folder, a local one, with or without weights.
     """
     config = type(model.config).from_pretrained(folder)  # of a multimodal folder, the part for the text
     if isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1:  # eight bits are for quantized files

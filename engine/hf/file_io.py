@@ -37,11 +37,8 @@ READ_BYTES = 16 << 20
 
 
 class WeightWriter:
-    """Weight files of a folder, open for writing. A context manager, which closes them. Only `sync` makes them durable.
-
-    Args:
-        folder: the folder of the files.
-    """
+    """Weight files of ``folder``, open for writing. A context manager, which closes them. Only `sync` makes them
+    durable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,11 +53,7 @@ class WeightWriter:
             os.close(fd)
 
     def create(self, file: WeightFile) -> None:
-        """Create a file at its full size with only the header written.
-
-        Raises:
-            FileExistsError: the file exists. Nothing is ever overwritten.
-        """
+        """Create a file at its full size with only the header written. It must not exist (FileExistsError)."""
         fd = self._fds[file.name] = os.open(self._folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         _write_all(fd, memoryview(file.header), 0)
         os.ftruncate(fd, file.total_bytes)
@@ -101,11 +94,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 class WeightReader:
-    """Safetensors files of a folder, open for reading after a call of `layout`. A context manager, which closes them.
-
-    Args:
-        folder: the folder of the files.
-    """
+    """Safetensors files of ``folder``, open for reading after a call of `layout`. A context manager, to close them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,9 +124,7 @@ class WeightReader:
     def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
         """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
 
-        Raises:
-            CheckpointCorruptError: the file has become shorter.
-            OSError: the file cannot be read.
+        Raises CheckpointCorruptError if the file has become shorter, and OSError if it cannot be read.
         """
         for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
             if _is_in_memory(piece, slot.dtype):

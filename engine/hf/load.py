@@ -49,10 +49,10 @@ def load_hf(
         load_hf(model, "exports/step_100")
         load_hf(critic, "Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
 
-    The result is that of `from_pretrained`, with the same names: the prefix of the base model may be absent on either
-    side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied weight may
-    have any of its names. Values of any floating-point dtype are cast to the dtype of the parameter. A later export
-    names tensors as the folder does.
+    The result and the names are the same as with `from_pretrained`: the prefix of the base model may be absent on
+    either side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied
+    weight may have any of its names. Values of any floating-point dtype are cast to the dtype of the parameter. A later
+    export names tensors as the folder does.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
@@ -101,24 +101,16 @@ def load_hf(
             _read_blocks(reader, transfers, slots, state)
             for tensors in transfers.unmapped:
                 _read_unmapped(reader, model, tensors, slots, state)
-    # As in `from_pretrained`: an export reverts them.
+    # An export reverts these, as after `from_pretrained`.
     set_conversions(model, loading.conversions)
     return missing
 
 
 def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> set[str]:
-    """The ``state_dict`` keys whose values on this rank are bit for bit those that `load_hf` would read. Changes
-    nothing.
+    """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf` would read.
 
-    Tensors that a load converts by more than slices are left out. No communication. Cost: one read of this rank's part.
-
-    Args:
-        folder: as for `load_hf`.
-        model: any transformers model, sharded or not.
-        group: the ranks of the model.
-
-    Raises:
-        CheckpointError, OSError: the folder cannot be read, or does not fit the model.
+    Changes nothing, and does not communicate. Cost: one read of this rank's part. Tensors that a load converts by more
+    than slices are left out. Raises CheckpointError or OSError if the folder cannot be read, or does not fit the model.
     """
     with WeightReader(folder) as reader:
         slots = reader.layout()
@@ -156,9 +148,8 @@ def _choose(
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
     """Choose one file tensor for each tied weight that the folder stores under several names.
 
-    Returns:
-        ``state_dict`` key -> file tensor that fills it, without the tied keys that files leave out, and pairs of a
-        chosen tensor and another one for the same key.
+    Returns ``state_dict`` key -> chosen tensor, without the tied keys that files leave out, and pairs of a chosen
+    tensor and another one for the same key.
     """
     chosen: dict[str, FileTensor] = {}
     copies = []

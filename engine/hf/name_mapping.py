@@ -41,18 +41,11 @@ _MOST_RUNS = 4096
 
 
 def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors that files store of a model, and the tied keys that they leave out.
+    """``state_dict`` key -> live (sharded) tensor that files store, and tied key that files leave out -> key stored in
+    its place.
 
-    Args:
-        model: any transformers model.
-        on_meta: whether the model may be without memory.
-
-    Returns:
-        ``state_dict`` key -> live (sharded) tensor, and left-out key -> key that is stored in its place.
-
-    Raises:
-        CheckpointMismatchError: tensors share memory but are not declared as tied, the model has adapters or quantized
-            weights, or an entry of the ``state_dict`` is not a tensor with memory.
+    Raises CheckpointMismatchError if tensors share memory but are not declared as tied, if there are adapters or
+    quantized weights, or if an entry is no tensor with memory (``on_meta`` allows tensors without).
     """
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
@@ -72,7 +65,7 @@ def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[di
                 owners.setdefault(id(value), []).append(key)
     left_out: dict[str, str] = {}
     for keys in owners.values():
-        # As in transformers: declared targets go, by name, as long as one key remains.
+        # The rule of transformers: leave out declared targets in the order of names, as long as one key remains.
         targets = [key for key in sorted(keys) if key in model.all_tied_weights_keys][: len(keys) - 1]
         kept = [key for key in keys if key not in targets]
         if len(kept) > 1:
@@ -110,9 +103,9 @@ def element_map(
 
     Args:
         model: the model.
-        shapes: ``state_dict`` key -> shape, for exactly the sources of ``tensors``. The numbers count their elements,
-            flattened and concatenated in this order.
-        tensors: file tensors that together are made of exactly these sources.
+        shapes: ``state_dict`` key -> shape, for exactly the sources of all ``tensors``. The numbers count their
+            elements, flattened and concatenated in this order.
+        tensors: file tensors.
 
     Returns:
         File key -> int64 ``[numel]``: the number of each element of the flattened file tensor.
@@ -143,35 +136,21 @@ def element_map(
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What `from_pretrained` would do with the tensors of a folder.
+    """Result of `from_pretrained` for the tensors of a folder."""
 
-    Attributes:
-        filled: ``state_dict`` key -> a `FileTensor` for the model tensor. Its sources are tensors of the folder and its
-            spans are blocks of these.
-        missing: ``state_dict`` keys that nothing fills.
-        optional: missing keys that transformers tolerates.
-        unexpected: tensors of the folder that transformers would report, under the names they would have in the model.
-        unused: tensors of the folder that would be loaded over others.
-        conversions: the conversions that applied. ``save_pretrained`` reverts them.
-    """
-
-    filled: dict[str, FileTensor]
-    missing: set[str]
-    optional: set[str]
-    unexpected: set[str]
-    unused: set[str]
-    conversions: list[Any]
+    filled: dict[str, FileTensor]  # ``state_dict`` key -> what fills it: sources and spans are of the folder
+    missing: set[str]  # ``state_dict`` keys that nothing fills
+    optional: set[str]  # missing keys that transformers tolerates
+    unexpected: set[str]  # tensors that transformers would report, under their names in the model
+    unused: set[str]  # tensors of the folder that would be loaded over others
+    conversions: list[Any]  # the conversions that applied, as ``save_pretrained`` reverts them
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> LoadPlan:
-    """Plan what `from_pretrained` would do with tensors of these names and shapes.
+    """Plan what `from_pretrained` would do with tensors of these names and shapes (name in the folder -> shape).
 
-    Args:
-        model: any transformers model, sharded or not. It is not changed.
-        shapes: name in the folder -> shape.
-
-    Raises:
-        CheckpointMismatchError: a tensor has another shape than the model's, or cannot be converted.
+    Raises CheckpointMismatchError if a tensor has another shape than the model's, or cannot be converted. The model,
+    sharded or not, is not changed.
     """
     origins, taken = Origins({}), set()
 
@@ -201,7 +180,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
 def loaded_elements(
     model: PreTrainedModel, shapes: Mapping[str, Sequence[int]], keys: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Find the elements of model tensors by loading element numbers. Takes 8 bytes per element.
+    """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per element.
 
     Args:
         model: the model.
@@ -295,11 +274,10 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
-    """Invert `LoadPlan.filled`: for each tensor of the folder, the blocks of model tensors that it fills.
+    """Invert `LoadPlan.filled`: a `FileTensor` for each tensor of ``shapes`` that fills something, in this order.
 
-    Returns:
-        A `FileTensor` for each tensor of ``shapes`` that fills something, in this order. If one without spans fills a
-        model tensor, none with spans fills the same.
+    Its spans are the blocks of model tensors that it fills. If one without spans fills a model tensor, none with spans
+    fills the same.
     """
     spans: dict[str, list[Span]] = {}
     fed: dict[str, dict[str, torch.dtype]] = {}  # source -> the model tensors that it fills

@@ -24,21 +24,13 @@ from .safetensors_layout import TensorSpec
 
 @dataclass(frozen=True)
 class Span:
-    """A strided block of one model tensor that fills consecutive elements of a file tensor.
+    """A strided block of one model tensor that fills consecutive elements of a file tensor."""
 
-    Attributes:
-        source: ``state_dict`` key of the model tensor.
-        offset: first element, in the flattened model tensor.
-        shape: shape of the block, in the order of the file.
-        stride: its strides, in elements of the flattened model tensor.
-        at: the first element that it fills, in the flattened file tensor.
-    """
-
-    source: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    at: int
+    source: str  # ``state_dict`` key of the model tensor
+    offset: int  # first element, in the flattened model tensor
+    shape: tuple[int, ...]  # shape of the block, in the order of the file
+    stride: tuple[int, ...]  # its strides, in elements of the flattened model tensor
+    at: int  # the first element that it fills, in the flattened file tensor
 
     @property
     def numel(self) -> int:
@@ -72,15 +64,10 @@ def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
-    """A tensor of a Hugging Face file and the model tensors that it is made of.
+    """A tensor of a Hugging Face file and the model tensors that it is made of."""
 
-    Attributes:
-        sources: the ``state_dict`` keys of these model tensors.
-        spans: the blocks that fill it, in the order of the file. None if only `element_map` can find its elements.
-    """
-
-    sources: tuple[str, ...]
-    spans: tuple[Span, ...] | None
+    sources: tuple[str, ...]  # the ``state_dict`` keys of these model tensors
+    spans: tuple[Span, ...] | None  # the blocks that fill it, in file order. None: only `element_map` knows
 
 
 class Origins(TorchDispatchMode):
@@ -88,9 +75,7 @@ class Origins(TorchDispatchMode):
 
     Views keep their storage and are not recorded. For a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
     the new storage are recorded. For other operators that make a storage, only the names of their inputs are.
-
-    Args:
-        probes: name -> tensor on the meta device that the conversion receives. `add` adds more.
+    ``probes`` maps names to the tensors on the meta device that the conversion receives.
     """
 
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
@@ -167,15 +152,10 @@ _MOST_PIECES = 4096
 
 
 class _JoinedPart(NamedTuple):
-    """One input of a join.
+    """One input of a join."""
 
-    Attributes:
-        start: first element of the joined storage that it fills.
-        tensor: its elements, in row-major order.
-    """
-
-    start: int
-    tensor: torch.Tensor
+    start: int  # first element of the joined storage that it fills
+    tensor: torch.Tensor  # its elements, in row-major order
 
     @property
     def stop(self) -> int:
@@ -194,8 +174,7 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
 
 
 def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
-    """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None if there are no
-    such views."""
+    """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None if no views do."""
     if view.numel() == 0:
         return []
     start = int(view.storage_offset())

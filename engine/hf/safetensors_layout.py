@@ -1,7 +1,7 @@
 """The place of each tensor in a Hugging Face folder: file names, safetensors headers, byte offsets. No tensor data.
 
 Every rank computes the same layout from names, shapes and dtypes alone, so that all ranks can write one file at the
-same time. The result is that of ``save_pretrained``, byte for byte:
+same time. The result equals ``save_pretrained`` byte for byte:
 
 - file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without gaps``
   (https://huggingface.co/docs/safetensors/index#format),
@@ -31,7 +31,7 @@ MAX_SHARD_SIZE_BYTES = 50 * 10**9
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones too
 _METADATA = {"format": "pt"}
 
-# In the order of the safetensors library's Dtype enum; a file lists them from the last to the first.
+# In the order of safetensors' Dtype enum. Files list tensors from the last dtype to the first.
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -56,21 +56,13 @@ _RANKING = {dtype: rank for rank, dtype in enumerate(DTYPE_CODES)}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a file that has no place yet.
+    """A tensor of a file that has no place yet."""
 
-    Attributes:
-        key: its name in the file.
-        shape: its shape in the file.
-        dtype: its dtype in the file.
-        block: tensors of one block share a file (``save_pretrained`` keeps views of one storage together).
-        block_bytes: bytes of the whole block, counted towards the size of a file.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: Hashable
-    block_bytes: int
+    key: str  # its name in the file
+    shape: tuple[int, ...]  # its shape in the file
+    dtype: torch.dtype  # its dtype in the file
+    block: Hashable  # tensors of one block share a file (``save_pretrained`` keeps views of one storage together)
+    block_bytes: int  # bytes of the whole block, counted towards the size of a file
 
     @property
     def numel(self) -> int:
@@ -85,49 +77,30 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The place of a tensor's bytes in a file.
+    """The place of a tensor's bytes in a file."""
 
-    Attributes:
-        file: name of the file, without folder.
-        offset: first byte, counted from the start of the file.
-        shape: shape of the tensor.
-        dtype: dtype of the tensor in the file.
-    """
-
-    file: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    file: str  # name of the file, without folder
+    offset: int  # first byte, counted from the start of the file
+    shape: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # dtype of the tensor in the file
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file.
+    """One safetensors file."""
 
-    Attributes:
-        name: name of the file, without folder.
-        header: its first bytes: length and JSON.
-        total_bytes: its size, header included.
-        slots: tensor name -> place of its data.
-    """
-
-    name: str
-    header: bytes
-    total_bytes: int
-    slots: Mapping[str, TensorSlot]
+    name: str  # name of the file, without folder
+    header: bytes  # its first bytes: length and JSON
+    total_bytes: int  # its size, header included
+    slots: Mapping[str, TensorSlot]  # tensor name -> place of its data
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All weight files of a folder.
+    """All weight files of a folder."""
 
-    Attributes:
-        files: the files.
-        index: the document of ``model.safetensors.index.json``. None for a single file.
-    """
-
-    files: Sequence[WeightFile]
-    index: dict[str, Any] | None
+    files: Sequence[WeightFile]  # the files
+    index: dict[str, Any] | None  # the document of ``model.safetensors.index.json``. None for a single file
 
     @property
     def slots(self) -> dict[str, TensorSlot]:
@@ -144,12 +117,9 @@ def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_
     """Deal tensors to files as ``save_pretrained(max_shard_size=...)`` does.
 
     Args:
-        tensors: in the order of ``save_pretrained``.
+        tensors: in the order of ``save_pretrained``. safetensors must know their dtypes (CheckpointMismatchError).
         max_shard_size_bytes: a larger file holds a single tensor (or block).
         total_parameters: ``model.num_parameters()``, for the index.
-
-    Raises:
-        CheckpointMismatchError: safetensors does not know the dtype of a tensor.
     """
     if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
         raise CheckpointMismatchError(
@@ -197,10 +167,8 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
 def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, TensorSlot]:
     """Find every tensor of an existing folder. Reads only headers and the index, and checks sizes.
 
-    Args:
-        folder: the folder.
-        open_file: opens a file by name. The caller keeps it open, so that values come from the file whose header was
-            read.
+    ``open_file`` opens a file by name. The caller keeps it open, so that values come from the file whose header was
+    read.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
@@ -245,12 +213,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
-    """Find every tensor of one safetensors file that is open at its start.
-
-    Raises:
-        CheckpointCorruptError: the file is truncated, too long, or not safetensors.
-        CheckpointMismatchError: torch does not know the dtype of a tensor.
-    """
+    """Find every tensor of one safetensors file that is open at its start. Raises as `read_layout` does."""
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):

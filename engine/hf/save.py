@@ -187,35 +187,21 @@ def write_hf(
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The place of every element in the files. The layout is the same on all ranks, the transfers are this rank's.
+    """The place of every element in the files. The layout is the same on all ranks, the transfers are this rank's."""
 
-    Attributes:
-        stored: ``state_dict`` key -> live (sharded) tensor.
-        transfers: how this rank gets the elements of every file tensor.
-        layout: the weight files.
-    """
-
-    stored: dict[str, torch.Tensor]
-    transfers: TransferPlan
-    layout: Layout
+    stored: dict[str, torch.Tensor]  # ``state_dict`` key -> live (sharded) tensor
+    transfers: TransferPlan  # how this rank gets the elements of every file tensor
+    layout: Layout  # the weight files
 
 
 def plan_export(
     model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, share_bytes: int | None = None
 ) -> ExportPlan:
-    """Plan an export, without communication.
+    """Plan an export, without communication. With adapters, the plan is for the base: the write adds the adapters.
 
-    Args:
-        model: sharded or not. With adapters, the plan is for the base: the write adds the adapters.
-        options: ``dtype`` and ``max_shard_size_bytes`` are used.
-        rank: this rank.
-        world_size: number of ranks.
-        share_bytes: if given, and ``options`` do not limit the files, a file is about as large as a rank's share, so
-            that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. None: files are as large
-            as those of ``save_pretrained``.
-
-    Raises:
-        CheckpointMismatchError: the file format of the architecture cannot hold the weights.
+    If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
+    that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. Else files are as large as those
+    of ``save_pretrained``. Raises as `exportable_tensors` does.
     """
     stored = exportable_tensors(model)
     model = plain_view(model)

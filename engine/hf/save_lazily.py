@@ -1,6 +1,6 @@
 """Write a Hugging Face folder in one process, from tensors that are read block by block. Used to convert checkpoints.
 
-The files are those that `save` writes for the same model. Memory is one block (see `LazyTensor`). A conversion of
+The files equal the files that `save` writes for the same model. Memory is one block (see `LazyTensor`). A conversion of
 transformers that is not slices needs all tensors that it joins.
 """
 

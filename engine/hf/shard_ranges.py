@@ -27,32 +27,20 @@ BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The elements ``[start, stop)`` of a flattened tensor that this rank holds.
+    """The elements ``[start, stop)`` of a flattened tensor that this rank holds."""
 
-    Attributes:
-        data: the live local tensor (any shape and device), with ``stop - start`` elements in row-major order.
-        start: first element.
-        stop: one after the last element.
-        row_elements: elements that stay together on one rank. The whole tensor if it is replicated.
-        replica: number of this rank among those that hold these elements. Each writes an equal share.
-        replicas: number of ranks that hold these elements.
-    """
-
-    data: torch.Tensor
-    start: int
-    stop: int
-    row_elements: int
-    replica: int = 0
-    replicas: int = 1
+    data: torch.Tensor  # the live local tensor (any shape and device): ``stop - start`` elements in row-major order
+    start: int  # first element
+    stop: int  # one after the last element
+    row_elements: int  # elements that stay together on one rank. The whole tensor if it is replicated
+    replica: int = 0  # number of this rank among those that hold these elements. Each writes an equal share
+    replicas: int = 1  # number of ranks that hold these elements
 
 
 def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
     """This rank's part of ``tensor``. None, on all ranks, if the parts are not runs of elements.
 
-    Args:
-        tensor: from the ``state_dict`` of a model: a DTensor, or a plain tensor that every rank has in full.
-        rank: this rank.
-        world_size: number of ranks.
+    ``tensor`` is a DTensor, or a plain tensor that every rank has in full.
     """
     if not isinstance(tensor, DTensor):
         return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
@@ -110,21 +98,14 @@ def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, tor
 class TransferPlan:
     """How this rank gets the elements of every file tensor, to write or to read them.
 
-    ``direct``, ``gathered`` and ``unmapped`` hold the same elements on every rank.
-
-    Attributes:
-        tensors: every file tensor, in file order.
-        parts: ``state_dict`` key -> this rank's part, for the sources of ``direct``.
-        direct: the spans whose elements each rank reads or writes in its own shard.
-        gathered: source -> its spans that need an all-gather (nearly always none).
-        unmapped: lists of file tensors without spans (rarer still) whose sources must be converted together.
+    Each element is in the same one of ``direct``, ``gathered`` and ``unmapped`` on every rank.
     """
 
-    tensors: Sequence[FileTensor]
-    parts: Mapping[str, LocalPart]
-    direct: Sequence[tuple[FileTensor, Span]]
-    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
-    unmapped: Sequence[Sequence[FileTensor]]
+    tensors: Sequence[FileTensor]  # every file tensor, in file order
+    parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part, for the sources of ``direct``
+    direct: Sequence[tuple[FileTensor, Span]]  # spans that each rank reads or writes in its own shard
+    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]  # source -> spans that need an all-gather (rare)
+    unmapped: Sequence[Sequence[FileTensor]]  # file tensors without spans (rarer), whose sources are converted together
 
 
 @torch.no_grad()
@@ -155,7 +136,7 @@ def plan_transfers(
 
 
 def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, in which ``tensor`` is gathered or read.
+    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, to gather or to read ``tensor``.
 
     The whole tensor is one block if its rows are not on every rank (dim 0 is sharded), or if a span needs several rows
     at once (a transpose).
@@ -187,7 +168,7 @@ def whole_part(values: torch.Tensor, first: int) -> LocalPart:
 
 
 def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> None:
-    """Copy this rank's part of a block of `row_blocks` (``values``, on the CPU) into ``tensor``. No communication."""
+    """Copy this rank's part of a block of `row_blocks` (``values``, on the CPU) into ``tensor``."""
     local = tensor.to_local().detach()
     rows = local if (first, last) == (0, tensor.shape[0]) else local[first:last]
     rows.copy_(local_of_whole(tensor, values))
@@ -225,7 +206,7 @@ def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of ``whole`` that ``tensor`` keeps on this rank. No communication."""
+    """The part of ``whole`` that ``tensor`` keeps on this rank."""
     if not isinstance(tensor, DTensor):
         return whole
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -66,7 +66,7 @@ def staging_folder(
 
 
 def require_absent(remote: RemoteFolder, names: Iterable[str]) -> None:
-    """Raise `CheckpointExistsError` if files of others would be overwritten, or mixed with those of the export."""
+    """Raise `CheckpointExistsError` if the export would overwrite foreign files, or mix its weights with such files."""
     with as_write_error(remote.url):
         present = set(remote.names())
     if _COMMIT_NAME in present:

@@ -37,15 +37,10 @@ _MIN_FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class WrittenVersion:
-    """A version that is complete on disk.
+    """A version that is complete on disk."""
 
-    Attributes:
-        path: its folder.
-        seconds: time of ``write`` (gather, cast, write, fsync) and ``digest`` (read again, manifest) on this rank.
-    """
-
-    path: Path
-    seconds: Mapping[str, float]
+    path: Path  # its folder
+    seconds: Mapping[str, float]  # ``write`` (gather, cast, write, fsync) and ``digest`` (read, manifest) here
 
 
 def version_path(root: str | os.PathLike[str], version: int) -> Path:
@@ -98,10 +93,7 @@ def write_version(
                 options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
                 names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
         with timed(seconds, "digest"):
-            with (
-                all_ranks_succeed(f"describing {final}", group),
-                as_write_error(final),
-            ):  # if a rank fails, no rank gathers
+            with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
                 own = file_entries(staging, names)
                 if extra_files and get_rank(group) == 0:
                     own += [write_entry(staging, name, data) for name, data in extra_files.items()]
@@ -127,10 +119,8 @@ def _clear(final: Path, version: int) -> None:
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove old versions, except the ``keep`` newest and the folders in ``spare``.
-
-    Errors of the file system are logged: a version that stays costs space, not the run.
-    """
+    """Remove old versions, except the ``keep`` newest and the folders in ``spare``. A version that cannot be removed
+    stays."""
     try:
         old = published_versions(root)[:-keep]
     except OSError as error:

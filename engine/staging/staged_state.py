@@ -1,12 +1,12 @@
-"""A copy of a training state in host memory, in buffers that are kept from one snapshot to the next.
+"""A copy of a training state in host memory, in buffers that are reused by every snapshot.
 
-A snapshot that is written in the background is written from such a copy: what was staged is what is written, however
-the parameters change meanwhile. Buffers are kept because a first copy into fresh memory costs 6-10 times a warm one
-(page faults); on CUDA they are pinned, and copied to on a stream of their own. Cost: host memory of one shard.
+Snapshots in the background are written from such a copy, so that training may change the parameters meanwhile. Buffers
+are reused because a first copy into fresh memory takes 6-10 times as long (page faults). For CUDA they are pinned and
+filled on a separate stream. Cost: host memory of one shard.
 
-Parameters and moments change in ``optimizer.step`` and nowhere else, as a rule. A state that says so
-(`DCPState.changes_only_in_step`) is copied while the next forward and backward run, and the step waits for the rest.
-Code that changes them elsewhere waits, too, with `changing_weights`; if it does not, the copy fails.
+Usually only ``optimizer.step`` changes parameters and moments. A state that promises this
+(`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits for the rest. Other
+code that changes them must use `changing_weights`, which also waits. Without it the copy fails.
 """
 
 import weakref
@@ -32,13 +32,13 @@ from .write_watch import WriteWatch
 class Staging:
     """The buffers of a training state, and the copy into them that is under way.
 
-    One copy at a time: whoever still reads the last one must be done before `stage` is called again.
+    One copy at a time: readers of the last copy must be done before `stage` is called again.
 
     Args:
-        model: whose state it is.
+        model: the model of the state.
 
     Attributes:
-        reads_live: whether the last copy may still read live tensors; call `wait` before changing them.
+        reads_live: whether the last copy may still read live tensors. Call `wait` before you change them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,21 +52,16 @@ class Staging:
 
     @normal_tensors()
     def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
-        """Make the buffers that `stage` will need; pinning memory takes seconds a shard.
-
-        Raises:
-            ConfigError: see `DCPState.state_dict`.
-            OSError, RuntimeError: there is no memory for the buffers.
-        """
+        """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises as `stage` does."""
         live = (state.model_only() if model_only else state).state_dict()
         self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
 
     @normal_tensors()
     def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
-        """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
+        """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
-        All of it is copied when this returns, except for what only ``optimizer.step`` changes; `finish` waits for that.
-        With ``model_only`` that is the model alone; buffers of the rest stay for the next time.
+        On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
+        With ``model_only`` only the model is copied, and the other buffers are kept for the next time.
 
         Raises:
             ConfigError: see `DCPState.state_dict`.
@@ -89,26 +84,26 @@ class Staging:
         return values
 
     def finish(self) -> None:
-        """Return when all of what was staged last is in its buffers; raises what went wrong with that.
+        """Wait until everything that was staged last is in its buffers. Raises the error of the copy.
 
-        Call it before the buffers are read, and again before what was made of them is committed: torch counts an
-        in-place operation when it ends, so one that overlapped the copy may show in the second call only.
+        Call it before reading the buffers, and again before the commit of files made from them: torch counts an
+        in-place operation when it ends, so that one during the copy may show in the second call only.
 
         Raises:
-            TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
+            TornSnapshotError: other code than the step changed a tensor before it was copied.
         """
         for copy in self._copies:
             copy.finish()
 
     def wait(self) -> None:
-        """Block until the live tensors may be changed; on CUDA only make the current stream wait. Raises nothing of the
-        copy, as `finish` does."""
+        """Block until the live tensors may be changed. On CUDA only the current stream waits. Raises no error of the
+        copy."""
         for copy in self._copies:
             copy.release_live()
         self.reads_live = False
 
     def release(self) -> None:
-        """Give the buffers up; nobody may read them any more."""
+        """Give up the buffers. Nothing may read them any more."""
         self.wait()
         for copy in self._copies:
             copy.drop()
@@ -118,7 +113,7 @@ class Staging:
             self._hook = self._optimizer = None
 
     def shares_modules(self, model: nn.Module) -> bool:
-        """Whether ``model`` is the one whose state this is, a part of it, or it is a part of that."""
+        """Whether ``model`` is the model of the state, a part of that model, or contains that model."""
         return share_modules(self._model, model)
 
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,7 +125,7 @@ class Staging:
 
 
 class _Transfer(NamedTuple):
-    """A live tensor, and the buffer that it is copied to; DTensors or plain ones."""
+    """A live tensor and the buffer for its copy. Both are DTensors or both are plain."""
 
     name: str
     live: torch.Tensor
@@ -138,7 +133,7 @@ class _Transfer(NamedTuple):
 
 
 class _HostCopy:
-    """CPU tensors on their way to the buffers, in a thread or at once."""
+    """A copy of CPU tensors to the buffers, in a thread or at once."""
 
     def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._future: Future[None] | None = None
@@ -157,22 +152,22 @@ class _HostCopy:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Return when the buffers are filled; raises what went wrong."""
+        """Wait until the buffers are filled. Raises the error of the copy."""
         if self._future is not None:
             self._future.result()
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Return when nothing writes to the buffers any more."""
+        """Wait until nothing writes to the buffers any more."""
         if self._future is not None:
             self._future.exception()
 
 
 class _DeviceCopy:
-    """Tensors of a CUDA device on their way to the buffers, on a stream of their own."""
+    """A copy of tensors on a CUDA device to the buffers, on a separate stream."""
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
-        self._live = [transfer.live for transfer in transfers]  # what is read lives until it has been read
+        self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
         self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
         self._watch = _watch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
@@ -186,19 +181,19 @@ class _DeviceCopy:
         self._device = device
 
     def release_live(self) -> None:
-        """Have what follows on the device wait until the live tensors have been read."""
+        """Let later work on the device wait until the live tensors have been read."""
         self._event.wait(torch.cuda.current_stream(self._device))
         if self._watch is not None:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Return when the buffers are filled; raises what went wrong."""
+        """Wait until the buffers are filled. Raises the error of the copy."""
         self.drop()
         if self._watch is not None:
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Return when nothing writes to the buffers any more, and let go of the live tensors."""
+        """Wait until nothing writes to the buffers any more, and let go of the live tensors."""
         with torch.cuda.device(self._device):  # in a new thread another one is current, and would get a context
             self._event.synchronize()
         self._live = []
@@ -210,7 +205,7 @@ _Copy = _HostCopy | _DeviceCopy
 def _copies(
     live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
 ) -> list[_Copy]:
-    """Begin to copy each live tensor to the buffer of its name, on each device and on the host."""
+    """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
     on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
         (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
@@ -242,7 +237,7 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 
 def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """``live`` with the buffer of its dotted name in the place of each tensor."""
+    """``live`` with each tensor replaced by the buffer of its dotted name."""
     return {
         key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
         for key, value in live.items()
@@ -250,14 +245,13 @@ def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: 
 
 
 def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A buffer for each live tensor: that of its name in ``kept``, if it fits, else a new one."""
+    """A buffer for each live tensor: the one with its name in ``kept`` if it fits, else a new one."""
     fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
     new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
     return fitting | {name: _like(live[name], buffer) for name, buffer in new.items()}
 
 
 def _like(live: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` as a DTensor if ``live`` is one."""
     return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
 
 
