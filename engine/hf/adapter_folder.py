@@ -1,10 +1,8 @@
 """PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: a save gathers
-all adapters on every rank, and rank 0 writes. A load reads all on every rank, which keeps its own rows.
-
-Names are the names of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3,
-``modules_to_save``), from engines and from any other ``PeftModel``. Only plain LoRA can be loaded here.
+``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: every rank
+gathers or reads all of them. Names are the names of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA,
+DoRA, IA3, ``modules_to_save``), from any ``PeftModel``, but only plain LoRA can be loaded.
 """
 
 import copy
@@ -50,14 +48,12 @@ def save_adapters(
 
     Args:
         model: with layers of peft, sharded or not, or a ``PeftModel``.
-        path: the folder to create.
+        path: the folder to create, not a URL (ConfigError). It must not exist, or be empty (CheckpointExistsError).
         options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters stay as they are.
         group: control group.
         gather_group: see `whole_tensor`.
 
     Raises:
-        ConfigError: ``path`` is a URL.
-        CheckpointExistsError: ``path`` exists and is not empty.
         CheckpointMismatchError: see `adapter_tensors`.
         CheckpointWriteError: rank 0 could not write.
         PeerError: another rank failed.

@@ -1,15 +1,13 @@
 """Read and write the bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
 
 Writing: several processes write one file at the same time, each its own ranges. Values that need neither a cast nor a
-copy are written from where they are. Others pass through blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel starts
-to write every chunk at once, so that the disk works while the next chunk is prepared, and `sync` has little to wait
-for.
+copy are written from where they are, others through blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel starts to
+write every chunk at once, so that the disk works while the next chunk is prepared.
 
 Reading: values that need no cast are read straight into the model. Others are cast from mapped windows of `READ_BYTES`,
-which spares a copy (a sixth of the time of a load). A file that became shorter, or a disk that fails, gives an error
-and no signal (see `map_window`), except for a file that is cut in the milliseconds of a cast. On the way to a GPU,
-which casts by itself, and if mapping is impossible (old kernel, file system without maps), values are read into blocks
-instead. Nothing stays mapped.
+which spares a copy (a sixth of the time of a load). Only a file that is cut in the milliseconds of a cast raises a
+signal instead of an error (see `map_window`). Values for a GPU, which casts by itself, and values of files that cannot
+be mapped (old kernel, some file systems) are read into blocks.
 """
 
 import os

@@ -1,12 +1,10 @@
 """Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
 
 All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied weights. Then weights
-are read straight into the parameters. From then on only a file that cannot be read, or that became shorter, can stop
-the load. The error then says on every rank that the model is half loaded.
+are read straight into the parameters. Only a file that can no longer be read, or became shorter, can stop this.
 
-Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. Tensors that an export would gather are
-read by all ranks: in blocks of rows if shards are not rows, as a whole for transposes and for conversions that are not
-slices.
+Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. All ranks read the tensors that an
+export would gather: in blocks of rows, or as a whole for transposes and for conversions that are not slices.
 """
 
 import os
@@ -32,7 +30,7 @@ from .file_io import WeightReader
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
 from .origins import FileTensor
 from .quantized import refuse_quantized
-from .safetensors_layout import TensorSlot
+from .safetensors_layout import Slots
 from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
 
 
@@ -97,7 +95,9 @@ def load_hf(
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
-            _read_direct(reader, transfers, slots)
+            for tensor, span in transfers.direct:
+                if (held := overlap(span, transfers.parts[span.source])) is not None:
+                    reader.read(slots[tensor.key], *held)
             _read_blocks(reader, transfers, slots, state)
             for tensors in transfers.unmapped:
                 _read_unmapped(reader, model, tensors, slots, state)
@@ -117,9 +117,8 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
         shapes = {name: slot.shape for name, slot in slots.items()}
         loading = plan_loading(model, shapes)
         chosen, _ = _choose(loading, stored_tensors(model)[1])
-        transfers = plan_transfers(
-            invert_fills(chosen, shapes), model.state_dict(), get_rank(group), get_world_size(group)
-        )
+        fills, state = invert_fills(chosen, shapes), model.state_dict()
+        transfers = plan_transfers(fills, state, get_rank(group), get_world_size(group))
         others = set(transfers.gathered).union(*map(_sources, transfers.unmapped))
         for tensor, span in transfers.direct:
             if span.source not in others and (held := overlap(span, transfers.parts[span.source])) is not None:
@@ -151,8 +150,7 @@ def _choose(
     Returns ``state_dict`` key -> chosen tensor, without the tied keys that files leave out, and pairs of a chosen
     tensor and another one for the same key.
     """
-    chosen: dict[str, FileTensor] = {}
-    copies = []
+    chosen, copies = dict[str, FileTensor](), []
     for key in sorted(loading.filled, key=lambda key: key in tied):
         name, tensor = tied.get(key, key), loading.filled[key]
         if chosen.setdefault(name, tensor) is not tensor:
@@ -170,12 +168,7 @@ def _missing(
     """The missing keys. Raises if a key is neither allowed to be missing nor computed by the model."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
-    needed = [
-        key
-        for key in missing
-        if key not in computed and not any(fnmatchcase(key, pattern) for pattern in allow_missing)
-    ]
-    if needed:
+    if needed := [key for key in missing if key not in computed and not _matches(key, allow_missing)]:
         raise CheckpointMismatchError(
             f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing ({len(needed)} in all; "
             f"{len(loading.filled)} were found); allow_missing={list(allow_missing)}"
@@ -187,16 +180,12 @@ def _refuse_unexpected(
     model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
 ) -> None:
     """Refuse unexpected tensors, and tensors that would be loaded over others."""
-    partial = _is_of_larger_model(folder, model)
+    # Of a multimodal model, a language model takes its own part.
+    partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
     names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
-    unexpected = [
-        name
-        for name in sorted(loading.unexpected)
-        if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
-        and not (partial and _is_in_other_module(name, used))
-    ]
-    if unexpected:
+    unexpected = [name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)]
+    if unexpected := [name for name in unexpected if not (partial and _is_in_other_module(name, used))]:
         raise CheckpointMismatchError(
             f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
             f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
@@ -206,9 +195,8 @@ def _refuse_unexpected(
         raise CheckpointMismatchError(f"tensor {name} ({len(loading.unused)} such) fills what another one fills too")
 
 
-def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether the folder holds a multimodal model and ``model`` is its language model."""
-    return "text_config" in read_raw_config(folder) and not model.config.sub_configs
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_in_other_module(name: str, used: Collection[str]) -> bool:
@@ -217,7 +205,7 @@ def _is_in_other_module(name: str, used: Collection[str]) -> bool:
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
-def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
+def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -> None:
     """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong values."""
     for tensor in transfers.tensors:
         dtype = slots[tensor.key].dtype
@@ -231,11 +219,7 @@ def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[
 
 
 def _compare_copies(
-    reader: WeightReader,
-    slots: Mapping[str, TensorSlot],
-    copies: Sequence[tuple[FileTensor, FileTensor]],
-    rank: int,
-    world_size: int,
+    reader: WeightReader, slots: Slots, copies: Sequence[tuple[FileTensor, FileTensor]], rank: int, world_size: int
 ) -> None:
     """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:
@@ -248,14 +232,8 @@ def _compare_copies(
             )
 
 
-def _read_direct(reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
-    for tensor, span in transfers.direct:
-        if (held := overlap(span, transfers.parts[span.source])) is not None:
-            reader.read(slots[tensor.key], *held)
-
-
 def _read_blocks(
-    reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot], state: Mapping[str, torch.Tensor]
+    reader: WeightReader, transfers: TransferPlan, slots: Slots, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Read the tensors under ``gathered`` block by block, and keep this rank's part of each."""
     for source, spans in transfers.gathered.items():
@@ -274,7 +252,7 @@ def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
-    slots: Mapping[str, TensorSlot],
+    slots: Slots,
     state: Mapping[str, torch.Tensor],
 ) -> None:
     """Read file tensors as a whole, convert them, and keep this rank's part of each model tensor."""

@@ -1,11 +1,10 @@
 """Names in a model and names in its files: `file_tensors` for a save, `plan_loading` for a load.
 
-File keys are not always ``state_dict`` keys: tied weights are stored once, prefixes may be absent, and transformers
-renames, fuses and splits weights of some architectures (Qwen3-MoE keeps one ``experts.gate_up_proj``, its files one
-``gate_proj`` and ``up_proj`` per expert). These rules differ from release to release, so none is repeated here.
-Transformers' own functions behind ``save_pretrained`` and `from_pretrained` run on the meta device, and `Origins`
-traces them. If a conversion cannot be traced, it runs again on element numbers (`element_map`, `loaded_elements`).
-Conversions that do more than rearrange elements are refused.
+Tied weights are stored once, prefixes may be absent, and transformers renames, fuses and splits weights (Qwen3-MoE
+keeps one ``experts.gate_up_proj``, its files one ``gate_proj`` and ``up_proj`` per expert). The rules differ from
+release to release, so none is repeated here: transformers' functions behind ``save_pretrained`` and `from_pretrained`
+run on the meta device, and `Origins` traces them. A conversion that cannot be traced runs again on element numbers
+(`element_map`, `loaded_elements`), and is refused if it does more than rearrange elements.
 
 Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 """
@@ -81,10 +80,7 @@ def file_tensors(
 ) -> list[FileTensor]:
     """The tensors that ``save_pretrained`` of the unsharded model would write, in its order.
 
-    Args:
-        model: any transformers model, sharded or not.
-        stored: its tensors, from `stored_tensors`.
-        dtypes: the dtype of each in the files (`file_dtypes`). None keeps each as it is.
+    ``stored`` comes from `stored_tensors`, and ``dtypes`` from `file_dtypes`. Without dtypes each tensor keeps its own.
     """
     probes = {
         key: torch.empty(value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta")
@@ -101,17 +97,9 @@ def element_map(
 ) -> dict[str, torch.Tensor]:
     """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
-    Args:
-        model: the model.
-        shapes: ``state_dict`` key -> shape, for exactly the sources of all ``tensors``. The numbers count their
-            elements, flattened and concatenated in this order.
-        tensors: file tensors.
-
-    Returns:
-        File key -> int64 ``[numel]``: the number of each element of the flattened file tensor.
-
-    Raises:
-        CheckpointMismatchError: the conversion does more than rearrange elements, or makes other tensors.
+    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The numbers count their elements,
+    flattened and concatenated in this order. Returns file key -> int64 ``[numel]``: the number of each element of the
+    flattened file tensor.
     """
     numbers, end = {}, 0
     for key, shape in shapes.items():
@@ -190,9 +178,6 @@ def loaded_elements(
 
     Returns:
         Key -> int64 of the shape of the model tensor: the number of each element.
-
-    Raises:
-        CheckpointMismatchError: the conversion does more than rearrange elements.
     """
     numbers, end = {}, 0
     for key, shape in shapes.items():

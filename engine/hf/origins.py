@@ -1,10 +1,7 @@
 """Trace which tensor elements a conversion of transformers uses, on the meta device.
 
-Transformers 5 renames, fuses and splits weights. `Origins`, a dispatch mode, watches such a conversion and notes where
-the bytes of its results would come from. Chunks, slices, transposes, stacks and concatenations become `Span`s, which a
-rank can write or read for its own shard alone. A result that cannot be traced gets no spans.
-
-Cost: no tensor memory, about 50 microseconds per file tensor.
+`Origins`, a dispatch mode, notes where the bytes of the results would come from. Chunks, slices, transposes, stacks and
+concatenations become `Span`s, which a rank can write or read for its own shard alone. Other results get no spans.
 """
 
 import math
@@ -71,11 +68,10 @@ class FileTensor(TensorSpec):
 
 
 class Origins(TorchDispatchMode):
-    """Dispatch mode that records the origin of every storage that a conversion makes on the meta device.
+    """Dispatch mode that records the origin of every storage that a conversion makes of ``probes``, on the meta device.
 
     Views keep their storage and are not recorded. For a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
-    the new storage are recorded. For other operators that make a storage, only the names of their inputs are.
-    ``probes`` maps names to the tensors on the meta device that the conversion receives.
+    the new storage are recorded, and for other operators only the names of their inputs.
     """
 
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:

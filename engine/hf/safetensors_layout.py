@@ -85,6 +85,10 @@ class TensorSlot:
     dtype: torch.dtype  # dtype of the tensor in the file
 
 
+Slots = Mapping[str, TensorSlot]
+"""Tensor name -> place of its data."""
+
+
 @dataclass(frozen=True)
 class WeightFile:
     """One safetensors file."""
@@ -92,7 +96,7 @@ class WeightFile:
     name: str  # name of the file, without folder
     header: bytes  # its first bytes: length and JSON
     total_bytes: int  # its size, header included
-    slots: Mapping[str, TensorSlot]  # tensor name -> place of its data
+    slots: Slots
 
 
 @dataclass(frozen=True)

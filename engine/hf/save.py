@@ -1,8 +1,8 @@
 """Save a sharded model as a Hugging Face folder, on a disk or at a URL.
 
-All ranks compute the same layout of the files. Rank 0 creates the files at full size. Every rank then writes the
-elements that it holds at their offsets, cast to the export dtype in chunks, and fsyncs. Elements that several ranks
-hold are written once, an equal share by each. The files equal those of ``save_pretrained`` byte for byte.
+All ranks compute the same layout of the files, and rank 0 creates them at full size. Every rank then writes its
+elements at their offsets, cast in chunks, and fsyncs. Elements that several ranks hold are written once, an equal share
+by each. The files equal those of ``save_pretrained`` byte for byte.
 
 Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. A few tensors need an
 all-gather: in blocks of rows if shards are not rows, as a whole for transposes and for conversions that are not slices.

@@ -5,7 +5,7 @@ transformers that is not slices needs all tensors that it joins.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from .dtypes import file_dtypes
 from .file_io import WeightWriter
 from .name_mapping import element_map, file_tensors, stored_tensors
 from .origins import FileTensor, Span
-from .safetensors_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, TensorSlot, encode_index, plan_layout
+from .safetensors_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Slots, encode_index, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
 
@@ -36,14 +36,11 @@ def write_lazily(
 
     Args:
         model: on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names. CheckpointMismatchError if they
+            do not fit the model, or if its file format cannot hold them.
         folder: an empty folder that exists.
         options: see `HFExportOptions`.
         seen: called with the key, the first element and the values of every block that is written.
-
-    Raises:
-        CheckpointMismatchError: ``tensors`` do not fit the model, or its file format cannot hold them.
-        OSError: the file system refused.
     """
     folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)
@@ -55,9 +52,16 @@ def write_lazily(
     planned = file_tensors(model, stored, dtypes)
     layout = plan_layout(planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters())
     transfers = plan_transfers(planned, stored, 0, 1)
+    slots = layout.slots
     wanted: dict[str, list[tuple[FileTensor, Span]]] = {key: [] for key in stored}
     for file_tensor, span in transfers.direct:
         wanted[span.source].append((file_tensor, span))
+
+    def read(key: str) -> Iterator[tuple[int, torch.Tensor]]:
+        for first, values in sources[key].blocks():
+            seen(key, first, values)
+            yield first, values
+
     with WeightWriter(folder) as files:
         for file in layout.files:
             files.create(file)
@@ -66,10 +70,14 @@ def write_lazily(
             fsync_file(folder / name)
         if layout.index is not None:
             write_durably(folder / INDEX_NAME, encode_index(layout.index))
-        for key in stored:
-            _write_spans(files, layout.slots, key, sources[key], wanted[key], seen)
+        for key, source in sources.items():
+            _write_spans(files, slots, source, read(key), wanted[key])
         for together in transfers.unmapped:
-            _write_converted(files, layout.slots, model, sources, together, seen)
+            keys = sorted({key for tensor in together for key in tensor.sources})
+            flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])
+            elements = element_map(model, {key: torch.Size(sources[key].shape) for key in keys}, together)
+            for tensor in together:
+                files.write(slots[tensor.key], 0, flat[elements[tensor.key]])
         files.sync()
 
 
@@ -85,8 +93,7 @@ def _match(
     name = type(model).__name__
     if missing := sorted(stored.keys() - found.keys()):
         raise CheckpointMismatchError(f"{name} needs {missing[0]!r}, which is not there ({len(missing)} missing)")
-    unknown = sorted(found.keys() - model.state_dict().keys())
-    if unknown:
+    if unknown := sorted(found.keys() - model.state_dict().keys()):
         raise CheckpointMismatchError(f"{unknown[0]!r} is no tensor of {name} ({len(unknown)} unknown)")
     for key, tensor in stored.items():
         if tuple(tensor.shape) != found[key].shape:
@@ -106,37 +113,15 @@ def _set_dtypes(model: PreTrainedModel, sources: Mapping[str, LazyTensor]) -> No
 
 def _write_spans(
     files: WeightWriter,
-    slots: Mapping[str, TensorSlot],
-    key: str,
+    slots: Slots,
     source: LazyTensor,
-    wanted: list[tuple[FileTensor, Span]],
-    seen: Callable[[str, int, torch.Tensor], None],
+    blocks: Iterator[tuple[int, torch.Tensor]],
+    wanted: Sequence[tuple[FileTensor, Span]],
 ) -> None:
-    by_rows = all(span.within_rows(source.row_elements) for _, span in wanted)
-    blocks = source.blocks() if by_rows else iter([(0, torch.cat([values for _, values in source.blocks()]))])
+    if not all(span.within_rows(source.row_elements) for _, span in wanted):
+        blocks = iter([(0, torch.cat([values for _, values in blocks]))])
     for first, values in blocks:
-        seen(key, first, values)
         part = whole_part(values, first // source.row_elements)
         for file_tensor, span in wanted:
             if (held := overlap(span, part)) is not None:
                 files.write(slots[file_tensor.key], *held)
-
-
-def _write_converted(
-    files: WeightWriter,
-    slots: Mapping[str, TensorSlot],
-    model: PreTrainedModel,
-    sources: Mapping[str, LazyTensor],
-    together: Sequence[FileTensor],
-    seen: Callable[[str, int, torch.Tensor], None],
-) -> None:
-    keys = sorted({source for tensor in together for source in tensor.sources})
-    pieces: list[torch.Tensor] = []
-    for key in keys:
-        for first, values in sources[key].blocks():
-            seen(key, first, values)
-            pieces.append(values.reshape(-1))
-    flat = torch.cat(pieces)
-    elements = element_map(model, {key: torch.Size(sources[key].shape) for key in keys}, together)
-    for tensor in together:
-        files.write(slots[tensor.key], 0, flat[elements[tensor.key]])

@@ -1,9 +1,8 @@
 """The elements of a file that each rank holds, and the tensors that need an all-gather instead.
 
-FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file.
-`local_part` checks the placements and returns None for every other layout (another dim, several sharded mesh dims,
-strided or partial shards). A `TransferPlan` separates the elements that each rank reads or writes in its own shard from
-those that must be gathered, in blocks of rows if possible, else a tensor at a time.
+FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file. Other
+layouts (another dim, several sharded mesh dims, strided or partial shards) need an all-gather: in blocks of rows if
+possible, else a tensor at a time.
 """
 
 import math
@@ -216,12 +215,8 @@ def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 class MergedWeights:
     """Weights plus their adapters, W + s B A, computed for the rows that a rank is about to write.
 
-    A and B are gathered when the object is made: a collective over their mesh, or over ``gather_group``. Extra memory:
-    all A and B, which are small, and a copy of one rank's part of one tensor.
-
-    Args:
-        model: with adapters or without.
-        gather_group: see `whole_tensor`.
+    The constructor gathers A and B: a collective over their mesh, or over ``gather_group``. Extra memory: all A and B,
+    which are small, and a copy of one rank's part of one tensor.
     """
 
     def __init__(self, model: nn.Module, gather_group: dist.ProcessGroup | None = None) -> None:

@@ -58,14 +58,9 @@ def adopt_base(
 ) -> torch.dtype:
     """Learn from the folder of ``model`` how to export it. Every rank of ``group`` calls this.
 
-    The model gets the generation config of the folder (stop tokens, sampling), as in ``from_pretrained``.
-
-    Returns:
-        `base_dtype` of the folder on rank 0. All ranks need the same, because the layout of the files depends on it.
-
-    Raises:
-        OSError: the generation config cannot be read here.
-        PeerError: it cannot be read on another rank.
+    The model gets the generation config of the folder (stop tokens, sampling), as in ``from_pretrained``. Returns
+    `base_dtype` of the folder on rank 0: all ranks need the same, because the layout of the files depends on it. If the
+    generation config cannot be read, this rank raises OSError, and the others PeerError.
     """
     with all_ranks_succeed(f"reading {folder}", group):
         _adopt_generation_config(model, Path(folder))

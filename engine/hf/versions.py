@@ -76,9 +76,6 @@ def write_version(
         base_dtype: dtype of the stored weights if ``meta.dtype`` is None. If both are None, dtypes stay. The manifest
             of adapters names both, because a server computes in the dtype of their base.
         extra_files: name -> contents of files that the manifest also covers. Those of rank 0 are written.
-
-    Raises:
-        CheckpointWriteError: any rank could not write. Nothing became visible.
     """
     final, seconds, facts = version_path(meta.path, version), {}, {"weight_version": version}
     if meta.type == "adapter":

@@ -27,17 +27,12 @@ from .layers import adapted_layers, adapters_of
 def add_adapters(
     model: PreTrainedModel, config: TrainEngineConfig, base: str, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Freeze ``model`` and put LoRA layers into it, in place. The value head of a critic is trained as well.
+    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The value head of a critic is also
+    trained.
 
-    Args:
-        model: on meta, not sharded yet.
-        config: ``lora_rank``, ``lora_alpha`` and ``target_modules`` are used.
-        base: the name of the base model in folders of the adapters.
-        dtypes: parameter name -> dtype of the frozen parameter.
-
-    Raises:
-        ConfigError: peft is not installed, or a name in ``target_modules`` fits no layer, or a layer that LoRA cannot
-            adapt.
+    ``base`` is the name of the base model in folders of the adapters, and ``dtypes`` has the dtype of each frozen
+    parameter. Raises ConfigError if peft is not installed, or if ``config.target_modules`` names no layer, or one that
+    LoRA cannot adapt.
     """
     peft = _import_peft()
     heads = [name for name, child in model.named_children() if name != body_name(model)]
@@ -134,9 +129,7 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
     """Initialise every adapter as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its
     base.
 
-    Args:
-        model: sharded, with memory. Each rank keeps its own rows.
-        seed: A is drawn from this seed and the name of the layer.
+    A is drawn from the seed and the name of its layer. Each rank keeps its own rows.
     """
     for name, layer in adapted_layers(model).items():
         for adapter in adapters_of(layer):

@@ -18,9 +18,8 @@ from .layers import adapted_layers, is_plain, plain_adapters, transformers_model
 def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     """Describe the adapters of a model. None if there are none, several, others than plain LoRA, or no config for them.
 
-    Returns:
-        ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and ``scaling``: name of an
-        adapted layer in the plain model -> alpha / rank.
+    Returns ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and ``scaling``: name
+    of an adapted layer in the plain model -> alpha / rank.
     """
     try:
         adapted = plain_adapters(model)
@@ -56,12 +55,8 @@ def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def check_settings(model: nn.Module, saved: Any) -> None:
-    """Check that adapters compute the same here as with the `adapter_settings` of a checkpoint.
-
-    Raises:
-        CheckpointMismatchError: the scaling of a layer differs.
-        CheckpointCorruptError: ``saved`` is not a result of `adapter_settings`.
-    """
+    """Raise CheckpointMismatchError if adapters have another scaling here than in the `adapter_settings` of a
+    checkpoint."""
     if not _are_settings(saved):
         raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
     for name, layer in _tuned_layers(model).items():

@@ -17,11 +17,9 @@ class _Event(Protocol):
 
 
 class HostBlocks:
-    """The blocks of one thread.
+    """The blocks of one thread, for copies to or from ``device``.
 
-    Args:
-        n_bytes: size of a block. It is allocated when needed, and larger if a caller asks for more.
-        device: device that values are copied to or from.
+    A block has ``n_bytes``, or more if a caller asks for more, and is allocated when needed.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:

@@ -36,14 +36,12 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
     """Wrap code that changes parameters or optimizer state other than by ``optimizer.step``.
 
         with changing_weights(model), torch.no_grad():
-            for p, average in zip(model.parameters(), averages):
-                p.copy_(average)
+            for param, average in zip(model.parameters(), averages):
+                param.copy_(average)
 
     Waits until snapshots that are being copied have read the weights. A snapshot that begins inside the block is copied
-    at once. Without the block, such code makes the snapshot fail (`TornSnapshotError`).
-
-    Args:
-        model: the model that changes. A part of the saved model, or a model that contains it, will do.
+    at once. Without the block, such code makes the snapshot fail (`TornSnapshotError`). ``model`` may also be a part of
+    the saved model, or contain it.
     """
     wait_for_readers(model)
     _CHANGING.append(model)

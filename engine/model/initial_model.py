@@ -44,18 +44,13 @@ logger = get_logger(__name__)
 def build_initial_model(
     config: TrainEngineConfig, folder: Path, groups: ProcessGroups
 ) -> tuple[PreTrainedModel, ScoringHead | None]:
-    """Build the model of ``folder``, sharded, with its initial weights. Every rank calls this.
+    """Build the model of ``folder``, sharded, with its initial weights. Every rank of ``groups`` calls this.
 
-    Args:
-        config: ``path`` becomes the name of the base in folders of adapters. The model is read from ``folder``.
-        folder: local folder of a Hugging Face model.
-        groups: the groups of all ranks.
-
-    Returns:
-        The model, and its head if that can return log-probabilities (see `find_scoring_head`). No head for a critic.
+    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, and its head if that can
+    return log-probabilities (see `find_scoring_head`), but no head for a critic.
 
     Raises:
-        ConfigError: the model cannot be built as configured, see `build_on_meta`, `refuse_quantized` and
+        ConfigError: the model cannot be built as configured, see `build_on_meta`, `refuse_quantized`,
             `prepare_packing`.
         CheckpointError: the weights do not load, see `load_hf`.
         PeerError: only other ranks failed.
@@ -125,14 +120,7 @@ def load_weights(
 ) -> list[str]:
     """`load_hf` into an engine's model. If a critic loads a causal language model, its value head keeps its values.
 
-    Args:
-        model: the model of the engine.
-        folder: the folder to load.
-        config: of the engine. ``path`` is the local folder that the model was built from.
-        group: control group.
-
-    Returns:
-        Names that the folder does not have and that kept their values.
+    ``config.path`` is the local folder that the model was built from. Returns the names that ``folder`` does not have.
     """
     missing, unexpected = (), ()
     if config.is_critic:

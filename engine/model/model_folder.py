@@ -74,10 +74,8 @@ def index_digest(folder: Path) -> str | None:
 def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:
     """The local folder of the model at ``config.path``, downloaded if necessary. Every rank of ``group`` calls this.
 
-    Raises:
-        ConfigError: ``path`` is neither a folder with a ``config.json`` nor a model on the hub (in the cache if
-            offline), or ``revision`` is given for a local folder.
-        PeerError: only other ranks have no such folder, or could not download.
+    Raises ConfigError if ``path`` is neither a folder with a ``config.json`` nor a model on the hub (in the cache if
+    offline), or if a local folder has a ``revision``, and PeerError if only other ranks failed.
     """
     path = config.path
     if not _is_on_hub(path, group):

@@ -32,10 +32,7 @@ logger = get_logger(__name__)
 class BackgroundSave:
     """The background saves of one engine. All ranks make one, and call its methods in the same order.
 
-    Args:
-        model: the model of the engine.
-        group: control group of its ranks.
-        timeout_s: how long ranks wait for each other during a write.
+    ``group`` is the control group of the ranks, and ``timeout_s`` how long they wait for each other during a write.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -48,14 +45,9 @@ class BackgroundSave:
         """Stage the state that `FSDPEngine.save` would write, and return. The caller must have waited for the save
         before.
 
-        Args:
-            meta: what to write.
-            state: the whole state of the engine, even if only a part is written.
-            base_dtype: see `SaveLoadMeta.hf_options`.
-
-        Raises:
-            ConfigError: a model with this sharding cannot be exported in the background.
-            RuntimeError: a rank has no memory for the buffers.
+        ``state`` is the whole state of the engine, even if only a part is written. See `SaveLoadMeta.hf_options` for
+        ``base_dtype``. Raises ConfigError if a model with this sharding cannot be exported in the background, and
+        RuntimeError if a rank has no memory for the buffers.
         """
         assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):

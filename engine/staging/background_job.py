@@ -1,8 +1,4 @@
-"""Tasks on a background thread while training goes on, and the outcome of each.
-
-Used by `FSDPEngine.save(blocking=False)` and by `RecoverHandler`. Nothing is raised in the thread: callers poll the job
-and read the outcome of its tasks.
-"""
+"""Tasks on a background thread while training goes on. Nothing is raised there: each task keeps its outcome."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -49,11 +45,8 @@ class Task:
     def complete(self, broken: BaseException | None) -> BaseException | None:
         """Call the function and keep its outcome. Called in the thread of the job.
 
-        Args:
-            broken: the error that broke the ranks' process group before. The task then fails without a call.
-
-        Returns:
-            The error that has broken the group by now, if any.
+        After an error that broke the process group of the ranks (``broken``) the task fails without a call. Returns the
+        error that has broken the group by now, if any.
         """
         try:
             if broken is not None:
@@ -72,10 +65,7 @@ class Task:
 class BackgroundJob:
     """Tasks that run one after the other. A failed task stops the later ones only if it broke the process group.
 
-    Args:
-        name: name of the thread.
-        tasks: in order.
-        daemon: whether the process may end before the job.
+    With ``daemon`` the process may end before the job.
     """
 
     def __init__(self, name: str, tasks: Sequence[Task], *, daemon: bool) -> None:

@@ -26,11 +26,7 @@ class _Mapping(mmap.mmap):
     _pinned: tuple[int, torch.device, int] | None = None
 
     def pin(self, address: int, device: torch.device) -> None:
-        """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous.
-
-        Raises:
-            RuntimeError: CUDA refused.
-        """
+        """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous."""
         with torch.cuda.device(device):  # any other device would get a useless context
             result = int(_cudart().cudaHostRegister(address, len(self), _PORTABLE))
         if result:

@@ -41,11 +41,11 @@ def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
 
 @torch.no_grad()
 def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
-    """``model`` with ``weights`` as its parameters and buffers, to export while ``model`` trains.
+    """``model``, of transformers or a ``PeftModel``, with ``weights`` as its parameters and buffers, to export during
+    training.
 
-    Args:
-        model: of transformers, or a ``PeftModel``. It must not have computed anything since the staging.
-        weights: the entry ``model`` of the result of `Staging.stage`. The export reads them later.
+    ``weights`` is the entry ``model`` of the result of `Staging.stage`, read by the export later. ``model`` must not
+    have computed anything since the staging.
     """
     own_dtypes(transformers_model(model))  # learned now, not during training
     live = [*model.named_parameters(), *model.named_buffers()]

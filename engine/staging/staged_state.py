@@ -61,11 +61,9 @@ class Staging:
         """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
         On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
-        With ``model_only`` only the model is copied, and the other buffers are kept for the next time.
-
-        Raises:
-            ConfigError: see `DCPState.state_dict`.
-            OSError, RuntimeError: there is no memory for the buffers, or the device failed.
+        With ``model_only`` only the model is copied, and the other buffers are kept for the next time. Raises
+        ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or
+        if the device failed.
         """
         self.wait()
         live = (state.model_only() if model_only else state).state_dict()
@@ -86,11 +84,9 @@ class Staging:
     def finish(self) -> None:
         """Wait until everything that was staged last is in its buffers. Raises the error of the copy.
 
-        Call it before reading the buffers, and again before the commit of files made from them: torch counts an
-        in-place operation when it ends, so that one during the copy may show in the second call only.
-
-        Raises:
-            TornSnapshotError: other code than the step changed a tensor before it was copied.
+        `TornSnapshotError` says that other code than the step changed a tensor before it was copied. Call this before
+        reading the buffers, and again before the commit of files made from them: torch counts an in-place operation
+        when it ends, so that one during the copy may show in the second call only.
         """
         for copy in self._copies:
             copy.finish()

@@ -1,11 +1,9 @@
 """Detect writes to tensors while they are copied.
 
 Torch counts in-place operations on a tensor (``_version``), but not those through ``.data``, nor ``torch._foreach_*``
-on DTensors. So a few elements of every tensor are also taken before the copy and compared with it. A write that torch
-does not count and that changes none of these elements remains undetected.
-
-Torch counts an operation when it ends, which may be after the copy that it disturbed. So the watch goes on until the
-training thread calls `stop`: writes between the copy and this call are also reported.
+on DTensors. So a few elements of every tensor are also compared with the copy. A write that torch does not count and
+that changes none of these elements remains undetected. Torch counts an operation when it ends, which may be after the
+copy that it disturbed. So writes between the copy and the call of `stop` by the training thread are also reported.
 """
 
 from collections import defaultdict
@@ -23,11 +21,7 @@ SAMPLES = 8
 
 
 class WriteWatch:
-    """Watches tensors of one device, from the constructor to `stop`.
-
-    Args:
-        named: ``(name, live tensor)``, DTensors or plain ones.
-    """
+    """Watches tensors of one device (name and live tensor, a DTensor or plain) from the constructor to `stop`."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         live = [local_tensor(tensor) for _, tensor in named]
