@@ -35,8 +35,7 @@ READ_BYTES = 16 << 20
 
 
 class WeightWriter:
-    """Weight files of ``folder``, open for writing. A context manager, which closes them. Only `sync` makes them
-    durable."""
+    """Weight files of ``folder``, open for writing, as a context manager. Only `sync` makes them durable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

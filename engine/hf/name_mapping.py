@@ -40,11 +40,11 @@ _MOST_RUNS = 4096
 
 
 def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """``state_dict`` key -> live (sharded) tensor that files store, and tied key that files leave out -> key stored in
-    its place.
+    """The live (sharded) tensors that files store, by ``state_dict`` key, and the tied keys that files leave out.
 
-    Raises CheckpointMismatchError if tensors share memory but are not declared as tied, if there are adapters or
-    quantized weights, or if an entry is no tensor with memory (``on_meta`` allows tensors without).
+    The second mapping is from a key to the key stored in its place. Raises CheckpointMismatchError if tensors share
+    memory but are not declared as tied, if there are adapters or quantized weights, or if an entry is no tensor with
+    memory (``on_meta`` allows tensors without).
     """
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
@@ -101,10 +101,7 @@ def element_map(
     flattened and concatenated in this order. Returns file key -> int64 ``[numel]``: the number of each element of the
     flattened file tensor.
     """
-    numbers, end = {}, 0
-    for key, shape in shapes.items():
-        start, end = end, end + shape.numel()
-        numbers[key] = torch.arange(start, end, dtype=torch.int64).view(shape)
+    numbers, end = _element_numbers(shapes)
     with torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), numbers)
     found = {tensor.key: tuple(results[tensor.key].shape) for tensor in tensors if tensor.key in results}
@@ -115,11 +112,24 @@ def element_map(
     rearranged = all(indices.dtype == torch.int64 for indices in maps.values())
     pure = rearranged and bool(seen.all()) and sum(indices.numel() for indices in maps.values()) == end
     if not pure or found != {tensor.key: tensor.shape for tensor in tensors}:
-        raise CheckpointMismatchError(
-            f"transformers converts {sorted(shapes)} to {sorted(results)} by more than rearranging elements; "
-            "such weights can be neither exported nor imported in shards"
-        )
+        raise _more_than_rearranged(shapes, str(sorted(results)))
     return maps
+
+
+def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
+    """Tensors of these shapes with the numbers of their elements, counted on from one to the next, and their count."""
+    numbers, end = {}, 0
+    for key, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        numbers[key] = torch.arange(start, end, dtype=torch.int64).view(tuple(shape))
+    return numbers, end
+
+
+def _more_than_rearranged(shapes: Mapping[str, Sequence[int]], made: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"transformers converts {sorted(shapes)} to {made} by more than rearranging elements; such weights can be "
+        "neither exported nor imported in shards"
+    )
 
 
 @dataclass(frozen=True)
@@ -154,15 +164,9 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     state, missing = twin.state_dict(), set(info.missing_keys)
     drop_tolerated_keys(twin, info)
     filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
-    used = {source for tensor in filled.values() for source in tensor.sources}
-    return LoadPlan(
-        filled=filled,
-        missing=missing,
-        optional=missing - set(info.missing_keys),
-        unexpected=set(info.unexpected_keys),
-        unused=taken - used,
-        conversions=conversions_of(twin),
-    )
+    unused = taken - {source for tensor in filled.values() for source in tensor.sources}
+    optional, unexpected = missing - set(info.missing_keys), set(info.unexpected_keys)
+    return LoadPlan(filled, missing, optional, unexpected, unused, conversions_of(twin))
 
 
 def loaded_elements(
@@ -170,19 +174,11 @@ def loaded_elements(
 ) -> dict[str, torch.Tensor]:
     """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per element.
 
-    Args:
-        model: the model.
-        shapes: name in the folder -> shape, for all tensors that fill ``keys``. The numbers count their elements,
-            flattened and concatenated in this order.
-        keys: ``state_dict`` keys.
-
-    Returns:
-        Key -> int64 of the shape of the model tensor: the number of each element.
+    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The numbers count their elements,
+    flattened and concatenated in this order. Returns key -> int64 of the shape of the model tensor: the number of each
+    element. Raises CheckpointMismatchError if the conversion does more than rearrange elements.
     """
-    numbers, end = {}, 0
-    for key, shape in shapes.items():
-        start, end = end, end + torch.Size(shape).numel()
-        numbers[key] = torch.arange(start, end, dtype=torch.int64).view(tuple(shape))
+    numbers, end = _element_numbers(shapes)
     twin = _twin(model)
     _load_twin(twin, shapes, lambda key, _: numbers[key])
     state = twin.state_dict()
@@ -190,10 +186,7 @@ def loaded_elements(
         elements = state[key]
         known = not elements.is_meta and elements.dtype == torch.int64
         if not known or (elements.numel() and not 0 <= int(elements.min()) <= int(elements.max()) < end):
-            raise CheckpointMismatchError(
-                f"transformers converts {sorted(shapes)} to {key} by more than rearranging elements; such weights "
-                "can be neither exported nor imported in shards"
-            )
+            raise _more_than_rearranged(shapes, key)
     return {key: state[key] for key in keys}
 
 
@@ -216,8 +209,7 @@ def _load_twin(
     shapes: Mapping[str, Sequence[int]],
     materialize: Callable[[str, torch.dtype | None], torch.Tensor],
 ) -> Any:
-    """Load stand-ins into a twin as `from_pretrained` loads a folder, and return its report of missing and unexpected
-    keys."""
+    """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of transformers."""
     with _no_progress_bar():
         info = load_state(twin, {key: _StandIn(key, materialize) for key in shapes})
     for key, found, wanted in sorted(info.mismatched_keys):
@@ -236,9 +228,7 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
             name: param if param is None else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
             for name, param in parameters_of(module).items()
         }
-        buffers = {
-            name: buffer if buffer is None else _memoryless(buffer) for name, buffer in buffers_of(module).items()
-        }
+        buffers = {name: None if found is None else _memoryless(found) for name, found in buffers_of(module).items()}
         replace_members(module, parameters=parameters, buffers=buffers)
     return twin
 
@@ -279,24 +269,16 @@ def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
     while more := {source for source, keys in fed.items() if not unmapped.isdisjoint(keys)} - blind:
         blind |= more
         unmapped |= {key for source in more for key in fed[source]}
-    return [
-        FileTensor(
-            source,
-            tuple(shapes[source]),
-            next(iter(fed[source].values())),
-            source,
-            0,
-            tuple(sorted(fed[source])),
-            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at"))),
-        )
-        for source in shapes
-        if source in fed
-    ]
+    inverted = []
+    for source in (source for source in shapes if source in fed):
+        found = None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
+        shape, dtype = tuple(shapes[source]), next(iter(fed[source].values()))
+        inverted.append(FileTensor(source, shape, dtype, source, 0, tuple(sorted(fed[source])), found))
+    return inverted
 
 
 def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | None:
-    """Turn strided blocks of file tensors that fill ``key`` into runs of file elements that fill strided blocks of
-    ``key``.
+    """Turn blocks of file tensors that fill runs of ``key`` into runs of file tensors that fill blocks of ``key``.
 
     None if there would be too many runs.
     """
@@ -305,8 +287,7 @@ def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | 
         steps = torch.empty(span.shape, device="meta").stride()
         dims = [dim for dim in zip(span.stride, span.shape, steps, strict=True) if dim[1] != 1]
         dims.sort(key=itemgetter(0), reverse=True)
-        inner = len(dims)
-        expected = 1
+        inner, expected = len(dims), 1
         while inner and dims[inner - 1][0] == expected:
             inner -= 1
             expected *= dims[inner][1]

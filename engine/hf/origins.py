@@ -6,7 +6,7 @@ concatenations become `Span`s, which a rank can write or read for its own shard 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
 from operator import attrgetter
@@ -37,7 +37,12 @@ class Span:
     @property
     def contiguous(self) -> bool:
         """Whether the block is one run of elements of the model tensor, in order."""
-        return _without_holes(zip(reversed(self.shape), reversed(self.stride), strict=True))
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0  # an empty block is contiguous
+            expected *= size
+        return True
 
     @property
     def last(self) -> int:
@@ -47,16 +52,6 @@ class Span:
     def within_rows(self, row_elements: int) -> bool:
         """Whether ranks that hold whole rows of ``row_elements`` elements can each handle their part of the block."""
         return self.contiguous or self.offset // row_elements == self.last // row_elements
-
-
-def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether a view with these ``(size, stride)``, smallest stride first, covers a range, each element once."""
-    dims, expected = [(size, stride) for size, stride in dims if size != 1], 1
-    for size, stride in dims:
-        if stride != expected:
-            return not all(size for size, _ in dims)  # nothing has no holes
-        expected *= size
-    return True
 
 
 @dataclass(frozen=True)
@@ -121,10 +116,9 @@ class Origins(TorchDispatchMode):
             raise CheckpointMismatchError(
                 f"transformers makes {key} of no tensor that it was given; it cannot be stored"
             )
-        found = self._spans(tensor, 0)
-        spans = None if found is None else tuple(found)
-        nbytes = tensor.untyped_storage().nbytes()
-        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, spans)
+        spans, nbytes = self._spans(tensor, 0), tensor.untyped_storage().nbytes()
+        found = None if spans is None else tuple(spans)
+        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, found)
 
     def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
         storage = storage_id(view)

@@ -243,8 +243,7 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def deal_files(files: Sequence[WeightFile], world_size: int) -> list[list[WeightFile]]:
-    """The files of each rank, about equal in bytes. If files are fewer than ranks, their ranks are far apart, so that
-    all nodes get some."""
+    """The files of each rank, about equal in bytes. A few files go to ranks that are far apart, on different nodes."""
     count = min(len(files), world_size)
     loads = [(0, number * world_size // count) for number in range(count)]
     dealt: list[list[WeightFile]] = [[] for _ in range(world_size)]

@@ -116,8 +116,7 @@ def _clear(final: Path, version: int) -> None:
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove old versions, except the ``keep`` newest and the folders in ``spare``. A version that cannot be removed
-    stays."""
+    """Remove all versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged."""
     try:
         old = published_versions(root)[:-keep]
     except OSError as error:

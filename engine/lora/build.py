@@ -27,8 +27,7 @@ from .layers import adapted_layers, adapters_of
 def add_adapters(
     model: PreTrainedModel, config: TrainEngineConfig, base: str, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The value head of a critic is also
-    trained.
+    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The head of a critic stays trained.
 
     ``base`` is the name of the base model in folders of the adapters, and ``dtypes`` has the dtype of each frozen
     parameter. Raises ConfigError if peft is not installed, or if ``config.target_modules`` names no layer, or one that
@@ -69,8 +68,7 @@ def require_base(config: TrainEngineConfig) -> None:
 
 
 def require_adapters_for(config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False) -> None:
-    """Raise ConfigError if ``meta`` asks for a PEFT folder of an engine without adapters or with a value head, or if it
-    loads a base under adapters."""
+    """Raise ConfigError if the engine has no such adapters, or more than adapters, or loads a base under adapters."""
     if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
         unmet = "'is_critic' is true: its value head is no adapter" if config.use_lora else "'use_lora' is false"
         raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
@@ -126,8 +124,7 @@ def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Initialise every adapter as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its
-    base.
+    """Initialise adapters as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its base.
 
     A is drawn from the seed and the name of its layer. Each rank keeps its own rows.
     """

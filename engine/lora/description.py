@@ -55,8 +55,7 @@ def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def check_settings(model: nn.Module, saved: Any) -> None:
-    """Raise CheckpointMismatchError if adapters have another scaling here than in the `adapter_settings` of a
-    checkpoint."""
+    """Raise CheckpointMismatchError if the scaling of an adapter differs from the settings in a checkpoint."""
     if not _are_settings(saved):
         raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
     for name, layer in _tuned_layers(model).items():

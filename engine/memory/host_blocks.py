@@ -84,8 +84,7 @@ class HostBlocks:
 
 
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, _Event | None]:
-    """Start a copy on the current stream of the device of either tensor. Without a device the copy is done, and there
-    is no event."""
+    """Start a copy on the current stream of either device. On the CPU the copy is done at once, without an event."""
     device = target.device if target.is_cuda else source.device
     if device.type != "cuda":
         target.copy_(source)

@@ -107,8 +107,7 @@ def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | 
 
 
 def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
-    """Let one rank per node copy the model's code to the folder from which transformers imports it, before other ranks
-    do."""
+    """Let one rank per node copy the code of the model to where transformers imports it from, before the others do."""
     first = is_first_of_its_node(group)
     with all_ranks_succeed(f"importing the code of {config.path}", group):
         if first:

@@ -99,8 +99,7 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
 
 
 def find_source_folder(config: Any) -> Path | None:
-    """The local folder, or the snapshot in the cache of the hub, from which a model says it was loaded. Downloads
-    nothing.
+    """The local folder, or the snapshot in the cache of the hub, that a model was loaded from. Downloads nothing.
 
     ``config`` is the config of the model. None if it names no folder, or the folder is gone.
     """
@@ -116,8 +115,7 @@ def find_source_folder(config: Any) -> Path | None:
 
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``path`` is the id of a model on the hub. The same on every rank: if one rank has such a folder, it is a
-    folder."""
+    """Whether ``path`` is the id of a model on the hub. A folder on any rank is a folder for all ranks."""
     if any_rank(os.path.exists(path), group):  # pathlib's may raise: the others would wait
         return False
     try:

@@ -42,8 +42,8 @@ class BackgroundSave:
         self._job: BackgroundJob | None = None
 
     def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
-        """Stage the state that `FSDPEngine.save` would write, and return. The caller must have waited for the save
-        before.
+        """Stage the state that `FSDPEngine.save` would write, and return. The caller must have waited for the last
+        save.
 
         ``state`` is the whole state of the engine, even if only a part is written. See `SaveLoadMeta.hf_options` for
         ``base_dtype``. Raises ConfigError if a model with this sharding cannot be exported in the background, and

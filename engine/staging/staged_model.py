@@ -41,8 +41,7 @@ def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
 
 @torch.no_grad()
 def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
-    """``model``, of transformers or a ``PeftModel``, with ``weights`` as its parameters and buffers, to export during
-    training.
+    """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and buffers, for an export.
 
     ``weights`` is the entry ``model`` of the result of `Staging.stage`, read by the export later. ``model`` must not
     have computed anything since the staging.

@@ -32,13 +32,8 @@ from .write_watch import WriteWatch
 class Staging:
     """The buffers of a training state, and the copy into them that is under way.
 
-    One copy at a time: readers of the last copy must be done before `stage` is called again.
-
-    Args:
-        model: the model of the state.
-
-    Attributes:
-        reads_live: whether the last copy may still read live tensors. Call `wait` before you change them.
+    One copy at a time: readers of the last copy must be done before `stage` is called again. While `reads_live` is
+    true, the copy may still read live tensors: call `wait` before you change them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,8 +87,7 @@ class Staging:
             copy.finish()
 
     def wait(self) -> None:
-        """Block until the live tensors may be changed. On CUDA only the current stream waits. Raises no error of the
-        copy."""
+        """Block until the live tensors may be changed. On CUDA only the stream waits. Raises no error of the copy."""
         for copy in self._copies:
             copy.release_live()
         self.reads_live = False
@@ -129,7 +123,11 @@ class _Transfer(NamedTuple):
 
 
 class _HostCopy:
-    """A copy of CPU tensors to the buffers, in a thread or at once."""
+    """A copy of CPU tensors to the buffers, in a thread or at once.
+
+    `release_live` waits until the live tensors have been read, `finish` until the buffers are filled, with the error of
+    the copy, and `drop` until nothing writes to the buffers, without it.
+    """
 
     def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._future: Future[None] | None = None
@@ -142,25 +140,25 @@ class _HostCopy:
         pool.shutdown(wait=False)  # the thread ends with its task
 
     def release_live(self) -> None:
-        """Wait until the live tensors have been read."""
         self.drop()
         if self._future is not None:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Wait until the buffers are filled. Raises the error of the copy."""
         if self._future is not None:
             self._future.result()
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Wait until nothing writes to the buffers any more."""
         if self._future is not None:
             self._future.exception()
 
 
 class _DeviceCopy:
-    """A copy of tensors on a CUDA device to the buffers, on a separate stream."""
+    """A copy of tensors on a CUDA device to the buffers, on a separate stream. Methods as in `_HostCopy`.
+
+    But `release_live` makes later work on the device wait, not the thread.
+    """
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
@@ -177,20 +175,17 @@ class _DeviceCopy:
         self._device = device
 
     def release_live(self) -> None:
-        """Let later work on the device wait until the live tensors have been read."""
         self._event.wait(torch.cuda.current_stream(self._device))
         if self._watch is not None:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Wait until the buffers are filled. Raises the error of the copy."""
         self.drop()
         if self._watch is not None:
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Wait until nothing writes to the buffers any more, and let go of the live tensors."""
-        with torch.cuda.device(self._device):  # in a new thread another one is current, and would get a context
+        with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
             self._event.synchronize()
         self._live = []
 
@@ -214,7 +209,7 @@ def _copy_all(transfers: Iterable[_Transfer]) -> None:
         local_tensor(buffer).copy_(local_tensor(live))
 
 
-@torch.no_grad()  # which a thread has to say for itself
+@torch.no_grad()  # grad mode is per thread
 def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
     _copy_all(transfers)
@@ -244,18 +239,14 @@ def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tens
     """A buffer for each live tensor: the one with its name in ``kept`` if it fits, else a new one."""
     fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
     new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
-    return fitting | {name: _like(live[name], buffer) for name, buffer in new.items()}
-
-
-def _like(live: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
+    for name, buffer in new.items():
+        fitting[name] = like_sharded(buffer, tensor) if isinstance(tensor := live[name], DTensor) else buffer
+    return fitting
 
 
 def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
-    if buffer is None:
-        return False
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
         return same_layout(buffer, live)
-    if isinstance(buffer, DTensor) or isinstance(live, DTensor):
+    if buffer is None or isinstance(buffer, DTensor) or isinstance(live, DTensor):
         return False
     return buffer.shape == live.shape and buffer.dtype == live.dtype
