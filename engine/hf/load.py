@@ -45,7 +45,7 @@ def load_hf(
     """Load the weights of a Hugging Face folder. Every rank of ``group`` calls this.
 
         load_hf(model, "exports/step_100")
-        load_hf(critic, "Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
+        load_hf(critic, "models/Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
 
     The result and the names are the same as with `from_pretrained`: the prefix of the base model may be absent on
     either side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied
@@ -180,7 +180,7 @@ def _refuse_unexpected(
     model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
 ) -> None:
     """Refuse unexpected tensors, and tensors that would be loaded over others."""
-    # Of a multimodal model, a language model takes its own part.
+    # The folder is of a multimodal model, and the model is its language model.
     partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
     names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}

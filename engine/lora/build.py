@@ -68,7 +68,7 @@ def require_base(config: TrainEngineConfig) -> None:
 
 
 def require_adapters_for(config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False) -> None:
-    """Raise ConfigError if the engine has no such adapters, or more than adapters, or loads a base under adapters."""
+    """Raise ConfigError if a PEFT folder cannot hold the weights, or if a load would replace the base of adapters."""
     if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
         unmet = "'is_critic' is true: its value head is no adapter" if config.use_lora else "'use_lora' is false"
         raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
