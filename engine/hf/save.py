@@ -32,7 +32,6 @@ from ...utils.distributed import (
     rank_zero_decides,
 )
 from ...utils.errors import CheckpointMismatchError, CheckpointWriteError
-from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, local_folder, without_secrets
 from ...utils.write_errors import as_write_error
@@ -50,7 +49,6 @@ from .safetensors_layout import (
     Layout,
     TensorSlot,
     WeightFile,
-    encode_index,
     plan_layout,
 )
 from .shard_ranges import (
@@ -265,21 +263,14 @@ def _write_planned(
     """`write_hf`, once planned."""
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
     merged, model = MergedWeights(model, gather_group), plain_view(model)
-    slots, weights = layout.slots, {file.name for file in layout.files}
-    small_files: list[str] = []
+    slots, small_files = layout.slots, list[str]()
     with WeightWriter(folder) as files:
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
             for file in layout.files if rank == 0 else ():
                 files.create(file)
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
-                write_sidecars(model, folder, options)
-                small_files = [name for name in walk_files(folder) if name not in weights]
-                for name in small_files:
-                    fsync_file(folder / name)
-                if layout.index is not None:
-                    write_durably(folder / INDEX_NAME, encode_index(layout.index))
-                    small_files.append(INDEX_NAME)
+                small_files = write_sidecars(model, folder, options, layout)
             for tensor, span in transfers.direct:
                 columns = math.prod(plan.stored[span.source].shape[1:])
                 part = merged.part(span.source, transfers.parts[span.source], columns)

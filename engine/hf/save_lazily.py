@@ -12,14 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...utils.errors import CheckpointMismatchError
-from ...utils.files import fsync_file, walk_files, write_durably
 from ..api import HFExportOptions
 from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .file_io import WeightWriter
 from .name_mapping import element_map, file_tensors, stored_tensors
 from .origins import FileTensor, Span
-from .safetensors_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, Slots, encode_index, plan_layout
+from .safetensors_layout import MAX_SHARD_SIZE_BYTES, Slots, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
 
@@ -65,11 +64,7 @@ def write_lazily(
     with WeightWriter(folder) as files:
         for file in layout.files:
             files.create(file)
-        write_sidecars(model, folder, options)
-        for name in set(walk_files(folder)) - {file.name for file in layout.files}:
-            fsync_file(folder / name)
-        if layout.index is not None:
-            write_durably(folder / INDEX_NAME, encode_index(layout.index))
+        write_sidecars(model, folder, options, layout)
         for key, source in sources.items():
             _write_spans(files, slots, source, read(key), wanted[key])
         for together in transfers.unmapped:

@@ -14,11 +14,13 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG
 from ...utils.compat.transformers_private import custom_object_save
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
+from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME
 from ..api import HFExportOptions
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
+from .safetensors_layout import INDEX_NAME, Layout, encode_index
 
 logger = get_logger(__name__)
 
@@ -32,8 +34,8 @@ _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
-def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions) -> None:
-    """Write all files except the weights and their index, as ``save_pretrained`` does."""
+def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions, layout: Layout) -> list[str]:
+    """Write and fsync all files except the weights, as ``save_pretrained`` does, and return their names."""
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
@@ -51,6 +53,13 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
             part.save_pretrained(folder)
     if options.base_model_path is not None:
         _copy_base_files(Path(options.base_model_path), folder)
+    names = sorted(set(walk_files(folder)) - {file.name for file in layout.files})
+    for name in names:
+        fsync_file(folder / name)
+    if layout.index is not None:
+        write_durably(folder / INDEX_NAME, encode_index(layout.index))
+        names.append(INDEX_NAME)
+    return names
 
 
 def adopt_base(

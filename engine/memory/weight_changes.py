@@ -14,7 +14,7 @@ class LiveReader(Protocol):
     reads_live: bool  # whether the tensors may not be changed yet, without `wait`
 
     def shares_modules(self, model: nn.Module) -> bool:
-        """Whether the reader reads ``model``, a part of it, or a model that contains it."""
+        """Whether the reader reads ``model``, a part, or a model that contains it."""
         ...
 
     def wait(self) -> None:
@@ -59,7 +59,7 @@ def wait_for_readers(model: nn.Module) -> None:
 
 
 def is_changing(model: nn.Module) -> bool:
-    """Whether the caller is inside a `changing_weights` block for ``model``, a part of it, or a larger one."""
+    """Whether the caller is inside a `changing_weights` block for ``model``, for a part, or for a larger one."""
     return any(share_modules(other, model) for other in _CHANGING)
 
 

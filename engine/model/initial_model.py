@@ -25,14 +25,7 @@ from ..lora.build import add_adapters, draw_adapters
 from ..lora.layers import plain_view
 from ..training.distributed import ProcessGroups, shard_model
 from ..training.head import ScoringHead, find_scoring_head
-from ..training.model import (
-    block_classes,
-    build_causal_on_meta,
-    build_on_meta,
-    cast_buffers,
-    draw_weights,
-    give_memory,
-)
+from ..training.model import block_classes, build_causal_on_meta, build_on_meta, cast_buffers, draw_weights, give_memory
 from ..training.packing import prepare_packing
 from ..training.rotary import longest_sequence
 from ..training.value_model import body_name
