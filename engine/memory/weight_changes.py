@@ -3,32 +3,25 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import nn
 
 
-class LiveReader(Protocol):
-    """Reads live tensors while training goes on."""
+class LiveReader:
+    """Reads tensors of ``model`` while training goes on. `changing_weights` waits for it as long as it exists."""
 
-    reads_live: bool  # whether the tensors may not be changed yet, without `wait`
-
-    def shares_modules(self, model: nn.Module) -> bool:
-        """Whether the reader reads ``model``, a part, or a model that contains it."""
-        ...
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.reads_live = False
+        _READERS.add(self)
 
     def wait(self) -> None:
-        """Return when the live tensors may be changed."""
-        ...
+        """Return when the live tensors may be changed. Until then `reads_live` is true."""
+        raise NotImplementedError
 
 
 _READERS: weakref.WeakSet[LiveReader] = weakref.WeakSet()
 _CHANGING: list[nn.Module] = []
-
-
-def register_reader(reader: LiveReader) -> None:
-    """Let `changing_weights` wait for ``reader`` as long as it exists."""
-    _READERS.add(reader)
 
 
 @contextmanager
@@ -54,7 +47,7 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
 def wait_for_readers(model: nn.Module) -> None:
     """Return when all parameters of ``model`` may be changed."""
     for reader in [reader for reader in _READERS if reader.reads_live]:
-        if reader.shares_modules(model):
+        if share_modules(reader.model, model):
             reader.wait()
 
 

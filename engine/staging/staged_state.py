@@ -24,12 +24,12 @@ from ...utils.compat.torch_private import like_sharded, same_layout
 from ...utils.errors import TornSnapshotError
 from ..dcp.state import DCPState
 from ..memory.tensors import flatten, local_tensor, normal_tensors
-from ..memory.weight_changes import is_changing, register_reader, share_modules, wait_for_readers
+from ..memory.weight_changes import LiveReader, is_changing, wait_for_readers
 from .host_buffers import host_copies_of
 from .write_watch import WriteWatch
 
 
-class Staging:
+class Staging(LiveReader):
     """The buffers of a training state, and the copy into them that is under way.
 
     One copy at a time: readers of the last copy must be done before `stage` is called again. While `reads_live` is
@@ -37,13 +37,11 @@ class Staging:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        super().__init__(model)
         self._buffers: dict[str, torch.Tensor] = {}
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
-        self.reads_live = False
-        register_reader(self)
 
     @normal_tensors()
     def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
@@ -102,15 +100,11 @@ class Staging:
             self._hook.remove()
             self._hook = self._optimizer = None
 
-    def shares_modules(self, model: nn.Module) -> bool:
-        """Whether ``model`` is the model of the state, a part of that model, or contains that model."""
-        return share_modules(self._model, model)
-
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is None or self._optimizer() is not optimizer:
             if self._hook is not None:
                 self._hook.remove()
-            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self._model))
+            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self.model))
             self._optimizer = weakref.ref(optimizer)
 
 
