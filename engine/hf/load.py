@@ -200,7 +200,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_in_other_module(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor is in none of the modules ``used``, names of one or two parts from which tensors are loaded."""
+    """Whether a tensor is outside the modules ``used``: names, of one or two parts, of modules that tensors are loaded
+    into."""
     first, *rest = name.split(".")
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 

@@ -117,7 +117,7 @@ def element_map(
 
 
 def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
-    """Tensors of these shapes with the numbers of their elements, counted on from one to the next, and their count."""
+    """Tensors of these shapes filled with consecutive numbers, one per element, and the number of elements."""
     numbers, end = {}, 0
     for key, shape in shapes.items():
         start, end = end, end + math.prod(shape)
@@ -221,7 +221,7 @@ def _load_twin(
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same modules with whole, untied parameters and buffers on the meta device."""
+    """The same modules with parameters and buffers on the meta device, whole and not tied."""
     twin = unsharded_view(model)
     for module in twin.modules():
         parameters = {

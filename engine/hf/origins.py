@@ -63,7 +63,7 @@ class FileTensor(TensorSpec):
 
 
 class Origins(TorchDispatchMode):
-    """Dispatch mode that records the origin of every storage that a conversion makes of ``probes``, on the meta device.
+    """Dispatch mode that records which of ``probes`` the results of a conversion are made of, on the meta device.
 
     Views keep their storage and are not recorded. For a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
     the new storage are recorded, and for other operators only the names of their inputs.

@@ -260,7 +260,7 @@ def _write_planned(
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
 ) -> list[str]:
-    """`write_hf`, once planned."""
+    """`write_hf` for a plan."""
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
     merged, model = MergedWeights(model, gather_group), plain_view(model)
     slots, small_files = layout.slots, list[str]()

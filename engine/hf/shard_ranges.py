@@ -227,7 +227,8 @@ class MergedWeights:
         self._last: tuple[str, LocalPart, LocalPart] | None = None
 
     def part(self, key: str, part: LocalPart, columns: int) -> LocalPart:
-        """``part`` plus adapters: whole rows, ``columns`` elements each, of the tensor ``key`` in the plain model."""
+        """``part`` plus its adapters. It holds whole rows, of ``columns`` elements each, of the tensor ``key`` in the
+        plain model."""
         if key not in self._adapters or part.start == part.stop:
             return part
         if self._last is None or self._last[0] != key or self._last[1] is not part:
