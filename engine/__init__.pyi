@@ -17,8 +17,8 @@ from .dcp.load import load_dcp as load_dcp
 from .dcp.save import save_dcp as save_dcp
 from .dcp.state import DCPState as DCPState
 from .fsdp_engine import FSDPEngine as FSDPEngine
-from .hf.export import full_state_dict as full_state_dict
-from .hf.export import save_hf as save_hf
 from .hf.load import load_hf as load_hf
+from .hf.save import full_state_dict as full_state_dict
+from .hf.save import save_hf as save_hf
 from .memory.weight_changes import changing_weights as changing_weights
 from .servers.publish import publish_weights as publish_weights

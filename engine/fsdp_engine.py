@@ -42,7 +42,7 @@ from .dcp.load import load_dcp
 from .dcp.save import save_dcp
 from .dcp.state import DCPState
 from .hf.adapter_folder import load_adapters, save_adapters
-from .hf.export import export_hf
+from .hf.save import export_hf
 from .hf.sidecars import adopt_base
 from .lora.build import require_adapters_for, require_base
 from .lora.layers import adapters_off

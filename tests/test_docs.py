@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
-from holdfast.engine.hf.export import save_hf
+from holdfast.engine.hf.save import save_hf
 from holdfast.recover import GenerationStore
 from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.storage.generations import TRACKER_NAME

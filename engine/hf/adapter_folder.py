@@ -1,10 +1,8 @@
-"""Adapters as a folder of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-``PeftModel.from_pretrained`` and vLLM load it beside the base model. Adapters are small: each rank gathers all of them,
-which rank 0 writes, and reads all of them to keep its own rows.
-
-Names are PEFT's own, so any method of PEFT that adapts layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``), of
-engines and of other people's ``PeftModel``; only plain LoRA is loaded here.
+``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: every rank
+gathers or reads all of them. Names are the names of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA,
+DoRA, IA3, ``modules_to_save``), from any ``PeftModel``, but only plain LoRA can be loaded.
 """
 
 import copy
@@ -35,7 +33,7 @@ from .shard_ranges import whole_tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROOT = "base_model.model."
-"""What PEFT calls the model inside of a PeftModel."""
+"""PEFT's name for the model inside a PeftModel."""
 
 
 def save_adapters(
@@ -46,18 +44,16 @@ def save_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters of a model as a new folder of PEFT; every rank of ``group`` calls this.
+    """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
     Args:
         model: with layers of peft, sharded or not, or a ``PeftModel``.
-        path: the folder to create.
-        options: ``dtype``, ``tokenizer`` and ``processor`` are used; without a dtype the adapters stay as they are.
+        path: the folder to create, not a URL (ConfigError). It must not exist, or be empty (CheckpointExistsError).
+        options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters stay as they are.
         group: control group.
         gather_group: see `whole_tensor`.
 
     Raises:
-        ConfigError: ``path`` is a URL.
-        CheckpointExistsError: ``path`` exists and is not empty.
         CheckpointMismatchError: see `adapter_tensors`.
         CheckpointWriteError: rank 0 could not write.
         PeerError: another rank failed.
@@ -75,13 +71,9 @@ def write_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """What `save_adapters` does between making a staging folder and committing it.
+    """Write the files of `save_adapters` into a folder that the caller commits. Raises as `save_adapters` does.
 
-    Returns:
-        The files this rank answers for: on rank 0 all of them, fsynced.
-
-    Raises:
-        See `save_adapters`.
+    Returns the files that this rank describes in a manifest: on rank 0 all files, fsynced.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         tensors = adapter_tensors(model)
@@ -95,11 +87,10 @@ def write_adapters(
 
 
 def require_adapters(model: PreTrainedModel) -> None:
-    """See that adapters are all that is trained, as publishing them alone takes.
+    """Check that only adapters are trained, so that they can be published alone.
 
-    Raises:
-        ConfigError: the model has none, or more is trained.
-        CheckpointMismatchError: they are no plain LoRA, or several are active.
+    Raises ConfigError if there are none, or if other parameters are trained. Raises CheckpointMismatchError if they are
+    not plain LoRA, or if several are active.
     """
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
@@ -109,19 +100,14 @@ def require_adapters(model: PreTrainedModel) -> None:
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write and fsync the weights of a folder of PEFT.
-
-    Args:
-        folder: exists.
-        tensors: name in the folder -> whole tensor.
-    """
+    """Write and fsync the weights of a PEFT folder: name in the folder -> whole tensor."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     os.chmod(folder / WEIGHTS, 0o644)
     fsync_file(folder / WEIGHTS)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What counts, in ``modules_to_save``, stays as it is."""
+    """Cast floating-point values. Counters in ``modules_to_save`` keep their dtype."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
@@ -138,18 +124,18 @@ def _write_sidecars(folder: Path, model: nn.Module, options: HFExportOptions) ->
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in a folder of PEFT -> live (sharded) tensor, of all that PEFT stores of a model.
+    """Name in a PEFT folder -> live (sharded) tensor, for all tensors that PEFT stores of a model.
 
     Raises:
-        CheckpointMismatchError: it has no adapters, several active ones, a prompt in their place, or parameters that
-            are trained and that PEFT does not store.
+        CheckpointMismatchError: the model has no adapters, several active ones, a prompt instead, or trained parameters
+            that PEFT does not store.
     """
     config = _peft_config(model)
     if config.is_prompt_learning:
         raise CheckpointMismatchError(
             f"{config.peft_type} is a prompt and no adapter of layers; use model.save_pretrained"
         )
-    from peft import get_peft_model_state_dict  # the model has layers of it
+    from peft import get_peft_model_state_dict  # installed, because the model has its layers
 
     live = {clean_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
@@ -168,7 +154,6 @@ def _trained_beside(model: nn.Module, adapters: Mapping[str, torch.Tensor]) -> l
 
 
 def _peft_config(model: nn.Module) -> Any:
-    """Of the active adapter."""
     configs: Any = getattr(model, "peft_config", None)
     if not configs:
         raise CheckpointMismatchError(
@@ -189,11 +174,7 @@ def _adapter_name(model: nn.Module) -> str:
 
 
 def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name in a folder of PEFT -> live tensor, of plain LoRA alone.
-
-    Raises:
-        CheckpointMismatchError: they are others, or none or several are active.
-    """
+    """Name in a PEFT folder -> live tensor of the one active adapter, which must be plain LoRA."""
     _adapter_name(model)
     return {
         f"{ROOT}{weight.removesuffix('.weight')}.{part}.weight": tensor
@@ -205,14 +186,14 @@ def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def load_adapters(
     model: PreTrainedModel, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a folder of PEFT into the adapters of a model; every rank of ``group`` calls this.
+    """Load a PEFT folder into the adapters of a model. Every rank of ``group`` calls this.
 
     Raises:
         ConfigError: ``path`` is a URL.
-        CheckpointNotFoundError: there is no such folder, or no adapters in it.
+        CheckpointNotFoundError: there is no such folder, or it has no adapters.
         CheckpointCorruptError: the file is damaged.
-        CheckpointMismatchError: it holds other adapters than the model has, or of another scaling.
-        PeerError: another rank failed. Nothing has changed then, nor with any other error.
+        CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the model's.
+        PeerError: another rank failed. The model is unchanged after this and after all other errors.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):
@@ -236,7 +217,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 def _check(
     folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
 ) -> None:
-    from peft import LoraConfig, PeftConfig  # the model has layers of it
+    from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
 
     if strangers := sorted(adapters.keys() ^ values.keys()):
         whose = "the folder" if strangers[0] in values else "the model"

@@ -1,10 +1,12 @@
-"""The dtype of each tensor in an export: the one that it has in a model that ``from_pretrained(dtype=...)`` loaded.
+"""The dtype of each tensor in an export: the same as in a model that ``from_pretrained(dtype=...)`` loaded.
 
-Training has float32 masters whatever the base folder has, so their dtype says nothing. Three things do: the dtype that
-is asked for, or that of the base folder; the modules that transformers keeps in float32 where half precision is asked
-for (router biases); and the tensors for which the model's code names a dtype (whole routers). The last are found by
-building the model on the meta device in float64: a tensor that is not float64 then has a dtype of its own. That takes
-10 to 100 ms, once a model, and changes torch's default dtype meanwhile.
+Training keeps float32 masters, so their dtype says nothing. Three things decide:
+
+- the requested dtype, or the dtype of the base folder,
+- the modules that transformers keeps in float32 in half precision too (router biases),
+- the tensors whose dtype the code of the model names (whole routers). To find them, the model is built on the meta
+  device in float64: other dtypes come from the code. This takes 10 to 100 ms, once per model, and changes the default
+  dtype of torch for that time.
 """
 
 import copy
@@ -24,18 +26,15 @@ from .file_io import WeightReader
 
 _TWIN_DTYPES = "_holdfast_twin_dtypes"
 _ASKED = torch.float64
-"""What no model has by itself."""
+"""A dtype that no model has by itself."""
 
 
 def file_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype that an export stores each tensor in.
+    """The dtype of each tensor in an export: ``state_dict`` key -> dtype.
 
-    Args:
-        model: sharded or not.
-        tensors: ``state_dict`` key -> parameter or buffer of ``model``.
-        dtype: what ``from_pretrained`` would be asked for; None keeps each tensor's own, as ``save_pretrained`` does.
+    ``dtype`` is the argument of ``from_pretrained``. None keeps the dtype of each tensor, as ``save_pretrained`` does.
     """
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
@@ -49,24 +48,24 @@ def file_dtypes(
 
 
 def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, of the floating-point tensors for which the model's code names one."""
+    """``state_dict`` key -> dtype, for floating-point tensors whose dtype the code of the model names."""
     return {key: dtype for key, dtype in _twin_dtypes(model).items() if dtype.is_floating_point and dtype != _ASKED}
 
 
 def unknown_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that the ``state_dict`` of another model of this class and config does not have.
+    """The ``keys`` that the ``state_dict`` of a new model of this class and config does not have.
 
-    Empty for a class that takes more than a config, of which no other model can be built.
+    Empty if the class needs more than a config, because no new model can be built.
     """
     known = _twin_dtypes(model)
     return [key for key in keys if key not in known] if known else []
 
 
 def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, of a model of the same class and config on meta that was asked for `_ASKED`.
+    """``state_dict`` key -> dtype, for a model of the same class and config on meta, built with `_ASKED`.
 
-    Found once and kept on the model, for exports in the background, which see a view of it and must not build another
-    beside training. Empty for a class that takes more than a config.
+    Kept on the model, so that an export in the background need not build a model during training. Empty if the class
+    needs more than a config.
     """
     if (known := getattr(model, _TWIN_DTYPES, None)) is not None:
         return known
@@ -83,7 +82,7 @@ def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
 
 
 def set_config_dtype(config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """Have ``config`` say of the files of an export of ``model`` what ``save_pretrained`` says of its own."""
+    """Set the dtypes in ``config`` as ``save_pretrained`` would for these weights."""
     if dtype is not None:
         for part in (getattr(config, name) for name in config.sub_configs):
             if part is not None:
@@ -93,11 +92,9 @@ def set_config_dtype(config: PretrainedConfig, model: PreTrainedModel, dtype: to
 
 
 def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.dtype:
-    """What ``from_pretrained(folder, dtype="auto")`` takes: the dtype in the config, else the first one in the files.
+    """The dtype of ``from_pretrained(folder, dtype="auto")``: from the config, else from the first tensor of the files.
 
-    Args:
-        model: built from the folder.
-        folder: a local model folder, with or without weights; float32 when neither says anything.
+    float32 if neither names a dtype. ``model`` was built from the folder, a local one, with or without weights.
     """
     config = type(model.config).from_pretrained(folder)  # of a multimodal folder, the part for the text
     if isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1:  # eight bits are for quantized files

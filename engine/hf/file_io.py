@@ -1,16 +1,13 @@
-"""The bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
+"""Read and write the bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
 
-Writing: several processes write one file at the same time, each its own ranges. What needs neither a cast nor a copy is
-written from where it lies; everything else passes through kept blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel
-is asked to begin with every chunk at once, so that the disk works while the next chunk is made; `sync` then has
-little left to wait for.
+Writing: several processes write one file at the same time, each its own ranges. Values that need neither a cast nor a
+copy are written from where they are, others through blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel starts to
+write every chunk at once, so that the disk works while the next chunk is prepared.
 
-Reading: values that the file keeps as the model does are read straight into the model. Others are cast from windows of
-`READ_BYTES` of the file that are mapped, which spares a copy (a sixth of the time of a load, even against a buffer that
-stays in the cache). A file that became shorter, or a disk that fails, is an error and not a signal (see `map_window`);
-only a file that is cut in the milliseconds while a window of it is cast still is one. Where there is no window (an old
-kernel, a file system without maps, something wrong with the file), and on the way to a GPU, which casts for itself,
-values are read into blocks instead (see `HostBlocks`). Nothing stays mapped.
+Reading: values that need no cast are read straight into the model. Others are cast from mapped windows of `READ_BYTES`,
+which spares a copy (a sixth of the time of a load). Only a file that is cut in the milliseconds of a cast raises a
+signal instead of an error (see `map_window`). Values for a GPU, which casts by itself, and values of files that cannot
+be mapped (old kernel, some file systems) are read into blocks.
 """
 
 import os
@@ -31,20 +28,14 @@ from ..memory.tensors import bytes_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
-"""Most that is cast or copied before it is written: it should still be in the processor's cache then."""
+"""Size of a chunk that is cast or copied before its write: it should still be in the processor's cache then."""
 
 READ_BYTES = 16 << 20
-"""Most of a file that is mapped, or staged, at a time."""
+"""Size of the part of a file that is mapped, or staged, at a time."""
 
 
 class WeightWriter:
-    """Weight files of a folder, open for writing.
-
-    As a context manager it closes them; only `sync` makes them durable.
-
-    Args:
-        folder: where the files are.
-    """
+    """Weight files of ``folder``, open for writing, as a context manager. Only `sync` makes them durable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,11 +50,7 @@ class WeightWriter:
             os.close(fd)
 
     def create(self, file: WeightFile) -> None:
-        """Make a file of full size that has nothing but its header.
-
-        Raises:
-            FileExistsError: it exists; nothing is ever written over.
-        """
+        """Create a file at its full size with only the header written. It must not exist (FileExistsError)."""
         fd = self._fds[file.name] = os.open(self._folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         _write_all(fd, memoryview(file.header), 0)
         os.ftruncate(fd, file.total_bytes)
@@ -78,7 +65,7 @@ class WeightWriter:
             offset += len(data)
 
     def _encoded(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of ``values`` as ``dtype``, in chunks, each valid until the next."""
+        """Yield the bytes of ``values`` as ``dtype`` in chunks, each valid until the next."""
         blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
         chunks = _chunks_of(values, WRITE_BYTES // dtype.itemsize)
         for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=dtype)):
@@ -104,13 +91,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 class WeightReader:
-    """Safetensors files of a folder, open for reading once `layout` has been called.
-
-    As a context manager it closes them.
-
-    Args:
-        folder: where the files are.
-    """
+    """Safetensors files of ``folder``, open for reading after a call of `layout`. A context manager, to close them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -127,9 +108,9 @@ class WeightReader:
             file.close()
 
     def layout(self) -> dict[str, TensorSlot]:
-        """Where every tensor lies; raises as `read_layout` does. Each file is opened once.
+        """Tensor name -> slot. Opens each file once and raises as `read_layout` does.
 
-        Values are then read from the files whose headers said so, whatever becomes of their names.
+        Values are read later from the same open files, even if other files have replaced them in the folder.
         """
         return read_layout(self._folder, self._open)
 
@@ -140,9 +121,7 @@ class WeightReader:
     def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
         """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
 
-        Raises:
-            CheckpointCorruptError: the file has become shorter.
-            OSError: it cannot be read.
+        Raises CheckpointCorruptError if the file has become shorter, and OSError if it cannot be read.
         """
         for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
             if _is_in_memory(piece, slot.dtype):
@@ -153,7 +132,7 @@ class WeightReader:
             beat()
 
     def same(self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype) -> bool:
-        """Whether two tensors are equal, bit for bit as ``dtype``, in their elements ``[first, last)``."""
+        """Whether elements ``[first, last)`` of two tensors are equal bit for bit as ``dtype``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
             ours, theirs = torch.empty(2, min(most, last - at), dtype=dtype, device="cpu")
@@ -164,14 +143,14 @@ class WeightReader:
         return True
 
     def _copy_read(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> None:
-        """Fill ``piece`` by way of a block; on a GPU in the order of its stream."""
+        """Fill ``piece`` through a block. On a GPU, the copy follows the order of its stream."""
         blocks = self._blocks.setdefault(piece.device, HostBlocks(READ_BYTES, piece.device))
         values = blocks.take(piece.numel() * slot.dtype.itemsize)
         self._fill(values, slot, at)
         blocks.copy(piece, values.view(slot.dtype).view(piece.shape))
 
     def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
-        """Fill ``piece`` from the mapped file; False where that cannot be done."""
+        """Fill ``piece`` from the mapped file. False if that is impossible."""
         fd, start = self._files[slot.file].fileno(), slot.offset + at * slot.dtype.itemsize
         n_bytes = piece.numel() * slot.dtype.itemsize
         askew = start % slot.dtype.itemsize  # as an odd header leaves values
@@ -191,7 +170,6 @@ class WeightReader:
 
 
 def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the bytes of ``values`` lie side by side in host memory as ``dtype`` has them."""
     return values.dtype == dtype and values.device.type == "cpu" and values.is_contiguous()
 
 
@@ -200,7 +178,7 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor, in row-major order, into pieces of at most ``most`` elements, without copying."""
+    """Cut a tensor in row-major order into pieces of at most ``most`` elements, without a copy."""
     if values.numel() <= most:
         yield values
     elif values.is_contiguous():

@@ -1,13 +1,10 @@
 """Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
 
-Everything that can be wrong with the folder is found on all ranks before a parameter changes: from its headers, its
-index and the sizes of its files, and by comparing the copies of tied weights where there are several. Then weights are
-read straight into the parameters (`file_io`). Only a file that cannot be read any more, or has become shorter since,
-can stop this half-way; the error says on every rank that the model is now half loaded.
+All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied weights. Then weights
+are read straight into the parameters. Only a file that can no longer be read, or became shorter, can stop this.
 
-Cost: one read of the weights, spread over the ranks; beside the model, a chunk of memory. What an export would gather,
-all ranks read: shards that are not rows in blocks of rows, transposes and conversions that are not slices a tensor (and
-what it is converted with) at a time.
+Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. All ranks read the tensors that an
+export would gather: in blocks of rows, or as a whole for transposes and for conversions that are not slices.
 """
 
 import os
@@ -30,10 +27,10 @@ from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .file_io import WeightReader
-from .load_plan import LoadPlan, invert_fills, loaded_elements, plan_loading
-from .name_mapping import FileTensor, stored_tensors
+from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
+from .origins import FileTensor
 from .quantized import refuse_quantized
-from .safetensors_layout import TensorSlot
+from .safetensors_layout import Slots
 from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
 
 
@@ -45,37 +42,37 @@ def load_hf(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
 ) -> list[str]:
-    """Load the weights of a Hugging Face folder; every rank of ``group`` calls this.
+    """Load the weights of a Hugging Face folder. Every rank of ``group`` calls this.
 
-    Files of one or many parts and of any floating-point dtype do; values are cast to the dtype of the parameter. What
-    `from_pretrained` would load is loaded, under the same names (see `load_plan`): the base-model prefix may be absent
-    from the folder or from the model, tensors may be fused, split or renamed, and those of the other parts of a
-    multimodal model are left alone. A tied weight may be stored under any of its names. Afterwards an export names
-    tensors as ``save_pretrained`` would after `from_pretrained`: as the folder does.
+        load_hf(model, "exports/step_100")
+        load_hf(critic, "models/Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
+
+    The result and the names are the same as with `from_pretrained`: the prefix of the base model may be absent on
+    either side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied
+    weight may have any of its names. Values of any floating-point dtype are cast to the dtype of the parameter. A later
+    export names tensors as the folder does.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
         path: a local folder with ``model.safetensors`` or ``model.safetensors.index.json``.
-        group: control group of CPU tensors (gloo); None takes the default group.
-        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that need not be there, e.g. ``"score.*"`` of a new
-            critic.
-        allow_unexpected: patterns of tensors (named as they would be in the model) that may be there and are left
-            alone, e.g. ``"lm_head.*"``.
+        group: control group of CPU tensors (gloo). None takes the default group.
+        allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that the folder need not have.
+        allow_unexpected: patterns of tensors to ignore, under the names that they would have in the model.
 
     Returns:
-        ``state_dict`` keys that were missing, with permission: their values are as they were.
+        The ``state_dict`` keys that were missing, with permission. They keep their values.
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``), or its weights are quantized.
-        CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
+        CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
         CheckpointCorruptError: a file is missing, truncated or not safetensors.
-        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or given twice with
-            different values for a weight that the model ties.
+        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or two copies of a
+            tied weight differ.
         PeerError: only other ranks found a problem.
         OSError: a file cannot be read.
 
-        Nothing has changed, unless the message says that the model is now half loaded: then a file broke (OSError) or
-        became shorter (CheckpointCorruptError) while it was read, and the model must be loaded again before it is used.
+        The model is unchanged, unless the message says that it is half loaded: a file broke (OSError) or became shorter
+        (CheckpointCorruptError) during the read. Then load the model again before you use it.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     rank, world_size = get_rank(group), get_world_size(group)
@@ -98,36 +95,30 @@ def load_hf(
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
-            _read_direct(reader, transfers, slots)
+            for tensor, span in transfers.direct:
+                if (held := overlap(span, transfers.parts[span.source])) is not None:
+                    reader.read(slots[tensor.key], *held)
             _read_blocks(reader, transfers, slots, state)
             for tensors in transfers.unmapped:
                 _read_unmapped(reader, model, tensors, slots, state)
-    # As in `from_pretrained`: an export reverts them.
+    # An export reverts these, as after `from_pretrained`.
     set_conversions(model, loading.conversions)
     return missing
 
 
 def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> set[str]:
-    """``state_dict`` keys whose values on this rank are, bit for bit, those that `load_hf` would read; nothing changes.
+    """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf` would read.
 
-    Tensors that a load would convert by more than slices are left out. Cost: one read of this rank's part.
-
-    Args:
-        folder: as for `load_hf`.
-        model: any transformers model, sharded or not.
-        group: the ranks of the model. No communication.
-
-    Raises:
-        CheckpointError, OSError: the folder cannot be read, or is not of this model.
+    Changes nothing, and does not communicate. Cost: one read of this rank's part. Tensors that a load converts by more
+    than slices are left out. Raises CheckpointError or OSError if the folder cannot be read, or does not fit the model.
     """
     with WeightReader(folder) as reader:
         slots = reader.layout()
         shapes = {name: slot.shape for name, slot in slots.items()}
         loading = plan_loading(model, shapes)
         chosen, _ = _choose(loading, stored_tensors(model)[1])
-        transfers = plan_transfers(
-            invert_fills(chosen, shapes), model.state_dict(), get_rank(group), get_world_size(group)
-        )
+        fills, state = invert_fills(chosen, shapes), model.state_dict()
+        transfers = plan_transfers(fills, state, get_rank(group), get_world_size(group))
         others = set(transfers.gathered).union(*map(_sources, transfers.unmapped))
         for tensor, span in transfers.direct:
             if span.source not in others and (held := overlap(span, transfers.parts[span.source])) is not None:
@@ -154,14 +145,12 @@ def _half_loaded(folder: Path) -> Iterator[None]:
 def _choose(
     loading: LoadPlan, tied: Mapping[str, str]
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
-    """Choose the file tensor of each tied weight that the folder stores under several names.
+    """Choose one file tensor for each tied weight that the folder stores under several names.
 
-    Returns:
-        ``state_dict`` key -> what fills it, none of them a tied one that is left out of files; and pairs of what was
-        chosen and another one that fills the same.
+    Returns ``state_dict`` key -> chosen tensor, without the tied keys that files leave out, and pairs of a chosen
+    tensor and another one for the same key.
     """
-    chosen: dict[str, FileTensor] = {}
-    copies = []
+    chosen, copies = dict[str, FileTensor](), []
     for key in sorted(loading.filled, key=lambda key: key in tied):
         name, tensor = tied.get(key, key), loading.filled[key]
         if chosen.setdefault(name, tensor) is not tensor:
@@ -176,15 +165,10 @@ def _missing(
     chosen: Mapping[str, FileTensor],
     allow_missing: Sequence[str],
 ) -> list[str]:
-    """The missing keys; refused unless allowed, or computed by the model itself."""
+    """The missing keys. Raises if a key is neither allowed to be missing nor computed by the model."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
-    needed = [
-        key
-        for key in missing
-        if key not in computed and not any(fnmatchcase(key, pattern) for pattern in allow_missing)
-    ]
-    if needed:
+    if needed := [key for key in missing if key not in computed and not _matches(key, allow_missing)]:
         raise CheckpointMismatchError(
             f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing ({len(needed)} in all; "
             f"{len(loading.filled)} were found); allow_missing={list(allow_missing)}"
@@ -196,16 +180,12 @@ def _refuse_unexpected(
     model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
 ) -> None:
     """Refuse unexpected tensors, and tensors that would be loaded over others."""
-    partial = _is_of_larger_model(folder, model)
+    # The folder is of a multimodal model, and the model is its language model.
+    partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
     names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
-    unexpected = [
-        name
-        for name in sorted(loading.unexpected)
-        if not any(fnmatchcase(name, pattern) for pattern in allow_unexpected)
-        and not (partial and _is_in_other_module(name, used))
-    ]
-    if unexpected:
+    unexpected = [name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)]
+    if unexpected := [name for name in unexpected if not (partial and _is_in_other_module(name, used))]:
         raise CheckpointMismatchError(
             f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
             f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
@@ -215,19 +195,19 @@ def _refuse_unexpected(
         raise CheckpointMismatchError(f"tensor {name} ({len(loading.unused)} such) fills what another one fills too")
 
 
-def _is_of_larger_model(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether the folder is a multimodal model's, of which ``model`` is the language model only."""
-    return "text_config" in read_raw_config(folder) and not model.config.sub_configs
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_in_other_module(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor is in none of the modules ``used``, those, to a depth of two, that tensors are loaded from."""
+    """Whether a tensor is outside the modules ``used``: names, of one or two parts, of modules that tensors are loaded
+    into."""
     first, *rest = name.split(".")
     return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
-def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
-    """Refuse dtypes, memory layouts and conversions that would fail in the middle of the load, or silently."""
+def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -> None:
+    """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong values."""
     for tensor in transfers.tensors:
         dtype = slots[tensor.key].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
@@ -240,13 +220,9 @@ def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Mapping[
 
 
 def _compare_copies(
-    reader: WeightReader,
-    slots: Mapping[str, TensorSlot],
-    copies: Sequence[tuple[FileTensor, FileTensor]],
-    rank: int,
-    world_size: int,
+    reader: WeightReader, slots: Slots, copies: Sequence[tuple[FileTensor, FileTensor]], rank: int, world_size: int
 ) -> None:
-    """Refuse a folder whose copies of a tied weight differ; every rank compares an equal share of them."""
+    """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:
         first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
         ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
@@ -257,17 +233,10 @@ def _compare_copies(
             )
 
 
-def _read_direct(reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot]) -> None:
-    """Read this rank's elements of the spans under ``direct``."""
-    for tensor, span in transfers.direct:
-        if (held := overlap(span, transfers.parts[span.source])) is not None:
-            reader.read(slots[tensor.key], *held)
-
-
 def _read_blocks(
-    reader: WeightReader, transfers: TransferPlan, slots: Mapping[str, TensorSlot], state: Mapping[str, torch.Tensor]
+    reader: WeightReader, transfers: TransferPlan, slots: Slots, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read the spans under ``gathered``, block by block, and keep this rank's part of each."""
+    """Read the tensors under ``gathered`` block by block, and keep this rank's part of each."""
     for source, spans in transfers.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
@@ -284,10 +253,10 @@ def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
-    slots: Mapping[str, TensorSlot],
+    slots: Slots,
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Read unmapped tensors in full, convert them, and keep this rank's part of each model tensor."""
+    """Read file tensors as a whole, convert them, and keep this rank's part of each model tensor."""
     sources = _sources(tensors)
     elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))

@@ -1,114 +1,50 @@
-"""Which elements of which model tensors make up each tensor of a Hugging Face file.
+"""Names in a model and names in its files: `file_tensors` for a save, `plan_loading` for a load.
 
-File keys are not always ``state_dict`` keys: tied weights are stored once, and transformers 5 renames, fuses and
-splits weights of some architectures (Qwen3-MoE keeps one ``experts.gate_up_proj``, its files one ``gate_proj`` and
-``up_proj`` per expert). This module asks transformers itself: `revert_weight_conversion`, the function behind
-``save_pretrained``, is run on tensors of the meta device, and a dispatch mode notes where the bytes of its results
-would have come from. Chunks, slices, transposes, stacks and concatenations become `Span`s, each of which a rank can
-write or read for its own shard alone. A conversion that cannot be traced becomes a tensor without spans; `element_map`
-then finds its elements by running the same conversion on element numbers, and refuses anything that is not a pure
-rearrangement.
+Tied weights are stored once, prefixes may be absent, and transformers renames, fuses and splits weights (Qwen3-MoE
+keeps one ``experts.gate_up_proj``, its files one ``gate_proj`` and ``up_proj`` per expert). The rules differ from
+release to release, so none is repeated here: transformers' functions behind ``save_pretrained`` and `from_pretrained`
+run on the meta device, and `Origins` traces them. A conversion that cannot be traced runs again on element numbers
+(`element_map`, `loaded_elements`), and is refused if it does more than rearrange elements.
 
-Cost: no tensor memory; about 50 microseconds a file tensor.
+Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product, takewhile
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import product
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-from ...utils.compat.torch_private import (
-    TorchDispatchMode,
-    storage_id,
-    tree_leaves,
-    writes_in_place,
+from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
+from ...utils.compat.transformers_private import (
+    conversions_of,
+    drop_tolerated_keys,
+    has_adapters,
+    keys_not_saved,
+    load_state,
+    revert_weight_conversion,
 )
-from ...utils.compat.transformers_private import has_adapters, keys_not_saved, revert_weight_conversion
 from ...utils.errors import CheckpointMismatchError
 from ..training.unsharded import unsharded_class, unsharded_view
-from .safetensors_layout import TensorSpec
+from .origins import FileTensor, Origins, Span
 
-
-@dataclass(frozen=True)
-class Span:
-    """A strided block of one model tensor that fills consecutive elements of a file tensor.
-
-    Attributes:
-        source: ``state_dict`` key of the model tensor.
-        offset: first element, in the flattened model tensor.
-        shape: shape of the block, in the order of the file.
-        stride: its strides, in elements of the flattened model tensor.
-        at: the first element it fills, in the flattened file tensor.
-    """
-
-    source: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    at: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the block is one run of elements of the model tensor, in order."""
-        return _without_holes(zip(reversed(self.shape), reversed(self.stride), strict=True))
-
-    @property
-    def last(self) -> int:
-        """The block's highest element in the flattened model tensor."""
-        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-
-    def within_rows(self, row_elements: int) -> bool:
-        """Whether ranks that hold whole rows of so many elements can each read or write their part of the block."""
-        return self.contiguous or self.offset // row_elements == self.last // row_elements
-
-
-def _without_holes(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether a view with these ``(size, stride)``, smallest stride first, covers a range, each element once."""
-    dims, expected = [(size, stride) for size, stride in dims if size != 1], 1
-    for size, stride in dims:
-        if stride != expected:
-            return not all(size for size, _ in dims)  # nothing has no holes
-        expected *= size
-    return True
-
-
-@dataclass(frozen=True)
-class FileTensor(TensorSpec):
-    """A tensor of a Hugging Face file, and what it is made of.
-
-    Attributes:
-        sources: the ``state_dict`` keys it is made of.
-        spans: the blocks of them that fill it, in the order of the file; None when only `element_map` can tell.
-    """
-
-    sources: tuple[str, ...]
-    spans: tuple[Span, ...] | None
+_MOST_RUNS = 4096
+"""A tensor made of more runs of file elements is not split into spans: `loaded_elements` finds its elements."""
 
 
 def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors that a file stores of a model, by ``state_dict`` key, and the tied keys it leaves out.
+    """The live (sharded) tensors that files store, by ``state_dict`` key, and the tied keys that files leave out.
 
-    Args:
-        model: any transformers model.
-        on_meta: whether it may be without memory.
-
-    Returns:
-        The (sharded) tensors, aliases of the live ones, and a mapping of every left-out key to the key that is stored.
-
-    Raises:
-        CheckpointMismatchError: tensors share memory without being declared as tied, adapters or quantized weights are
-            present, or an entry of the ``state_dict`` is not a tensor with memory.
+    The second mapping is from a key to the key stored in its place. Raises CheckpointMismatchError if tensors share
+    memory but are not declared as tied, if there are adapters or quantized weights, or if an entry is no tensor with
+    memory (``on_meta`` allows tensors without).
     """
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
@@ -128,7 +64,7 @@ def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[di
                 owners.setdefault(id(value), []).append(key)
     left_out: dict[str, str] = {}
     for keys in owners.values():
-        # As in transformers: declared targets go, by name, as long as one key remains.
+        # The rule of transformers: leave out declared targets in the order of names, as long as one key remains.
         targets = [key for key in sorted(keys) if key in model.all_tied_weights_keys][: len(keys) - 1]
         kept = [key for key in keys if key not in targets]
         if len(kept) > 1:
@@ -144,10 +80,7 @@ def file_tensors(
 ) -> list[FileTensor]:
     """The tensors that ``save_pretrained`` of the unsharded model would write, in its order.
 
-    Args:
-        model: any transformers model, sharded or not.
-        stored: its tensors, from `stored_tensors`.
-        dtypes: what each of ``stored`` is stored as (`file_dtypes`); None keeps each as it is.
+    ``stored`` comes from `stored_tensors`, and ``dtypes`` from `file_dtypes`. Without dtypes each tensor keeps its own.
     """
     probes = {
         key: torch.empty(value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta")
@@ -159,181 +92,16 @@ def file_tensors(
     return [origins.describe(key, tensor) for key, tensor in results.items()]
 
 
-class Origins(TorchDispatchMode):
-    """Traces which elements the storages that a conversion makes on the meta device are copied from.
-
-    Views keep their storage and are not recorded. Of a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
-    the new storage are recorded; of any other operator that makes a storage, only its inputs.
-
-    Args:
-        probes: name -> the tensor on the meta device that a conversion is given for it; more with `add`.
-    """
-
-    def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.roots: dict[int, str] = {}
-        self.pieces: dict[int, list[_JoinedPart]] = {}
-        self.inputs: dict[int, set[str]] = {}
-        self.alive: list[Any] = []  # a storage's address must not be used again
-        for key, probe in probes.items():
-            self.add(key, probe)
-
-    def add(self, key: str, probe: torch.Tensor) -> None:
-        """Take ``probe`` for the tensor named ``key``."""
-        self.roots[storage_id(probe)] = key
-        self.inputs[storage_id(probe)] = {key}
-        self.alive.append(probe)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (writes_in_place(func) or storage_id(tensor) not in self.inputs):
-                self._note(func, tensor, used, args)
-        return result
-
-    def _note(self, func: Any, made: torch.Tensor, used: list[torch.Tensor], args: Any) -> None:
-        storage, aten = storage_id(made), torch.ops.aten
-        self.alive += [made, *used]
-        known = (self.inputs.get(storage_id(tensor), set()) for tensor in (made, *used))
-        self.inputs[storage] = set().union(*known)
-        self.roots.pop(storage, None)  # written in place: no longer the probe's own elements
-        self.pieces.pop(storage, None)
-        dim = args[1] % made.dim() if len(args) > 1 and isinstance(args[1], int) else 0
-        if func is aten.stack.default:
-            used = [tensor.unsqueeze(dim) for tensor in used]
-        elif func is aten.clone.default:
-            dim = 0
-        joined = func in (aten.cat.default, aten.stack.default, aten.clone.default) and made.is_contiguous()
-        if joined and len(used) * math.prod(made.shape[:dim]) <= _MOST_PIECES:
-            self.pieces[storage] = _joined(used, dim)
-
-    def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
-        """The file tensor ``key`` that is the result ``tensor`` of the conversion; its sources are names of probes."""
-        storage = storage_id(tensor)
-        sources = tuple(sorted(self.inputs.get(storage, ())))
-        if not sources:
-            raise CheckpointMismatchError(
-                f"transformers makes {key} of no tensor that it was given; it cannot be stored"
-            )
-        found = self._spans(tensor, 0)
-        spans = None if found is None else tuple(found)
-        nbytes = tensor.untyped_storage().nbytes()
-        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, spans)
-
-    def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
-        storage = storage_id(view)
-        if storage in self.roots:
-            shape, stride = tuple(view.shape), tuple(view.stride())
-            return [Span(self.roots[storage], int(view.storage_offset()), shape, stride, at)]
-        parts = _shown(view, self.pieces[storage]) if storage in self.pieces else None
-        if parts is None:
-            return None
-        spans: list[Span] = []
-        for part in parts:
-            inner = self._spans(part, at)
-            if inner is None:
-                return None
-            spans, at = spans + inner, at + part.numel()
-        return spans
-
-
-_MOST_PIECES = 4096
-"""Most pieces that a tensor may be joined of; beyond that only `element_map` finds its elements."""
-
-
-class _JoinedPart(NamedTuple):
-    """One input of a join.
-
-    Attributes:
-        start: first element of the joined storage that it fills.
-        tensor: its elements, in row-major order.
-    """
-
-    start: int
-    tensor: torch.Tensor
-
-    @property
-    def stop(self) -> int:
-        """One after the last element."""
-        return self.start + self.tensor.numel()
-
-
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
-    """The pieces that fill the storage of ``torch.cat(parts, dim)``."""
-    pieces, start = [], 0
-    for row in product(*map(range, parts[0].shape[:dim])):
-        for part in parts:
-            pieces.append(_JoinedPart(start, part[row]))
-            start = pieces[-1].stop
-    return pieces
-
-
-def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
-    """The views of ``pieces`` that a view of their joined storage consists of, in row-major order; None if there are
-    none such."""
-    if view.numel() == 0:
-        return []
-    start = int(view.storage_offset())
-    stop = start + 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    first = bisect_right(pieces, start, key=attrgetter("start")) - 1
-    if stop <= pieces[first].stop:
-        inside = _view_through_copy(view, start - pieces[first].start, pieces[first].tensor)
-        return None if inside is None else [inside]
-    parts: list[torch.Tensor] = []
-    if not view.is_contiguous():
-        for row in view if by_rows and len(view) <= _MOST_PIECES else ():
-            if (shown := _shown(row, pieces, by_rows=False)) is None:
-                return None
-            parts += shown
-        return parts or None
-    for piece in takewhile(lambda piece: piece.start < stop, pieces[first:]):
-        low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
-        if high - low < piece.tensor.numel() and not piece.tensor.is_contiguous():
-            return None
-        parts.append(piece.tensor if high - low == piece.tensor.numel() else piece.tensor.reshape(-1)[low:high])
-    return parts
-
-
-def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
-    """The view of ``copied`` with the elements of ``view``, a view from element ``rest`` on of a contiguous copy of it;
-    None if the dims do not correspond."""
-    offset = int(copied.storage_offset())
-    if copied.is_contiguous():
-        return copied.as_strided(view.shape, view.stride(), offset + rest)
-    stride_of, room = {}, {}  # by the stride that a dim has in the copy: its stride in the original, its rest length
-    for dim, step in enumerate(torch.empty(copied.shape, device="meta").stride()):
-        if copied.shape[dim] > 1:
-            index, rest = divmod(rest, step)
-            offset += index * copied.stride(dim)
-            stride_of[step], room[step] = copied.stride(dim), copied.shape[dim] - index
-    walked = [(step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]
-    if len(dict(walked)) < len(walked) or any(size > room.get(step, 0) for step, size in walked):
-        return None
-    return copied.as_strided(view.shape, [stride_of.get(step, 0) for step in view.stride()], offset)
-
-
 def element_map(
     model: PreTrainedModel, shapes: Mapping[str, torch.Size], tensors: Sequence[FileTensor]
 ) -> dict[str, torch.Tensor]:
-    """Find the elements of file tensors by converting element numbers; 8 bytes an element.
+    """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
-    Args:
-        model: the model.
-        shapes: ``state_dict`` key -> shape of every source of ``tensors``, and nothing else. The sources, flattened and
-            concatenated in this order, are what the numbers count.
-        tensors: file tensors that, together, are made of exactly these sources.
-
-    Returns:
-        File key -> int64 ``[numel]``, for each element of the flattened file tensor its number.
-
-    Raises:
-        CheckpointMismatchError: the conversion does more than rearrange elements, or makes other tensors.
+    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The numbers count their elements,
+    flattened and concatenated in this order. Returns file key -> int64 ``[numel]``: the number of each element of the
+    flattened file tensor.
     """
-    numbers, end = {}, 0
-    for key, shape in shapes.items():
-        start, end = end, end + shape.numel()
-        numbers[key] = torch.arange(start, end, dtype=torch.int64).view(shape)
+    numbers, end = _element_numbers(shapes)
     with torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), numbers)
     found = {tensor.key: tuple(results[tensor.key].shape) for tensor in tensors if tensor.key in results}
@@ -344,8 +112,190 @@ def element_map(
     rearranged = all(indices.dtype == torch.int64 for indices in maps.values())
     pure = rearranged and bool(seen.all()) and sum(indices.numel() for indices in maps.values()) == end
     if not pure or found != {tensor.key: tensor.shape for tensor in tensors}:
-        raise CheckpointMismatchError(
-            f"transformers converts {sorted(shapes)} to {sorted(results)} by more than rearranging elements; "
-            "such weights can be neither exported nor imported in shards"
-        )
+        raise _more_than_rearranged(shapes, str(sorted(results)))
     return maps
+
+
+def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
+    """Tensors of these shapes filled with consecutive numbers, one per element, and the number of elements."""
+    numbers, end = {}, 0
+    for key, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        numbers[key] = torch.arange(start, end, dtype=torch.int64).view(tuple(shape))
+    return numbers, end
+
+
+def _more_than_rearranged(shapes: Mapping[str, Sequence[int]], made: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"transformers converts {sorted(shapes)} to {made} by more than rearranging elements; such weights can be "
+        "neither exported nor imported in shards"
+    )
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Result of `from_pretrained` for the tensors of a folder."""
+
+    filled: dict[str, FileTensor]  # ``state_dict`` key -> what fills it: sources and spans are of the folder
+    missing: set[str]  # ``state_dict`` keys that nothing fills
+    optional: set[str]  # missing keys that transformers tolerates
+    unexpected: set[str]  # tensors that transformers would report, under their names in the model
+    unused: set[str]  # tensors of the folder that would be loaded over others
+    conversions: list[Any]  # the conversions that applied, as ``save_pretrained`` reverts them
+
+
+def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> LoadPlan:
+    """Plan what `from_pretrained` would do with tensors of these names and shapes (name in the folder -> shape).
+
+    Raises CheckpointMismatchError if a tensor has another shape than the model's, or cannot be converted. The model,
+    sharded or not, is not changed.
+    """
+    origins, taken = Origins({}), set()
+
+    def probe(key: str, dtype: torch.dtype | None) -> torch.Tensor:
+        taken.add(key)
+        stand_in = torch.empty(tuple(shapes[key]), dtype=dtype, device="meta")
+        origins.add(key, stand_in)
+        return stand_in
+
+    twin = _twin(model)
+    with origins:
+        info = _load_twin(twin, shapes, probe)
+    state, missing = twin.state_dict(), set(info.missing_keys)
+    drop_tolerated_keys(twin, info)
+    filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
+    unused = taken - {source for tensor in filled.values() for source in tensor.sources}
+    optional, unexpected = missing - set(info.missing_keys), set(info.unexpected_keys)
+    return LoadPlan(filled, missing, optional, unexpected, unused, conversions_of(twin))
+
+
+def loaded_elements(
+    model: PreTrainedModel, shapes: Mapping[str, Sequence[int]], keys: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per element.
+
+    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The numbers count their elements,
+    flattened and concatenated in this order. Returns key -> int64 of the shape of the model tensor: the number of each
+    element. Raises CheckpointMismatchError if the conversion does more than rearrange elements.
+    """
+    numbers, end = _element_numbers(shapes)
+    twin = _twin(model)
+    _load_twin(twin, shapes, lambda key, _: numbers[key])
+    state = twin.state_dict()
+    for key in keys:
+        elements = state[key]
+        known = not elements.is_meta and elements.dtype == torch.int64
+        if not known or (elements.numel() and not 0 <= int(elements.min()) <= int(elements.max()) < end):
+            raise _more_than_rearranged(shapes, key)
+    return {key: state[key] for key in keys}
+
+
+class _StandIn:
+    """Replaces a tensor of a file: transformers indexes it, then moves and casts it."""
+
+    def __init__(self, key: str, materialize: Callable[[str, torch.dtype | None], torch.Tensor]) -> None:
+        self._key, self._materialize = key, materialize
+
+    def __getitem__(self, _: object) -> "_StandIn":
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._materialize(self._key, dtype)
+
+
+@torch.no_grad()
+def _load_twin(
+    twin: PreTrainedModel,
+    shapes: Mapping[str, Sequence[int]],
+    materialize: Callable[[str, torch.dtype | None], torch.Tensor],
+) -> Any:
+    """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of transformers."""
+    with _no_progress_bar():
+        info = load_state(twin, {key: _StandIn(key, materialize) for key in shapes})
+    for key, found, wanted in sorted(info.mismatched_keys):
+        raise CheckpointMismatchError(f"{key} has shape {list(found)}, the model needs {list(wanted)}")
+    for key, error in info.conversion_errors.items():
+        reason, name = error.strip().splitlines()[-1], type(twin).__name__
+        raise CheckpointMismatchError(f"transformers cannot make {key} of {name} from the tensors it found: {reason}")
+    return info
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules with parameters and buffers on the meta device, whole and not tied."""
+    twin = unsharded_view(model)
+    for module in twin.modules():
+        parameters = {
+            name: param if param is None else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
+            for name, param in parameters_of(module).items()
+        }
+        buffers = {name: None if found is None else _memoryless(found) for name, found in buffers_of(module).items()}
+        replace_members(module, parameters=parameters, buffers=buffers)
+    return twin
+
+
+def _memoryless(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
+    """Invert `LoadPlan.filled`: a `FileTensor` for each tensor of ``shapes`` that fills something, in this order.
+
+    Its spans are the blocks of model tensors that it fills. If one without spans fills a model tensor, none with spans
+    fills the same.
+    """
+    spans: dict[str, list[Span]] = {}
+    fed: dict[str, dict[str, torch.dtype]] = {}  # source -> the model tensors that it fills
+    unmapped = set()
+    for key, tensor in filled.items():
+        for source in tensor.sources:
+            fed.setdefault(source, {})[key] = tensor.dtype
+        runs = None if tensor.spans is None else _runs_of_files(tensor.spans, key)
+        if runs is None:
+            unmapped.add(key)
+        for source, run in runs or ():
+            spans.setdefault(source, []).append(run)
+    blind: set[str] = set()
+    while more := {source for source, keys in fed.items() if not unmapped.isdisjoint(keys)} - blind:
+        blind |= more
+        unmapped |= {key for source in more for key in fed[source]}
+    inverted = []
+    for source in (source for source in shapes if source in fed):
+        found = None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
+        shape, dtype = tuple(shapes[source]), next(iter(fed[source].values()))
+        inverted.append(FileTensor(source, shape, dtype, source, 0, tuple(sorted(fed[source])), found))
+    return inverted
+
+
+def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | None:
+    """Turn blocks of file tensors that fill runs of ``key`` into runs of file tensors that fill blocks of ``key``.
+
+    None if there would be too many runs.
+    """
+    runs: list[tuple[str, Span]] = []
+    for span in spans:
+        steps = torch.empty(span.shape, device="meta").stride()
+        dims = [dim for dim in zip(span.stride, span.shape, steps, strict=True) if dim[1] != 1]
+        dims.sort(key=itemgetter(0), reverse=True)
+        inner, expected = len(dims), 1
+        while inner and dims[inner - 1][0] == expected:
+            inner -= 1
+            expected *= dims[inner][1]
+        outer, (_, shape, stride) = dims[:inner], zip(*dims[inner:], strict=True) if dims[inner:] else ((), (), ())
+        if math.prod(size for _, size, _ in outer) + len(runs) > _MOST_RUNS:
+            return None
+        for index in product(*(range(size) for _, size, _ in outer)):
+            at = span.offset + sum(i * step for i, (step, _, _) in zip(index, outer, strict=True))
+            offset = span.at + sum(i * step for i, (_, _, step) in zip(index, outer, strict=True))
+            runs.append((span.source, Span(key, offset, shape, stride, at)))
+    return runs

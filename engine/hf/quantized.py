@@ -1,7 +1,7 @@
-"""Folders whose weights are quantized: refused, with the name of the method and the lines that dequantize them.
+"""Refuse folders with quantized weights, and show the lines that dequantize them.
 
-Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the model's, so that a
-load would call them unexpected, or cast packed bytes as if they were weights.
+Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the model's. A load would
+call them unexpected, or cast packed bytes as if they were weights.
 """
 
 import re
@@ -13,7 +13,7 @@ from ...utils.errors import ConfigError
 from ..model.model_folder import read_raw_config
 
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-"""Method -> the config of transformers that dequantizes on load."""
+"""Method -> the config class of transformers that dequantizes on load."""
 
 _KEYS = ("quantization_config", "compression_config")
 _NAMES = {
@@ -23,11 +23,11 @@ _NAMES = {
     "bitsandbytes": r"\.(absmax|quant_map|quant_state\..+|SCB)$",
     "compressed-tensors": r"\.weight_(packed|scale)$",
 }
-"""Method -> names that only its tensors have."""
+"""Method -> pattern of names that only its tensors have."""
 
 
 def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise ConfigError if ``folder`` holds quantized weights, by its ``config.json`` or the names of ``tensors``."""
+    """Raise ConfigError if ``config.json`` or the names of ``tensors`` show quantized weights in ``folder``."""
     method = _declared(read_raw_config(folder)) or _named(tensors)
     if method is None:
         return
@@ -49,7 +49,7 @@ def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
 
 
 def _declared(config: Any) -> str | None:
-    """The quantization method that a config, or one nested in it, names."""
+    """The quantization method that a config, or a config nested in it, names."""
     if not isinstance(config, Mapping):
         return None
     for key in _KEYS:

@@ -1,12 +1,12 @@
-"""Where each tensor of a Hugging Face folder lies: file names, safetensors headers, byte offsets. No tensor data.
+"""The place of each tensor in a Hugging Face folder: file names, safetensors headers, byte offsets. No tensor data.
 
-Every rank computes the same layout from names, shapes and dtypes alone, which is what lets all of them write one
-file at the same time. The result is what ``save_pretrained`` writes, to the byte:
+Every rank computes the same layout from names, shapes and dtypes alone, so that all ranks can write one file at the
+same time. The result equals ``save_pretrained`` byte for byte:
 
-* file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without gaps``
+- file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without gaps``
   (https://huggingface.co/docs/safetensors/index#format),
-* inside a file, tensors stand by dtype (widest first), then by name, as the safetensors library sorts them,
-* tensors are dealt to files in the given order by `huggingface_hub.split_state_dict_into_shards_factory`.
+- tensors in a file are sorted by dtype (widest first), then by name, as in the safetensors library,
+- `huggingface_hub.split_state_dict_into_shards_factory` deals tensors to files in the given order.
 """
 
 import json
@@ -26,12 +26,12 @@ from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, Che
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_SIZE_BYTES = 50 * 10**9
-"""Where ``save_pretrained`` starts a second file."""
+"""Size at which ``save_pretrained`` begins a second file."""
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones too
 _METADATA = {"format": "pt"}
 
-# In the order of the safetensors library's Dtype enum; a file lists them from the last to the first.
+# In the order of safetensors' Dtype enum. Files list tensors from the last dtype to the first.
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -56,21 +56,13 @@ _RANKING = {dtype: rank for rank, dtype in enumerate(DTYPE_CODES)}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a file, before it is known where it lies.
+    """A tensor of a file that has no place yet."""
 
-    Attributes:
-        key: its name in the file.
-        shape: its shape in the file.
-        dtype: its dtype in the file.
-        block: tensors of one block always share a file (``save_pretrained`` keeps views of one storage together).
-        block_bytes: what the whole block counts towards the size of a file.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: Hashable
-    block_bytes: int
+    key: str  # its name in the file
+    shape: tuple[int, ...]  # its shape in the file
+    dtype: torch.dtype  # its dtype in the file
+    block: Hashable  # tensors of one block share a file (``save_pretrained`` keeps views of one storage together)
+    block_bytes: int  # bytes of the whole block, counted towards the size of a file
 
     @property
     def numel(self) -> int:
@@ -79,59 +71,44 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's data."""
+        """Size of the data."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor's bytes lie in a file.
+    """The place of a tensor's bytes in a file."""
 
-    Attributes:
-        file: name of the file, without folder.
-        offset: first byte, counted from the start of the file.
-        shape: shape of the tensor.
-        dtype: dtype of the tensor in the file.
-    """
+    file: str  # name of the file, without folder
+    offset: int  # first byte, counted from the start of the file
+    shape: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # dtype of the tensor in the file
 
-    file: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+Slots = Mapping[str, TensorSlot]
+"""Tensor name -> place of its data."""
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file.
+    """One safetensors file."""
 
-    Attributes:
-        name: name of the file, without folder.
-        header: its first bytes: length and JSON.
-        total_bytes: its size, header included.
-        slots: tensor name -> where its data lies.
-    """
-
-    name: str
-    header: bytes
-    total_bytes: int
-    slots: Mapping[str, TensorSlot]
+    name: str  # name of the file, without folder
+    header: bytes  # its first bytes: length and JSON
+    total_bytes: int  # its size, header included
+    slots: Slots
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All weight files of a folder.
+    """All weight files of a folder."""
 
-    Attributes:
-        files: the files.
-        index: the document of ``model.safetensors.index.json``; None for a single file.
-    """
-
-    files: Sequence[WeightFile]
-    index: dict[str, Any] | None
+    files: Sequence[WeightFile]  # the files
+    index: dict[str, Any] | None  # the document of ``model.safetensors.index.json``. None for a single file
 
     @property
     def slots(self) -> dict[str, TensorSlot]:
-        """File key -> slot, over all files."""
+        """Tensor name -> slot, over all files."""
         return {key: slot for file in self.files for key, slot in file.slots.items()}
 
     @property
@@ -144,12 +121,9 @@ def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_
     """Deal tensors to files as ``save_pretrained(max_shard_size=...)`` does.
 
     Args:
-        tensors: in the order in which ``save_pretrained`` meets them.
-        max_shard_size_bytes: a file larger than this holds a single tensor (or block).
+        tensors: in the order of ``save_pretrained``. safetensors must know their dtypes (CheckpointMismatchError).
+        max_shard_size_bytes: a larger file holds a single tensor (or block).
         total_parameters: ``model.num_parameters()``, for the index.
-
-    Raises:
-        CheckpointMismatchError: a tensor has a dtype that safetensors does not know.
     """
     if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
         raise CheckpointMismatchError(
@@ -195,16 +169,15 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
 
 
 def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, TensorSlot]:
-    """Where every tensor of an existing folder lies. Reads headers and the index only, and checks sizes.
+    """Find every tensor of an existing folder. Reads only headers and the index, and checks sizes.
 
-    Args:
-        folder: the folder.
-        open_file: opens one of its files, by name. Kept open, it stays the file whose header was read here.
+    ``open_file`` opens a file by name. The caller keeps it open, so that values come from the file whose header was
+    read.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder, or no safetensors weights in it.
+        CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
         CheckpointCorruptError: a file is missing, truncated, not safetensors, or disagrees with the index.
-        CheckpointMismatchError: a tensor has a dtype that torch does not know.
+        CheckpointMismatchError: torch does not know the dtype of a tensor.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -244,12 +217,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
-    """Where every tensor of one safetensors file, open at its start, lies.
-
-    Raises:
-        CheckpointCorruptError: the file is truncated, too long, or not safetensors.
-        CheckpointMismatchError: a tensor has a dtype that torch does not know.
-    """
+    """Find every tensor of one safetensors file that is open at its start. Raises as `read_layout` does."""
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):

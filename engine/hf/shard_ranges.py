@@ -1,10 +1,8 @@
-"""Which elements of a file this rank holds, and which tensors need an all-gather instead.
+"""The elements of a file that each rank holds, and the tensors that need an all-gather instead.
 
-FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file.
-This is not assumed: `local_part` checks the placements and returns None for every other layout (another dim, several
-sharded mesh dims, strided or partial shards). A `TransferPlan` splits the elements of the file tensors into those that
-each rank reads or writes from its own shard and those that must be gathered: in blocks of rows where possible, else a
-tensor at a time.
+FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file. Other
+layouts (another dim, several sharded mesh dims, strided or partial shards) need an all-gather: in blocks of rows if
+possible, else a tensor at a time.
 """
 
 import math
@@ -13,45 +11,35 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...utils.compat.torch_private import made_sharded
+from ..lora.layers import Adapter, plain_adapters
 from ..memory.tensors import local_box
-from .name_mapping import FileTensor, Span
+from .origins import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
-"""About how much of a tensor that needs an all-gather is gathered, or read, at a time."""
+"""Approximate size of a block of a tensor that is gathered, or read, as a whole."""
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The elements ``[start, stop)`` of a flattened tensor that this rank holds.
+    """The elements ``[start, stop)`` of a flattened tensor that this rank holds."""
 
-    Attributes:
-        data: the live local tensor (any shape, any device), with ``stop - start`` elements in row-major order.
-        start: first element.
-        stop: one after the last element.
-        row_elements: elements that always stay together on one rank; the whole tensor when it is replicated.
-        replica: number of this rank among those that hold these elements; each writes an equal share of them.
-        replicas: number of ranks that hold these elements.
-    """
-
-    data: torch.Tensor
-    start: int
-    stop: int
-    row_elements: int
-    replica: int = 0
-    replicas: int = 1
+    data: torch.Tensor  # the live local tensor (any shape and device): ``stop - start`` elements in row-major order
+    start: int  # first element
+    stop: int  # one after the last element
+    row_elements: int  # elements that stay together on one rank. The whole tensor if it is replicated
+    replica: int = 0  # number of this rank among those that hold these elements. Each writes an equal share
+    replicas: int = 1  # number of ranks that hold these elements
 
 
 def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
-    """This rank's part of ``tensor``; None, on every rank alike, when the parts are not runs of elements.
+    """This rank's part of ``tensor``. None, on all ranks, if the parts are not runs of elements.
 
-    Args:
-        tensor: from the ``state_dict`` of a model: a DTensor, or a plain tensor that every rank has in full.
-        rank: this rank.
-        world_size: number of ranks.
+    ``tensor`` is a DTensor, or a plain tensor that every rank has in full.
     """
     if not isinstance(tensor, DTensor):
         return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
@@ -73,7 +61,7 @@ def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | 
 
 
 def _replica_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
-    """This rank's number among those that differ from it in these mesh dims only, and how many there are."""
+    """This rank's number among the ranks that differ from it only in these mesh dims, and how many these are."""
     number, count = 0, 1
     for dim in dims:
         number, count = number * mesh.size(dim) + mesh.get_local_rank(dim), count * mesh.size(dim)
@@ -83,7 +71,7 @@ def _replica_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
 def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
     """Intersect a span with this rank's part: the first element of the file tensor, and a view of the live values.
 
-    The span must be one that ranks can handle alone: a run of elements, or inside of one row.
+    The span must fulfil `Span.within_rows`: a run of elements, or inside one row.
     """
     if span.contiguous:
         start, stop = max(span.offset, part.start), min(span.offset + span.numel, part.stop)
@@ -98,7 +86,7 @@ def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
 
 
 def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, torch.Tensor]:
-    """This rank's share of an `overlap`, which every replica holds: an equal part for each."""
+    """This rank's share of an `overlap` that all replicas hold: an equal part for each."""
     at, values = held
     rows, row_elements = values.shape[0], math.prod(values.shape[1:])
     first, last = (rows * number // part.replicas for number in (part.replica, part.replica + 1))
@@ -107,30 +95,23 @@ def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, tor
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How this rank gets at the elements of every file tensor, to write or to read them.
+    """How this rank gets the elements of every file tensor, to write or to read them.
 
-    Which elements are under ``direct``, ``gathered`` and ``unmapped`` is the same on every rank.
-
-    Attributes:
-        tensors: every file tensor, in file order.
-        parts: ``state_dict`` key -> what this rank holds, for the sources of ``direct``.
-        direct: the spans whose elements each rank reads or writes in its own shard.
-        gathered: source -> the spans of it that need an all-gather (nearly always none).
-        unmapped: lists of file tensors without spans (rarer still) whose sources must be converted together.
+    Each element is in the same one of ``direct``, ``gathered`` and ``unmapped`` on every rank.
     """
 
-    tensors: Sequence[FileTensor]
-    parts: Mapping[str, LocalPart]
-    direct: Sequence[tuple[FileTensor, Span]]
-    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]
-    unmapped: Sequence[Sequence[FileTensor]]
+    tensors: Sequence[FileTensor]  # every file tensor, in file order
+    parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part, for the sources of ``direct``
+    direct: Sequence[tuple[FileTensor, Span]]  # spans that each rank reads or writes in its own shard
+    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]  # source -> spans that need an all-gather (rare)
+    unmapped: Sequence[Sequence[FileTensor]]  # file tensors without spans (rarer), whose sources are converted together
 
 
 @torch.no_grad()
 def plan_transfers(
     tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], rank: int, world_size: int
 ) -> TransferPlan:
-    """Plan how this rank gets at the elements of ``tensors``, which are made of (or fill) the tensors ``stored``."""
+    """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the tensors ``stored``."""
     found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
     parts = {key: part for key, part in found.items() if part is not None}
     direct: list[tuple[FileTensor, Span]] = []
@@ -154,10 +135,10 @@ def plan_transfers(
 
 
 def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES` in which ``tensor`` is gathered, or read.
+    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, to gather or to read ``tensor``.
 
-    The whole tensor is one block when its rows are not on every rank (dim 0 is sharded), or when a span needs several
-    of them at once (a transpose).
+    The whole tensor is one block if its rows are not on every rank (dim 0 is sharded), or if a span needs several rows
+    at once (a transpose).
     """
     rows, row_elements = tensor.shape[0], max(math.prod(tensor.shape[1:]), 1)
     by_columns = all(type(p) is Replicate or (type(p) is Shard and p.dim > 0) for p in tensor.placements)
@@ -168,7 +149,7 @@ def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
 
 
 def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGroup | None = None) -> LocalPart:
-    """A block of `row_blocks`, whole, on the CPU of every rank. A collective; see `whole_tensor`."""
+    """A block of `row_blocks` as a whole on the CPU of every rank. A collective, see `whole_tensor`."""
     mesh = tensor.device_mesh
     replica, replicas = _replica_of(mesh, range(mesh.ndim))
     if (first, last) != (0, tensor.shape[0]):
@@ -179,22 +160,24 @@ def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGr
 
 
 def whole_part(values: torch.Tensor, first: int) -> LocalPart:
-    """All of ``values``, which are the rows of a tensor from ``first`` on."""
+    """A part with all of ``values``: the rows of a tensor from ``first`` on."""
     row_elements = math.prod(values.shape[1:])
     start = first * row_elements
     return LocalPart(values, start, start + values.numel(), max(row_elements, 1))
 
 
 def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> None:
-    """Put a block of `row_blocks`, ``values`` on the CPU, where ``tensor`` keeps its part of it. No communication."""
+    """Copy this rank's part of a block of `row_blocks` (``values``, on the CPU) into ``tensor``."""
     local = tensor.to_local().detach()
     rows = local if (first, last) == (0, tensor.shape[0]) else local[first:last]
     rows.copy_(local_of_whole(tensor, values))
 
 
 def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All of a tensor on the CPU, in memory of its own. A collective of the tensor's mesh, or of ``group``: gloo, over
-    the ranks of a mesh of one dimension."""
+    """Copy the whole tensor to new memory on the CPU.
+
+    A collective over the mesh of the tensor, or over ``group``: gloo, with the ranks of a mesh of one dimension.
+    """
     if isinstance(tensor, DTensor) and group is not None:
         return _gather_over(tensor, group)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -205,7 +188,7 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`DTensor.full_tensor` without its caches, which take a mesh for another one and keep its group for good."""
+    """`DTensor.full_tensor` without its caches, which mistake one mesh for another and keep its group forever."""
     (placement,), local = tensor.placements, tensor.to_local().detach().cpu()
     if not isinstance(placement, Shard):
         return local.clone()
@@ -222,8 +205,43 @@ def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of ``whole`` that belongs where ``tensor`` keeps its local data. No communication."""
+    """The part of ``whole`` that ``tensor`` keeps on this rank."""
     if not isinstance(tensor, DTensor):
         return whole
     mesh, placements = tensor.device_mesh, tensor.placements
     return distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+
+
+class MergedWeights:
+    """Weights plus their adapters, W + s B A, computed for the rows that a rank is about to write.
+
+    The constructor gathers A and B: a collective over their mesh, or over ``gather_group``. Extra memory: all A and B,
+    which are small, and a copy of one rank's part of one tensor.
+    """
+
+    def __init__(self, model: nn.Module, gather_group: dist.ProcessGroup | None = None) -> None:
+        self._adapters: Mapping[str, list[tuple[Adapter, torch.Tensor, torch.Tensor]]] = {
+            key: [(one, whole_tensor(one.a, gather_group), whole_tensor(one.b, gather_group)) for one in adapters]
+            for key, adapters in plain_adapters(model).items()
+        }
+        self._last: tuple[str, LocalPart, LocalPart] | None = None
+
+    def part(self, key: str, part: LocalPart, columns: int) -> LocalPart:
+        """``part`` plus its adapters. It holds whole rows, of ``columns`` elements each, of the tensor ``key`` in the
+        plain model."""
+        if key not in self._adapters or part.start == part.stop:
+            return part
+        if self._last is None or self._last[0] != key or self._last[1] is not part:
+            merged = self._added(key, part.data.reshape(-1, columns), part.start // columns)
+            self._last = key, part, replace(part, data=merged)
+        return self._last[2]
+
+    def whole(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """``values``, the whole tensor ``key``, plus its adapters."""
+        return self._added(key, values, 0) if key in self._adapters else values
+
+    def _added(self, key: str, rows: torch.Tensor, first: int) -> torch.Tensor:
+        merged = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        for adapter, a, b in self._adapters[key]:
+            merged += adapter.rows(first, first + len(rows), a.to(rows.device), b.to(rows.device))
+        return merged

@@ -1,4 +1,4 @@
-"""The sidecar files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
+"""The other files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
 
 import copy
 import os
@@ -14,11 +14,13 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG
 from ...utils.compat.transformers_private import custom_object_save
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
+from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME
 from ..api import HFExportOptions
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
+from .safetensors_layout import INDEX_NAME, Layout, encode_index
 
 logger = get_logger(__name__)
 
@@ -27,20 +29,20 @@ WEIGHT_SUFFIXES = (
     ".pkl",  # generators, as Accelerate keeps them
 )
 _NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")
-"""What a run leaves beside a model."""
+"""Files that a run leaves in the folder of a model."""
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
-def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions) -> None:
-    """Write all files but the weights and their index, as ``save_pretrained`` does."""
+def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions, layout: Layout) -> list[str]:
+    """Write and fsync all files except the weights, as ``save_pretrained`` does, and return their names."""
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
     config.architectures = [type(model).__name__]
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
-            part.use_cache = True  # training turns it off; servers want it
+            part.use_cache = True  # training turns it off, but servers want it
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
@@ -51,21 +53,23 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
             part.save_pretrained(folder)
     if options.base_model_path is not None:
         _copy_base_files(Path(options.base_model_path), folder)
+    names = sorted(set(walk_files(folder)) - {file.name for file in layout.files})
+    for name in names:
+        fsync_file(folder / name)
+    if layout.index is not None:
+        write_durably(folder / INDEX_NAME, encode_index(layout.index))
+        names.append(INDEX_NAME)
+    return names
 
 
 def adopt_base(
     model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
 ) -> torch.dtype:
-    """Learn from the folder that ``model`` was built from what exports are to have of it; all ranks call it.
+    """Learn from the folder of ``model`` how to export it. Every rank of ``group`` calls this.
 
-    The model gets the folder's generation config (stop tokens, sampling), as ``from_pretrained`` does.
-
-    Returns:
-        `base_dtype` of the folder that rank 0 sees: the layout of files, which must be the same on all, depends on it.
-
-    Raises:
-        OSError: the generation config cannot be read here.
-        PeerError: on another rank.
+    The model gets the generation config of the folder (stop tokens, sampling), as in ``from_pretrained``. Returns
+    `base_dtype` of the folder on rank 0: all ranks need the same, because the layout of the files depends on it. If the
+    generation config cannot be read, this rank raises OSError, and the others PeerError.
     """
     with all_ranks_succeed(f"reading {folder}", group):
         _adopt_generation_config(model, Path(folder))
@@ -74,8 +78,11 @@ def adopt_base(
 
 
 def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """A file that transformers does not read, or would not write again (options that contradict each other), goes into
-    exports byte for byte, as long as ``model.generation_config`` is left alone."""
+    """Read the generation config of the folder into the model.
+
+    If transformers does not read it, or would not write it again (contradicting options), exports copy the file byte
+    for byte, as long as ``model.generation_config`` is not changed.
+    """
     path = folder / GENERATION_CONFIG_NAME
     if not model.can_generate():
         return
@@ -97,7 +104,7 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config; an invalid one too, with a warning, because an export must not fail over it."""
+    """Write the generation config. An invalid one is written with a warning, because it must not fail an export."""
     config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
     if replaced is not None and replaced == config:

@@ -1,10 +1,9 @@
-"""Versions of the weights on disk: written for the inference servers, listed, deleted.
+"""Published versions of the weights on disk: write, list and delete them.
 
-A version is a Hugging Face folder ``v00000121``, or one of PEFT with the adapters alone, with a manifest; it is renamed
-into place when all ranks have written it.
-Versions newer than the one written are of steps that a crash took back, and go first, as does what a killed publisher
-left half-written. One job writes to a folder at a time. Who is told of a version is none of this file's business: see
-`holdfast.engine.servers.publish`.
+A version is a folder ``v00000121`` with a manifest, in the format of Hugging Face or, for adapters alone, of PEFT. It
+is renamed into place when all ranks have written it. A new version first removes newer versions, because they belong to
+steps that a crash took back, and the leftovers of killed publishers. A folder has one writer at a time.
+`holdfast.engine.servers.publish` tells the servers.
 """
 
 import os
@@ -27,26 +26,21 @@ from ...utils.timing import timed
 from ...utils.write_errors import as_write_error
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
-from .write import write_hf
+from .save import write_hf
 
 logger = get_logger(__name__)
 
 _VERSION = re.compile(r"v(\d{8,})")
 _MIN_FILE_BYTES = 64 << 20
-"""Larger weights are a file a rank, so that all ranks make digests, and servers read files side by side."""
+"""Larger weights get one file per rank, so that all ranks compute digests and servers read files in parallel."""
 
 
 @dataclass(frozen=True)
 class WrittenVersion:
-    """A version that is complete on disk.
+    """A version that is complete on disk."""
 
-    Attributes:
-        path: its folder.
-        seconds: of ``write`` (gather, cast, write, fsync) and ``digest`` (read again, manifest) on this rank.
-    """
-
-    path: Path
-    seconds: Mapping[str, float]
+    path: Path  # its folder
+    seconds: Mapping[str, float]  # ``write`` (gather, cast, write, fsync) and ``digest`` (read, manifest) here
 
 
 def version_path(root: str | os.PathLike[str], version: int) -> Path:
@@ -55,7 +49,7 @@ def version_path(root: str | os.PathLike[str], version: int) -> Path:
 
 
 def published_versions(root: str | os.PathLike[str]) -> list[int]:
-    """The complete versions under ``root``, oldest first; none when there is no such folder."""
+    """The complete versions under ``root``, oldest first. Empty if there is no such folder."""
     if not Path(root).is_dir():
         return []
     return sorted(int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry)))
@@ -71,20 +65,17 @@ def write_version(
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> WrittenVersion:
-    """Write the weights as ``version``, in place of that version and of newer ones; all ranks call it.
+    """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
 
     Args:
         model: sharded model.
         meta: ``type``, ``path`` and ``dtype`` are used.
         version: number of the folder.
         group: control group.
-        base_model_path: folder whose tokenizer and other files go along with weights.
-        base_dtype: what the weights are stored as when ``meta.dtype`` is None; None: each as it is. Of adapters the
-            manifest names both: a server computes in the dtype of their base.
-        extra_files: name -> contents of files that the manifest covers too; rank 0's are written.
-
-    Raises:
-        CheckpointWriteError: any rank could not write; nothing became visible.
+        base_model_path: folder whose tokenizer and other files are copied with the weights.
+        base_dtype: dtype of the stored weights if ``meta.dtype`` is None. If both are None, dtypes stay. The manifest
+            of adapters names both, because a server computes in the dtype of their base.
+        extra_files: name -> contents of files that the manifest also covers. Those of rank 0 are written.
     """
     final, seconds, facts = version_path(meta.path, version), {}, {"weight_version": version}
     if meta.type == "adapter":
@@ -99,7 +90,7 @@ def write_version(
                 options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
                 names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
         with timed(seconds, "digest"):
-            with all_ranks_succeed(f"describing {final}", group), as_write_error(final):  # nobody gathers if one fails
+            with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
                 own = file_entries(staging, names)
                 if extra_files and get_rank(group) == 0:
                     own += [write_entry(staging, name, data) for name, data in extra_files.items()]
@@ -110,12 +101,11 @@ def write_version(
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:
-    """Whether a published folder with this manifest has adapters alone."""
+    """Whether a published folder with this manifest holds adapters alone."""
     return WEIGHTS in manifest["files"]
 
 
 def _clear(final: Path, version: int) -> None:
-    """Remove ``version`` and what is newer, and what killed publishers left."""
     root = final.parent
     with as_write_error(final):
         for pattern in (".staging-v*", ".retired-v*"):
@@ -126,10 +116,7 @@ def _clear(final: Path, version: int) -> None:
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove all but the ``keep`` newest versions, and those of ``spare``.
-
-    What cannot be removed, or listed, is left: it costs space, not the run.
-    """
+    """Remove all versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged."""
     try:
         old = published_versions(root)[:-keep]
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Put adapters into a model on meta, and draw them when it has memory.
+"""Put adapters into a model on meta, and initialise them when it has memory.
 
-Adapters go in before the model is sharded, so that FSDP2 shards, gathers and reduces them with the block that they are
-in. They are float32 and trained; everything else is frozen, in the dtype that it has in the folder. What they begin
-with depends on the seed and the layer's name alone, as all that is drawn here (see `training.model`).
+Adapters are added before the model is sharded, so that FSDP2 shards, gathers and reduces them with their block. They
+are float32 and trained. The rest is frozen, in the dtype of the folder. The initial values depend only on the seed and
+the layer's name, as for all initial weights (see `training.model`).
 """
 
 import math
@@ -27,16 +27,11 @@ from .layers import adapted_layers, adapters_of
 def add_adapters(
     model: PreTrainedModel, config: TrainEngineConfig, base: str, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Freeze ``model`` and put LoRA layers into it, in place; of a critic the value head is trained as well.
+    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The head of a critic stays trained.
 
-    Args:
-        model: on meta, not sharded yet.
-        config: ``lora_rank``, ``lora_alpha`` and ``target_modules`` are used.
-        base: what folders of the adapters name as their base model.
-        dtypes: parameter name -> what it is stored as once it is frozen.
-
-    Raises:
-        ConfigError: peft is not installed, a name in ``target_modules`` fits no layer, or one that LoRA cannot adapt.
+    ``base`` is the name of the base model in folders of the adapters, and ``dtypes`` has the dtype of each frozen
+    parameter. Raises ConfigError if peft is not installed, or if ``config.target_modules`` names no layer, or one that
+    LoRA cannot adapt.
     """
     peft = _import_peft()
     heads = [name for name, child in model.named_children() if name != body_name(model)]
@@ -67,17 +62,13 @@ def add_adapters(
 
 
 def require_base(config: TrainEngineConfig) -> None:
-    """Refuse to answer as the base of an engine that trains all weights (ConfigError)."""
+    """Raise ConfigError if the engine trains all weights, because its base is then gone."""
     if not config.use_lora:
         raise ConfigError("config key 'use_lora' is false: without adapters the base is not there any more")
 
 
 def require_adapters_for(config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False) -> None:
-    """Refuse a folder of PEFT of an engine that has more than adapters, or none; and to load a base under adapters.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raise ConfigError if a PEFT folder cannot hold the weights, or if a load would replace the base of adapters."""
     if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
         unmet = "'is_critic' is true: its value head is no adapter" if config.use_lora else "'use_lora' is false"
         raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
@@ -99,11 +90,7 @@ def _import_peft() -> Any:
 
 
 def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Last parts of the names of the layers to adapt: those of all linear ones but the head's, or ``names``.
-
-    Raises:
-        ConfigError: one of ``names`` fits no module.
-    """
+    """Names of the layers to adapt: the last parts of the names of all linear layers but the head's, or ``names``."""
     modules = dict(model.named_modules())
     body = f"{body_name(model)}."
     is_linear = {name: isinstance(module, nn.Linear | Conv1D) for name, module in modules.items()}
@@ -120,7 +107,7 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
-    """Raise ConfigError if an adapted layer is not linear, or its weight is used elsewhere, too."""
+    """Raise ConfigError if an adapted layer is not linear, or if its weight is also used elsewhere."""
     try:
         adapters_of(layer)
     except CheckpointMismatchError:
@@ -137,11 +124,9 @@ def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Let every adapter begin as in peft: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its base.
+    """Initialise adapters as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its base.
 
-    Args:
-        model: sharded, with memory; each rank keeps its own rows.
-        seed: together with a layer's name, what its A is drawn from.
+    A is drawn from the seed and the name of its layer. Each rank keeps its own rows.
     """
     for name, layer in adapted_layers(model).items():
         for adapter in adapters_of(layer):

@@ -1,7 +1,7 @@
-"""What a checkpoint says of adapters besides their tensors.
+"""The facts about adapters that a checkpoint stores with their tensors.
 
-- The description is enough to merge plain LoRA, or to make a folder of PEFT, without the model.
-- The settings are what PEFT's layers compute with and no tensor holds: scaling, and which adapters are merged.
+- The description is enough to merge plain LoRA, or to make a PEFT folder, without the model.
+- The settings are values that PEFT's layers use but no tensor holds: the scaling, and the merged adapters.
 """
 
 import json
@@ -16,12 +16,10 @@ from .layers import adapted_layers, is_plain, plain_adapters, transformers_model
 
 
 def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint says of the adapters of a model; None of one that has none, several, or others than plain LoRA,
-    or that does not know their config.
+    """Describe the adapters of a model. None if there are none, several, others than plain LoRA, or no config for them.
 
-    Returns:
-        ``name`` of the adapter, ``config`` (what PEFT's ``adapter_config.json`` holds), and ``scaling``: name of an
-        adapted layer in the plain model -> alpha / rank.
+    Returns ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and ``scaling``: name
+    of an adapted layer in the plain model -> alpha / rank.
     """
     try:
         adapted = plain_adapters(model)
@@ -32,7 +30,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
         return None
     (name,) = names
     configs: Any = getattr(transformers_model(model), "peft_config", {})
-    if name not in configs:  # they were put into a part of the model, which alone knows of it
+    if name not in configs:  # only the part of the model that they were added to has it
         return None
     config = json.loads(json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain))
     scaling = {weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()}
@@ -42,8 +40,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
 def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Name of an adapted layer -> ``scaling`` (adapter -> alpha / rank) and ``merged`` (adapters in its weight now).
 
-    Raises:
-        ConfigError: adapters are merged that keep more than their tensors while they are (DoRA, say).
+    Raises ConfigError if merged adapters keep more than their tensors (DoRA does).
     """
     found = {}
     for name, layer in _tuned_layers(model).items():
@@ -58,12 +55,7 @@ def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def check_settings(model: nn.Module, saved: Any) -> None:
-    """Refuse the `adapter_settings` of a checkpoint if adapters would compute something else here.
-
-    Raises:
-        CheckpointMismatchError: the scaling of a layer differs.
-        CheckpointCorruptError: ``saved`` is nothing that `adapter_settings` returns.
-    """
+    """Raise CheckpointMismatchError if the scaling of an adapter differs from the settings in a checkpoint."""
     if not _are_settings(saved):
         raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
     for name, layer in _tuned_layers(model).items():
@@ -77,7 +69,7 @@ def check_settings(model: nn.Module, saved: Any) -> None:
 
 
 def restore_merged(model: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Mark adapters as merged where the weights of a checkpoint hold them, and as not merged where they do not."""
+    """Mark adapters as merged if the weights of the checkpoint contain them, else as not merged."""
     for name, layer in _tuned_layers(model).items():
         if name in saved:
             layer.merged_adapters = list(saved[name]["merged"])

@@ -1,10 +1,10 @@
 """Layers with adapters in a model, and the model without them.
 
-peft puts a layer of its own in the place of each adapted one: ``q_proj`` becomes a module with ``q_proj.base_layer``,
-``q_proj.lora_A`` and ``q_proj.lora_B``, so that no tensor is called any more what the architecture's files call it.
-`plain_view` has the architecture's modules and names back, over the same parameters.
+peft replaces each adapted layer: ``q_proj`` becomes a module with ``q_proj.base_layer``, ``q_proj.lora_A`` and
+``q_proj.lora_B``, so that no tensor has its name in the files any more. `plain_view` restores the modules and names of
+the architecture, over the same parameters.
 
-peft is not imported here: a model has layers of it only if somebody else has imported it.
+peft is not imported here: if a model has layers of peft, other code has imported it.
 """
 
 import sys
@@ -25,36 +25,28 @@ from ..training.unsharded import unsharded_view
 
 @dataclass(frozen=True)
 class Adapter:
-    """One pair of low-rank matrices: the layer computes with ``W + scaling * B @ A``.
+    """One pair of low-rank matrices: the layer computes with ``W + scaling * B @ A``."""
 
-    Attributes:
-        name: of the adapter, for peft ("default").
-        a: ``[rank, in]``, live (sharded).
-        b: ``[out, rank]``.
-        scaling: alpha / rank.
-        transposed: W is ``[in, out]``, as GPT-2 keeps it.
-    """
-
-    name: str
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
-    transposed: bool
+    name: str  # of the adapter, for peft ("default")
+    a: torch.Tensor  # ``[rank, in]``, live (sharded)
+    b: torch.Tensor  # ``[out, rank]``
+    scaling: float  # alpha / rank
+    transposed: bool  # W is ``[in, out]``, as GPT-2 keeps it
 
     def rows(self, first: int, last: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Rows ``[first, last)`` of ``scaling * B @ A``, laid out as W; of these values of ``a`` and ``b``, whole."""
+        """Rows ``[first, last)`` of ``scaling * B @ A``, with the shape of W, for the whole values ``a`` and ``b``."""
         delta = a[:, first:last].T @ b.T if self.transposed else b[first:last] @ a
         return delta * self.scaling
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model in a ``PeftModel``; any other module itself."""
+    """The transformers model in a ``PeftModel``, or any other module itself."""
     peft, outer = sys.modules.get("peft"), cast(Any, model)
     return outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else outer
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Name -> layer of peft, of every module that it has replaced; of no method in particular."""
+    """Name -> layer of peft, for every module that any method of peft has replaced."""
     peft_utils = sys.modules.get("peft.tuners.tuners_utils")
     if peft_utils is None:
         return {}
@@ -63,10 +55,9 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def adapters_of(layer: Any) -> list[Adapter]:
-    """The active adapters of a layer, that are not merged into its weight already.
+    """The active adapters of a layer that are not merged into its weight yet.
 
-    Raises:
-        CheckpointMismatchError: it is no linear layer with plain LoRA.
+    Raises CheckpointMismatchError if the layer is not a linear layer with plain LoRA.
     """
     if (problem := _not_plain(layer)) is not None:
         raise CheckpointMismatchError(
@@ -82,12 +73,12 @@ def adapters_of(layer: Any) -> list[Adapter]:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a layer of peft is a linear one that computes ``W + s B A`` and no more."""
+    """Whether a layer of peft is linear and computes ``W + s B A`` and no more."""
     return _not_plain(layer) is None
 
 
 def _not_plain(layer: Any) -> str | None:
-    """Why a layer of peft is more than ``W + s B A``; None if it is not."""
+    """The reason why a layer of peft is more than ``W + s B A``, if it is."""
     lora = sys.modules.get("peft.tuners.lora")
     if lora is None or type(layer) is not lora.Linear:
         return "is no linear layer with LoRA"
@@ -97,22 +88,17 @@ def _not_plain(layer: Any) -> str | None:
 
 
 def plain_view(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` under the modules and names of its architecture, over the same parameters; itself without adapters.
+    """``model`` with the modules and names of its architecture, over the same parameters. Itself without adapters.
 
-    A view for asking questions and for loading, as `unsharded_view` is. Its values are those of the base: adapters are
-    left out. Of a layer that peft trains as a whole (``modules_to_save``) it has the one that is trained.
-
-    Args:
-        model: with adapters or without, or a ``PeftModel``.
-
-    Raises:
-        CheckpointMismatchError: it has layers of peft that are not plain LoRA.
+    A view for questions and for loading, as `unsharded_view` is. Its values are those of the base, without the
+    adapters. If peft trains a whole layer (``modules_to_save``), the view has the trained one. Also takes a
+    ``PeftModel``. Raises CheckpointMismatchError if a layer of peft is not plain LoRA.
     """
     return _view(model, _plain_name)
 
 
 def base_view(model: PreTrainedModel) -> PreTrainedModel:
-    """`plain_view` of the frozen weights alone: of whatever tuner, and of a layer trained as a whole the original."""
+    """`plain_view` of the frozen weights, for any tuner. If a whole layer is trained, the view has the original."""
     return _view(model, _original_name)
 
 
@@ -136,15 +122,15 @@ def _original_name(name: str, layer: Any) -> str:
 
 
 def _plain_name(name: str, layer: Any) -> str:
-    """Of the module that stands for a layer of peft in a plain model."""
+    """Name of the module that replaces a layer of peft in the plain model."""
     if hasattr(layer, "modules_to_save"):
         return f"{name}.modules_to_save.{layer.active_adapters[0]}"
-    adapters_of(layer)  # for its error
+    adapters_of(layer)  # raises if the layer is not plain
     return f"{name}.base_layer"
 
 
 def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
-    """Name of a weight in `plain_view` -> the adapters that are to be added to it; those without any are left out."""
+    """Name of a weight in `plain_view` -> the adapters to add to it. Weights without adapters are left out."""
     layers = adapted_layers(transformers_model(model))
     found = {f"{name}.weight": adapters_of(layer) for name, layer in layers.items() if hasattr(layer, "lora_A")}
     return {name: adapters for name, adapters in found.items() if adapters}
@@ -152,15 +138,15 @@ def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model computes as its base does, as long as the block lasts: the policy that training began with.
+    """Let the model compute as its base inside the block: the policy that training began with.
 
-    Only what computes is switched: neither ``requires_grad`` nor a value changes.
+    Only the computation changes, no ``requires_grad`` and no value.
     """
     layers = list(adapted_layers(model).values())
     if not layers:
         yield
         return
-    from ...utils.compat.peft_private import is_off, switch_off  # there is peft, where there are layers of it
+    from ...utils.compat.peft_private import is_off, switch_off  # peft is installed, because the model has its layers
 
     before = [is_off(layer) for layer in layers]
     for layer in layers:

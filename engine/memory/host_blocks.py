@@ -1,8 +1,8 @@
-"""Blocks of host memory, used in turn for what goes from files to a device and back.
+"""Reusable blocks of host memory for copies between files and a device.
 
-While the device copies to or from one block, the file is read into, or written from, the other. Both are pinned: a copy
-to or from pageable memory keeps the thread waiting, and goes through a pinned buffer of CUDA's own. On the CPU, where a
-copy is done when it returns, there is one block.
+While the device copies to or from one block, the other is read from or written to the file. Both are pinned, because a
+copy with pageable memory blocks the thread and goes through a pinned buffer of CUDA. On the CPU, where a copy is
+complete when it returns, one block is enough.
 """
 
 from collections import deque
@@ -17,11 +17,9 @@ class _Event(Protocol):
 
 
 class HostBlocks:
-    """The blocks of one thread.
+    """The blocks of one thread, for copies to or from ``device``.
 
-    Args:
-        n_bytes: of a block; it is made when it is needed, and larger when more is asked for.
-        device: that values are copied to or from.
+    A block has ``n_bytes``, or more if a caller asks for more, and is allocated when needed.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
@@ -32,7 +30,7 @@ class HostBlocks:
         self._turn = 0
 
     def take(self, n_bytes: int) -> torch.Tensor:
-        """``[n_bytes]`` uint8, good until the next call; what `copy` did with the block before is done."""
+        """``[n_bytes]`` uint8, valid until the next call. Waits for earlier copies with this block."""
         self._turn = (self._turn + 1) % len(self._blocks)
         self._wait(self._turn)
         if len(self._blocks[self._turn]) < n_bytes:
@@ -41,24 +39,24 @@ class HostBlocks:
         return self._blocks[self._turn][:n_bytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy values from or to what was taken last; they are cast on the device.
+        """Start a copy to or from the block of the last `take`. Values are cast on the device.
 
-        On the device it is ordered before what the thread's current stream is given next.
+        On the device, the copy is ordered before later work in the current stream of the thread.
         """
         device, event = _begin_copy(target, source)
         if event is not None:
             self._copies[self._turn][device] = event
 
     def drain(self) -> None:
-        """Return when all is copied."""
+        """Wait for all copies."""
         for turn in range(len(self._blocks)):
             self._wait(turn)
 
     def pack(self, pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
+        """Yield the bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
 
-        Yields:
-            as many whole pieces as fit into a block, good until the next is asked for; the next is copied meanwhile.
+        Each result holds as many whole pieces as fit into a block, and is valid until the next is requested. The next
+        is copied meanwhile.
         """
         packed = deque[tuple[int, memoryview]]()
         block, used = self.take(self._n_bytes), 0
@@ -86,7 +84,7 @@ class HostBlocks:
 
 
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, _Event | None]:
-    """Copy on the current stream of the device of either; without one at once, and there is no event."""
+    """Start a copy on the current stream of either device. On the CPU the copy is done at once, without an event."""
     device = target.device if target.is_cuda else source.device
     if device.type != "cuda":
         target.copy_(source)

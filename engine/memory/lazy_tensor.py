@@ -1,5 +1,4 @@
-"""Tensors that are read a block of rows at a time, wherever they lie: what is copied from format to format need not fit
-into memory."""
+"""Tensors that are read a block of rows at a time, so that a conversion between formats need not fit into memory."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,18 +7,15 @@ from dataclasses import dataclass
 import torch
 
 BLOCK_BYTES = 64 << 20
-"""About how much of a tensor is in memory at a time; at least one row."""
+"""Approximate size of the part of a tensor that is in memory. At least one row."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is somewhere else.
+    """A tensor that is not in memory.
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its values.
-        rows: ``(first, last)`` -> rows ``[first, last)`` on the CPU, ``[last - first, *shape[1:]]``; of a tensor
-            without dimensions its value, as ``[]``. May be a view of a file that is mapped.
+    ``rows(first, last)`` returns rows ``[first, last)`` on the CPU, ``[last - first, *shape[1:]]``, or the value as
+    ``[]`` if there are no dimensions. The result may be a view of a mapped file.
     """
 
     shape: tuple[int, ...]
@@ -28,12 +24,12 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "LazyTensor":
-        """One that is there, in memory or mapped."""
+        """Wrap a tensor that is in memory or mapped."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last] if tensor.ndim else tensor)
 
     @classmethod
     def read_at_once(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> "LazyTensor":
-        """One that can only be read as a whole, which is kept for as long as its blocks are read in order."""
+        """Wrap a tensor that can only be read as a whole. It is kept while its blocks are read in order."""
         kept: list[torch.Tensor] = []
 
         def rows(first: int, last: int) -> torch.Tensor:
@@ -53,12 +49,12 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Size of the values."""
         return self.numel * self.dtype.itemsize
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row, at least 1."""
+        """Elements per row, at least 1."""
         return max(math.prod(self.shape[1:]), 1)
 
     def to(self, dtype: torch.dtype) -> "LazyTensor":

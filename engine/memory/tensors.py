@@ -1,4 +1,4 @@
-"""Tensors of a model by name, and what a rank holds of them: what both checkpoint formats need."""
+"""Helpers for both checkpoint formats: tensors of a model by name, and the part of each that a rank holds."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +14,18 @@ from ...utils.errors import ConfigError
 T = TypeVar("T", bound=torch.Tensor)
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""What activation checkpointing, torch.compile and FSDP1 call the module that they wrap."""
+"""Names that activation checkpointing, torch.compile and FSDP1 give to the module that they wrap."""
 
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """What is made in the block can be trained with, also if the caller is in inference mode. Records no gradient."""
+    """Create tensors that can be trained, even if the caller is in inference mode. Records no gradient."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """``(dotted name, tensor)`` of nested mappings, as torch's DCP names them."""
+    """``(dotted name, tensor)`` of nested mappings, named as in torch's DCP."""
     for key, value in nested.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -34,39 +34,33 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor itself."""
+    """This rank's part of a sharded tensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Box(NamedTuple):
-    """A block of a tensor.
+    """A block of a tensor."""
 
-    Attributes:
-        offsets: first index in each dimension of the whole tensor.
-        sizes: shape of the block.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # first index in each dimension of the whole tensor
+    sizes: tuple[int, ...]  # shape of the block
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """The block of a sharded tensor that this rank holds; all of a plain tensor. No communication.
+    """The block of a sharded tensor that this rank holds, or all of a plain tensor. No communication.
 
-    Args:
-        tensor: with one block a rank, as `Shard` and `Replicate` leave it; a strided shard is several.
+    The tensor must have one block per rank, as with `Shard` and `Replicate`. A strided shard has several.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None:  # this rank is outside of it
+    if mesh.get_coordinate() is None:  # this rank is outside the mesh
         return Box((0,) * tensor.dim(), (0,) * tensor.dim())
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     return Box(tuple(offsets), tuple(sizes))
 
 
 def counts_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor."""
+    """Whether this rank is the first of the ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -77,25 +71,21 @@ def counts_here(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as ``[n]`` uint8; of one element that may be a view with any stride."""
+    """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def clean_name(name: str) -> str:
-    """A module's name for a tensor without the components that wrappers (torch.compile, FSDP1 ...) add to it."""
-    if not any(wrapper in name for wrapper in WRAPPERS):  # as a rule: no need to take it apart
+    """The name of a tensor in a module without the components that wrappers (torch.compile, FSDP1 ...) add."""
+    if not any(wrapper in name for wrapper in WRAPPERS):  # the usual case, and faster
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Clean name -> tensor.
+    """Clean name -> tensor. A tensor may have several names in ``named``, pairs of a name and a tensor.
 
-    Args:
-        named: name in the module -> tensor; one tensor may have several names.
-
-    Raises:
-        ConfigError: two tensors have the same clean name.
+    Raises ConfigError if two tensors have the same clean name.
     """
     found: dict[str, T] = {}
     raw: dict[str, str] = {}
@@ -111,7 +101,7 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def first_names(named: Mapping[str, T]) -> dict[str, T]:
-    """``named`` with each tensor under the first of its names only."""
+    """``named`` with only the first name of each tensor."""
     first: dict[int, str] = {}
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)

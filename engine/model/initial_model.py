@@ -1,7 +1,6 @@
 """The sharded model that an engine starts with: built, given memory, and filled from a folder or from a seed.
 
-Every step that does not itself consist of collectives ends on all ranks together: what goes wrong on one of them is an
-error on all.
+Every step that is not itself a collective ends on all ranks together, so that an error on one rank is an error on all.
 """
 
 from dataclasses import replace
@@ -20,7 +19,7 @@ from ..dcp.base_model import BaseFolder
 from ..hf.dtypes import base_dtype, file_dtypes
 from ..hf.file_io import WeightReader
 from ..hf.load import load_hf
-from ..hf.load_plan import plan_loading
+from ..hf.name_mapping import plan_loading
 from ..hf.quantized import refuse_quantized
 from ..lora.build import add_adapters, draw_adapters
 from ..lora.layers import plain_view
@@ -40,20 +39,15 @@ logger = get_logger(__name__)
 def build_initial_model(
     config: TrainEngineConfig, folder: Path, groups: ProcessGroups
 ) -> tuple[PreTrainedModel, ScoringHead | None]:
-    """Build the model of ``folder``, sharded, with the weights to start from; every rank calls this.
+    """Build the model of ``folder``, sharded, with its initial weights. Every rank of ``groups`` calls this.
 
-    Args:
-        config: ``path`` is what folders of adapters name as their base; ``folder`` stands for it.
-        folder: local folder of a Hugging Face model.
-        groups: of all ranks.
-
-    Returns:
-        the model, and its head if that can answer with log-probabilities (see `find_scoring_head`); None of a critic.
+    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, and its head if that can
+    return log-probabilities (see `find_scoring_head`), but no head for a critic.
 
     Raises:
-        ConfigError: the model cannot be built as configured; see `build_on_meta`, `refuse_quantized` and
+        ConfigError: the model cannot be built as configured, see `build_on_meta`, `refuse_quantized`,
             `prepare_packing`.
-        CheckpointError: the weights do not load; see `load_hf`.
+        CheckpointError: the weights do not load, see `load_hf`.
         PeerError: only other ranks failed.
     """
     config, name = replace(config, path=str(folder)), config.path
@@ -73,7 +67,7 @@ def build_initial_model(
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
     shard_model(model, config, blocks, groups.device)
-    # Before the model has memory, which twins of it take for a moment.
+    # Before the model has memory, because twins take as much for a moment.
     if config.pack_sequences:
         prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
@@ -102,13 +96,13 @@ def build_initial_model(
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:
-    """Where the frozen weights of an engine's model come from, as rank 0 sees it; every rank calls this."""
+    """The source of the frozen weights of an engine's model, as rank 0 sees it. Every rank calls this."""
     index = None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
     return BaseFolder(config.path, index)
 
 
 def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
-    """Let one rank a node copy the model's code to where transformers imports it from, before the others find it."""
+    """Let one rank per node copy the code of the model to where transformers imports it from, before the others do."""
     first = is_first_of_its_node(group)
     with all_ranks_succeed(f"importing the code of {config.path}", group):
         if first:
@@ -118,16 +112,9 @@ def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> 
 def load_weights(
     model: PreTrainedModel, folder: str | Path, config: TrainEngineConfig, group: dist.ProcessGroup | None
 ) -> list[str]:
-    """`load_hf` into an engine's model. A critic may be given a causal language model: its value head stays as it is.
+    """`load_hf` into an engine's model. If a critic loads a causal language model, its value head keeps its values.
 
-    Args:
-        model: of the engine.
-        folder: what to load.
-        config: of the engine; ``path`` is the local folder that the model was built from.
-        group: control group.
-
-    Returns:
-        What the folder does not hold, and was kept.
+    ``config.path`` is the local folder that the model was built from. Returns the names that ``folder`` does not have.
     """
     missing, unexpected = (), ()
     if config.is_critic:
@@ -141,7 +128,7 @@ def load_weights(
 
 
 def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
-    """Tensors of a folder that a causal language model has beside its base model, under the names they have there."""
+    """Tensors of a folder that a causal language model has in addition to its base model, under their names there."""
     causal = build_causal_on_meta(config)
     if causal is None:
         return []

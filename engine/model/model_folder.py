@@ -1,9 +1,9 @@
-"""The folder of the model to start from: a local one, or a snapshot of a model on the Hugging Face hub.
+"""The folder of the initial model: a local one, or a snapshot of a model on the Hugging Face hub.
 
-A model on the hub is pinned first: rank 0 asks which commit the revision is, and every rank takes that commit, whatever
-is pushed meanwhile. One rank a node downloads it into the cache of `huggingface_hub`, from which the others then take
-it. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they always do: offline, or when the hub
-cannot be reached, what the cache has of the revision is used if it is complete.
+A model on the hub is pinned first: rank 0 looks up the commit of the revision, and every rank takes that commit, even
+if others push meanwhile. One rank per node downloads it into the cache of `huggingface_hub`, and the others read it
+there. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` work as usual: offline, or if the hub cannot be
+reached, a complete revision in the cache is used.
 """
 
 import json
@@ -38,7 +38,7 @@ _OTHER_FILES = ["*/*", "consolidated*.safetensors", ".*", *_OTHER_FORMATS]
 
 
 def require_model_folder(path: str) -> Path:
-    """``path`` as it is, if it is a local folder of a Hugging Face model; ConfigError else."""
+    """Return ``path`` if it is a local folder of a Hugging Face model, else raise ConfigError."""
     if not path or not os.path.isfile(os.path.join(path, "config.json")):  # pathlib's raises OSError
         raise ConfigError(
             f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model, or the id "
@@ -48,7 +48,7 @@ def require_model_folder(path: str) -> Path:
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder as it stands there; empty where there is none, or it is no JSON object."""
+    """The unchanged ``config.json`` of a folder. Empty if there is none, or if it is not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -57,8 +57,10 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 
 def index_digest(folder: Path) -> str | None:
-    """Digest of what says which weights are in which file of a folder: of its index, or of the header of its one file;
-    None where there is neither."""
+    """Digest of the index of a folder, or of the header of its one file. None if it has neither.
+
+    It identifies which weights are in which file.
+    """
     for name in ("model.safetensors.index.json", "model.safetensors"):
         try:
             with open(folder / name, "rb") as file:
@@ -70,12 +72,10 @@ def index_digest(folder: Path) -> str | None:
 
 
 def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:
-    """The local folder of the model at ``config.path``, downloaded if need be; every rank of ``group`` calls this.
+    """The local folder of the model at ``config.path``, downloaded if necessary. Every rank of ``group`` calls this.
 
-    Raises:
-        ConfigError: ``path`` is neither a folder with a ``config.json`` nor a model that the hub, or the cache when
-            offline, has; ``revision`` is given for a local folder.
-        PeerError: only other ranks have no such folder, or could not download.
+    Raises ConfigError if ``path`` is neither a folder with a ``config.json`` nor a model on the hub (in the cache if
+    offline), or if a local folder has a ``revision``, and PeerError if only other ranks failed.
     """
     path = config.path
     if not _is_on_hub(path, group):
@@ -99,13 +99,9 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
 
 
 def find_source_folder(config: Any) -> Path | None:
-    """The local folder, or the snapshot in the hub's cache, that a transformers model says it was loaded from.
+    """The local folder, or the snapshot in the cache of the hub, that a model was loaded from. Downloads nothing.
 
-    Args:
-        config: of the model.
-
-    Returns:
-        None if it says nothing, or the folder is gone. Nothing is downloaded.
+    ``config`` is the config of the model. None if it names no folder, or the folder is gone.
     """
     path = getattr(config, "name_or_path", None)
     if not isinstance(path, str) or not path:
@@ -119,7 +115,7 @@ def find_source_folder(config: Any) -> Path | None:
 
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``path`` is the id of a model on the hub; the same on every rank: a folder on one of them is a folder."""
+    """Whether ``path`` is the id of a model on the hub. A folder on any rank is a folder for all ranks."""
     if any_rank(os.path.exists(path), group):  # pathlib's may raise: the others would wait
         return False
     try:
@@ -142,6 +138,6 @@ def _from_hub(path: str, revision: str | None, **options: object) -> Path:
 
 
 def is_first_of_its_node(group: dist.ProcessGroup | None) -> bool:
-    """Whether no rank before this one uses the same cache on the same host."""
+    """Whether no lower rank uses the same cache on the same host."""
     caches = gather_objects((socket.gethostname(), str(constants.HF_HUB_CACHE)), group)
     return caches.index(caches[get_rank(group)]) == get_rank(group)

@@ -1,9 +1,9 @@
 """The saves of one engine that are written while training goes on, one at a time.
 
-The caller waits for the copy into staging buffers, and for no more of it than `Staging` says; a thread then writes and
-commits, over a gloo group of its own. It is no daemon: a process that ends before its save is written waits for it.
-That is too late for an export to a URL whose fsspec backend needs a thread from Python's pools then, as s3fs does to
-look up a host: it fails, and the log says so. `FSDPEngine.destroy` waits in time.
+The caller waits only for the copy into staging buffers, see `Staging`. A thread then writes and commits, over a
+separate gloo group. The thread is no daemon: a process that ends waits for its save. `FSDPEngine.destroy` waits too.
+Call it if the fsspec backend of a URL needs a thread pool of Python (s3fs does to look up a host): these pools are
+closed at the end of a process, so that the export would fail, with a log line.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ..api import SaveLoadMeta
 from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.adapter_folder import save_adapters
-from ..hf.export import export_hf
+from ..hf.save import export_hf
 from .background_job import BackgroundJob, Task
 from .staged_model import check_mesh, staged_model
 from .staged_state import Staging
@@ -30,12 +30,9 @@ logger = get_logger(__name__)
 
 
 class BackgroundSave:
-    """What one engine writes in the background. All ranks make one, and call its methods in the same order.
+    """The background saves of one engine. All ranks make one, and call its methods in the same order.
 
-    Args:
-        model: the engine's.
-        group: where its ranks agree.
-        timeout_s: how long they wait for each other while they write.
+    ``group`` is the control group of the ranks, and ``timeout_s`` how long they wait for each other during a write.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -45,16 +42,12 @@ class BackgroundSave:
         self._job: BackgroundJob | None = None
 
     def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
-        """Stage what `FSDPEngine.save` would write, and return; the save before must have been waited for.
+        """Stage the state that `FSDPEngine.save` would write, and return. The caller must have waited for the last
+        save.
 
-        Args:
-            meta: what to write.
-            state: all of the engine's, whatever part of it is written.
-            base_dtype: see `SaveLoadMeta.hf_options`.
-
-        Raises:
-            ConfigError: the model is sharded so that it cannot be exported in the background.
-            RuntimeError: there is no memory for the buffers, on any rank.
+        ``state`` is the whole state of the engine, even if only a part is written. See `SaveLoadMeta.hf_options` for
+        ``base_dtype``. Raises ConfigError if a model with this sharding cannot be exported in the background, and
+        RuntimeError if a rank has no memory for the buffers.
         """
         assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
@@ -72,11 +65,7 @@ class BackgroundSave:
         self._job.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
-
-        Raises:
-            Exception: what the save came to; once.
-        """
+        """Wait until nothing is being written. Raises the error of the save, once."""
         if self._job is None:
             return
         self._job.wait()  # KeyboardInterrupt here leaves the state unchanged
@@ -84,7 +73,7 @@ class BackgroundSave:
         job.tasks[0].result()
 
     def close(self) -> None:
-        """`wait`, then give up the buffers and the group, whatever it raises."""
+        """`wait`, then give up the buffers and the group, even if `wait` raises."""
         with ExitStack() as last:
             last.callback(drop_group, self._background_group)
             last.callback(self._staging.release)
@@ -98,7 +87,7 @@ class BackgroundSave:
 
 
 def _logging_failure(write: Callable[[], None]) -> None:
-    """``write``, with a failure logged at once: the process may end without asking."""
+    """Call ``write`` and log an error at once, because the process may end without asking for it."""
     try:
         write()
     except BaseException as error:

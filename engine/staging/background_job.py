@@ -1,8 +1,4 @@
-"""`BackgroundJob`: tasks on a thread of their own while training goes on, and what became of each.
-
-Used by `FSDPEngine.save(blocking=False)` and by `RecoverHandler`. Nothing is raised in the thread: who polls the job
-reads the outcome of its tasks.
-"""
+"""Tasks on a background thread while training goes on. Nothing is raised there: each task keeps its outcome."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -17,7 +13,7 @@ from ...utils.errors import CheckpointWriteError, WorkerLost
 
 
 class JobState(Enum):
-    """Of a job or a task."""
+    """State of a job or a task."""
 
     RUNNING = "running"
     DONE = "done"
@@ -25,12 +21,7 @@ class JobState(Enum):
 
 
 class Task:
-    """One function that a job calls.
-
-    Args:
-        name: for messages: "snapshot of step 5".
-        run: no arguments; called once, in the thread of the job.
-    """
+    """One function that a job calls, once, in its thread. ``name`` is for messages: "snapshot of step 5"."""
 
     def __init__(self, name: str, run: Callable[[], Any]) -> None:
         self.name, self.run = name, run
@@ -38,27 +29,24 @@ class Task:
 
     @property
     def state(self) -> JobState:
-        """RUNNING also before it is begun."""
+        """RUNNING until the function has returned or raised."""
         if not self._outcome.done():
             return JobState.RUNNING
         return JobState.DONE if self._outcome.exception() is None else JobState.FAILED
 
     def result(self) -> Any:
-        """What ``run`` returned, or raises what it raised; waits for it."""
+        """Wait for the function, then return its result or raise its error."""
         return self._outcome.result()
 
     def error(self) -> BaseException | None:
-        """What ``run`` raised; None when it did not, or has not ended yet."""
+        """The exception of the function. None if it raised none, or has not ended yet."""
         return self._outcome.exception() if self._outcome.done() else None
 
     def complete(self, broken: BaseException | None) -> BaseException | None:
-        """Run, and keep what that comes to; in the thread of the job.
+        """Call the function and keep its outcome. Called in the thread of the job.
 
-        Args:
-            broken: what broke the ranks' process group before; the task then fails without being run.
-
-        Returns:
-            what has broken the group by now.
+        After an error that broke the process group of the ranks (``broken``) the task fails without a call. Returns the
+        error that has broken the group by now, if any.
         """
         try:
             if broken is not None:
@@ -67,7 +55,7 @@ class Task:
                     f"({broken})"
                 )
             self._outcome.set_result(self.run())
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # raised by `result`
             self._outcome.set_exception(error)
             if collective_broke(error) or isinstance(error, WorkerLost):
                 return error
@@ -75,12 +63,9 @@ class Task:
 
 
 class BackgroundJob:
-    """Tasks that are run one after the other, each whatever the ones before came to, unless they broke the group.
+    """Tasks that run one after the other. A failed task stops the later ones only if it broke the process group.
 
-    Args:
-        name: of the thread.
-        tasks: in order.
-        daemon: whether the process may end before the job; else it waits for the thread.
+    With ``daemon`` the process may end before the job.
     """
 
     def __init__(self, name: str, tasks: Sequence[Task], *, daemon: bool) -> None:
@@ -89,15 +74,15 @@ class BackgroundJob:
         self._thread = Thread(target=self._run, name=name, daemon=daemon)
 
     def start(self) -> None:
-        """Begin; once."""
+        """Start the thread. Called once."""
         self._thread.start()
 
     def call_at_end(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called when the last task has ended, in the thread of the job; now if it has."""
+        """Call ``function`` in the thread of the job when the last task has ended, or now if it has."""
         self.tasks[-1]._outcome.add_done_callback(lambda _: function())
 
     def poll(self) -> JobState:
-        """The state now: RUNNING until all tasks have ended, then FAILED if any has failed."""
+        """RUNNING until all tasks have ended, then FAILED if any has failed, else DONE."""
         states = {task.state for task in self.tasks}
         return next((state for state in (JobState.RUNNING, JobState.FAILED) if state in states), JobState.DONE)
 
@@ -105,7 +90,7 @@ class BackgroundJob:
         """`poll` once all tasks have ended, or after ``timeout_s``. KeyboardInterrupt here leaves the job unchanged."""
         wait([task._outcome for task in self.tasks], timeout_s)
         if (state := self.poll()) is not JobState.RUNNING:
-            self._thread.join()  # it frees tensors at its end; a process that ends meanwhile is aborted by torch
+            self._thread.join()  # it frees tensors at its end, and torch aborts a process that ends meanwhile
         return state
 
     def _run(self) -> None:

@@ -1,8 +1,7 @@
-"""Host memory for copies of many tensors, in one piece; pinned where the tensors are on a GPU.
+"""Host memory for copies of many tensors, in one piece, pinned if the tensors are on a GPU.
 
-Torch's own pinned memory is rounded up to a power of two, tensor by tensor, to up to twice of what is needed, and is
-kept by torch when nobody needs it any more. Here it is one anonymous mapping that is registered with CUDA as it is, and
-goes back to the system with the last tensor in it.
+The pinned memory of torch is rounded up to a power of two for every tensor, to as much as twice the need, and torch
+never returns it. Here it is one anonymous mapping that is registered with CUDA and freed with the last tensor in it.
 """
 
 import mmap
@@ -15,24 +14,20 @@ from typing import Any
 
 import torch
 
-_ALIGNMENT_BYTES = 512  # as torch has it on a GPU; no dtype and no cache line needs more
+_ALIGNMENT_BYTES = 512  # as torch aligns on a GPU. No dtype and no cache line needs more
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK of Linux >= 4.14, from its ``include/uapi/asm-generic/mman-common.h``; Python has no name for it."""
+"""MADV_WIPEONFORK of Linux >= 4.14 (``include/uapi/asm-generic/mman-common.h``), which Python does not define."""
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory, which may be pinned."""
+    """Anonymous memory that can be pinned."""
 
     _pinned: tuple[int, torch.device, int] | None = None
 
     def pin(self, address: int, device: torch.device) -> None:
-        """Lock it into memory and make it known to CUDA, so that copies to it need not be waited for.
-
-        Raises:
-            RuntimeError: CUDA refused.
-        """
-        with torch.cuda.device(device):  # another one would get a context that nobody needs
+        """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous."""
+        with torch.cuda.device(device):  # any other device would get a useless context
             result = int(_cudart().cudaHostRegister(address, len(self), _PORTABLE))
         if result:
             with suppress(RuntimeError):  # the refusal stays CUDA's last error, which the next kernel would raise
@@ -44,7 +39,7 @@ class _Mapping(mmap.mmap):
         self._pinned = address, device, os.getpid()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Unpin it, before it is unmapped; not in a process that was forked from the one that pinned it, or ends."""
+        """Unpin before the unmap, but not in a fork of the process that pinned it, nor at the end of the process."""
         if self._pinned is not None and not is_finalizing() and self._pinned[2] == os.getpid():
             address, device, _ = self._pinned
             with torch.cuda.device(device):
@@ -52,18 +47,15 @@ class _Mapping(mmap.mmap):
 
 
 def _cudart() -> Any:
-    """CUDA's runtime, of which torch's types say nothing."""
+    """The runtime of CUDA, without types in torch."""
     return torch.cuda.cudart()
 
 
 def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors of the shapes and dtypes of ``tensors``, by the same names; their values are anything.
+    """Contiguous CPU tensors with the names, shapes and dtypes of ``tensors``, without their values.
 
-    Those of tensors on one device share a mapping, which lives as long as any of them.
-
-    Raises:
-        OSError: the system has no memory.
-        RuntimeError: CUDA cannot pin it.
+    Copies of tensors on one device share a mapping, which lives as long as any of them. Raises OSError if there is no
+    memory, and RuntimeError if CUDA cannot pin it.
     """
     of_device = defaultdict[torch.device, dict[str, torch.Tensor]](dict)
     for name, tensor in tensors.items():
@@ -78,7 +70,8 @@ def _in_one_mapping(tensors: Mapping[str, torch.Tensor], device: torch.device) -
         total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     mapping = _Mapping(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # an older kernel
-        mapping.madvise(_WIPE_ON_FORK)  # a fork copies pinned pages; with MADV_DONTFORK a child that reads them dies
+        # Without this a fork copies pinned pages. With MADV_DONTFORK a child that reads them would die.
+        mapping.madvise(_WIPE_ON_FORK)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
         mapping.pin(memory.data_ptr(), device)

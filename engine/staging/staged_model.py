@@ -1,9 +1,8 @@
-"""A model as it was when its weights were staged: what an export in the background is made from.
+"""A model with the weights that were staged: the source of an export in the background.
 
-It is the model's `unsharded_view` with the staged buffers for parameters and buffers, so that the export asks it what
-it asks any model, and nothing that training does meanwhile shows in it. Only what is left out of checkpoints, a frozen
-base, is read where it is (see `dcp.base_model`): it must not change. What the export gathers must not meet the
-collectives of the training in the group of their mesh: it goes over a group of its own (``gather_group``).
+It is the `unsharded_view` of the model with staged buffers as parameters and buffers, so that training does not change
+it. A frozen base is left out of checkpoints and is read from the live model (see `dcp.base_model`), so it must not
+change. All-gathers of the export use a separate group (``gather_group``), because training uses the group of the mesh.
 """
 
 import copy
@@ -26,10 +25,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """See that ``weights`` can be gathered over ``group``, or over another group of the same ranks.
+    """Check that ``weights`` can be gathered over ``group``, or over another group of the same ranks.
 
-    Raises:
-        ConfigError: they are sharded over more than one dimension, or over other ranks.
+    Raises ConfigError if they are sharded over more than one dimension, or over other ranks.
     """
     for name, weight in weights.items():
         if isinstance(weight, DTensor):
@@ -43,13 +41,12 @@ def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
 
 @torch.no_grad()
 def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
-    """``model`` with ``weights`` in the place of its own, for `write_hf` to be given while ``model`` trains.
+    """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and buffers, for an export.
 
-    Args:
-        model: of transformers, or a ``PeftModel``; nothing may have been computed with it since it was staged.
-        weights: what `Staging.stage` returned as ``model``; they are read when the export is written.
+    ``weights`` is the entry ``model`` of the result of `Staging.stage`, read by the export later. ``model`` must not
+    have computed anything since the staging.
     """
-    own_dtypes(transformers_model(model))  # learned now: it is nothing to do beside training
+    own_dtypes(transformers_model(model))  # learned now, not during training
     live = [*model.named_parameters(), *model.named_buffers()]
     staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
     view = unsharded_view(model)

@@ -1,12 +1,12 @@
-"""A copy of a training state in host memory, in buffers that are kept from one snapshot to the next.
+"""A copy of a training state in host memory, in buffers that are reused by every snapshot.
 
-A snapshot that is written in the background is written from such a copy: what was staged is what is written, however
-the parameters change meanwhile. Buffers are kept because a first copy into fresh memory costs 6-10 times a warm one
-(page faults); on CUDA they are pinned, and copied to on a stream of their own. Cost: host memory of one shard.
+Snapshots in the background are written from such a copy, so that training may change the parameters meanwhile. Buffers
+are reused because a first copy into fresh memory takes 6-10 times as long (page faults). For CUDA they are pinned and
+filled on a separate stream. Cost: host memory of one shard.
 
-Parameters and moments change in ``optimizer.step`` and nowhere else, as a rule. A state that says so
-(`DCPState.changes_only_in_step`) is copied while the next forward and backward run, and the step waits for the rest.
-Code that changes them elsewhere waits, too, with `changing_weights`; if it does not, the copy fails.
+Usually only ``optimizer.step`` changes parameters and moments. A state that promises this
+(`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits for the rest. Other
+code that changes them must use `changing_weights`, which also waits. Without it the copy fails.
 """
 
 import weakref
@@ -24,53 +24,39 @@ from ...utils.compat.torch_private import like_sharded, same_layout
 from ...utils.errors import TornSnapshotError
 from ..dcp.state import DCPState
 from ..memory.tensors import flatten, local_tensor, normal_tensors
-from ..memory.weight_changes import is_changing, register_reader, share_modules, wait_for_readers
+from ..memory.weight_changes import LiveReader, is_changing, wait_for_readers
 from .host_buffers import host_copies_of
 from .write_watch import WriteWatch
 
 
-class Staging:
+class Staging(LiveReader):
     """The buffers of a training state, and the copy into them that is under way.
 
-    One copy at a time: whoever still reads the last one must be done before `stage` is called again.
-
-    Args:
-        model: whose state it is.
-
-    Attributes:
-        reads_live: whether the last copy may still read live tensors; call `wait` before changing them.
+    One copy at a time: readers of the last copy must be done before `stage` is called again. While `reads_live` is
+    true, the copy may still read live tensors: call `wait` before you change them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        super().__init__(model)
         self._buffers: dict[str, torch.Tensor] = {}
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
-        self.reads_live = False
-        register_reader(self)
 
     @normal_tensors()
     def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
-        """Make the buffers that `stage` will need; pinning memory takes seconds a shard.
-
-        Raises:
-            ConfigError: see `DCPState.state_dict`.
-            OSError, RuntimeError: there is no memory for the buffers.
-        """
+        """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises as `stage` does."""
         live = (state.model_only() if model_only else state).state_dict()
         self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
 
     @normal_tensors()
     def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
-        """Begin to copy ``state``, and return what `DCPState.state_dict` returns, with the buffers for tensors.
+        """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
-        All of it is copied when this returns, except for what only ``optimizer.step`` changes; `finish` waits for that.
-        With ``model_only`` that is the model alone; buffers of the rest stay for the next time.
-
-        Raises:
-            ConfigError: see `DCPState.state_dict`.
-            OSError, RuntimeError: there is no memory for the buffers, or the device failed.
+        On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
+        With ``model_only`` only the model is copied, and the other buffers are kept for the next time. Raises
+        ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or
+        if the device failed.
         """
         self.wait()
         live = (state.model_only() if model_only else state).state_dict()
@@ -89,26 +75,23 @@ class Staging:
         return values
 
     def finish(self) -> None:
-        """Return when all of what was staged last is in its buffers; raises what went wrong with that.
+        """Wait until everything that was staged last is in its buffers. Raises the error of the copy.
 
-        Call it before the buffers are read, and again before what was made of them is committed: torch counts an
-        in-place operation when it ends, so one that overlapped the copy may show in the second call only.
-
-        Raises:
-            TornSnapshotError: something that only a step changes was changed elsewhere, before it was copied.
+        `TornSnapshotError` says that other code than the step changed a tensor before it was copied. Call this before
+        reading the buffers, and again before the commit of files made from them: torch counts an in-place operation
+        when it ends, so that one during the copy may show in the second call only.
         """
         for copy in self._copies:
             copy.finish()
 
     def wait(self) -> None:
-        """Block until the live tensors may be changed; on CUDA only make the current stream wait. Raises nothing of the
-        copy, as `finish` does."""
+        """Block until the live tensors may be changed. On CUDA only the stream waits. Raises no error of the copy."""
         for copy in self._copies:
             copy.release_live()
         self.reads_live = False
 
     def release(self) -> None:
-        """Give the buffers up; nobody may read them any more."""
+        """Give up the buffers. Nothing may read them any more."""
         self.wait()
         for copy in self._copies:
             copy.drop()
@@ -117,20 +100,16 @@ class Staging:
             self._hook.remove()
             self._hook = self._optimizer = None
 
-    def shares_modules(self, model: nn.Module) -> bool:
-        """Whether ``model`` is the one whose state this is, a part of it, or it is a part of that."""
-        return share_modules(self._model, model)
-
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is None or self._optimizer() is not optimizer:
             if self._hook is not None:
                 self._hook.remove()
-            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self._model))
+            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self.model))
             self._optimizer = weakref.ref(optimizer)
 
 
 class _Transfer(NamedTuple):
-    """A live tensor, and the buffer that it is copied to; DTensors or plain ones."""
+    """A live tensor and the buffer for its copy. Both are DTensors or both are plain."""
 
     name: str
     live: torch.Tensor
@@ -138,7 +117,11 @@ class _Transfer(NamedTuple):
 
 
 class _HostCopy:
-    """CPU tensors on their way to the buffers, in a thread or at once."""
+    """A copy of CPU tensors to the buffers, in a thread or at once.
+
+    `release_live` waits until the live tensors have been read, `finish` until the buffers are filled, with the error of
+    the copy, and `drop` until nothing writes to the buffers, without it.
+    """
 
     def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._future: Future[None] | None = None
@@ -151,28 +134,28 @@ class _HostCopy:
         pool.shutdown(wait=False)  # the thread ends with its task
 
     def release_live(self) -> None:
-        """Wait until the live tensors have been read."""
         self.drop()
         if self._future is not None:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Return when the buffers are filled; raises what went wrong."""
         if self._future is not None:
             self._future.result()
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Return when nothing writes to the buffers any more."""
         if self._future is not None:
             self._future.exception()
 
 
 class _DeviceCopy:
-    """Tensors of a CUDA device on their way to the buffers, on a stream of their own."""
+    """A copy of tensors on a CUDA device to the buffers, on a separate stream. Methods as in `_HostCopy`.
+
+    But `release_live` makes later work on the device wait, not the thread.
+    """
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
-        self._live = [transfer.live for transfer in transfers]  # what is read lives until it has been read
+        self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
         self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
         self._watch = _watch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
@@ -186,20 +169,17 @@ class _DeviceCopy:
         self._device = device
 
     def release_live(self) -> None:
-        """Have what follows on the device wait until the live tensors have been read."""
         self._event.wait(torch.cuda.current_stream(self._device))
         if self._watch is not None:
             self._watch.stop()
 
     def finish(self) -> None:
-        """Return when the buffers are filled; raises what went wrong."""
         self.drop()
         if self._watch is not None:
             _refuse_torn(self._watch.written(self._copied))
 
     def drop(self) -> None:
-        """Return when nothing writes to the buffers any more, and let go of the live tensors."""
-        with torch.cuda.device(self._device):  # in a new thread another one is current, and would get a context
+        with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
             self._event.synchronize()
         self._live = []
 
@@ -210,7 +190,7 @@ _Copy = _HostCopy | _DeviceCopy
 def _copies(
     live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
 ) -> list[_Copy]:
-    """Begin to copy each live tensor to the buffer of its name, on each device and on the host."""
+    """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
     on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
         (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
@@ -223,7 +203,7 @@ def _copy_all(transfers: Iterable[_Transfer]) -> None:
         local_tensor(buffer).copy_(local_tensor(live))
 
 
-@torch.no_grad()  # which a thread has to say for itself
+@torch.no_grad()  # grad mode is per thread
 def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
     _copy_all(transfers)
@@ -242,7 +222,7 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 
 def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """``live`` with the buffer of its dotted name in the place of each tensor."""
+    """``live`` with each tensor replaced by the buffer of its dotted name."""
     return {
         key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
         for key, value in live.items()
@@ -250,22 +230,17 @@ def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: 
 
 
 def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A buffer for each live tensor: that of its name in ``kept``, if it fits, else a new one."""
+    """A buffer for each live tensor: the one with its name in ``kept`` if it fits, else a new one."""
     fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
     new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
-    return fitting | {name: _like(live[name], buffer) for name, buffer in new.items()}
-
-
-def _like(live: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` as a DTensor if ``live`` is one."""
-    return like_sharded(buffer, live) if isinstance(live, DTensor) else buffer
+    for name, buffer in new.items():
+        fitting[name] = like_sharded(buffer, tensor) if isinstance(tensor := live[name], DTensor) else buffer
+    return fitting
 
 
 def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
-    if buffer is None:
-        return False
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
         return same_layout(buffer, live)
-    if isinstance(buffer, DTensor) or isinstance(live, DTensor):
+    if buffer is None or isinstance(buffer, DTensor) or isinstance(live, DTensor):
         return False
     return buffer.shape == live.shape and buffer.dtype == live.dtype

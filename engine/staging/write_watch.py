@@ -1,13 +1,9 @@
-"""Notices writes to tensors while they are copied.
+"""Detect writes to tensors while they are copied.
 
-In two ways, because neither sees everything. Torch counts in-place operations on a tensor (``_version``), but not those
-through ``.data``, nor ``torch._foreach_*`` on DTensors. So a few elements of every tensor are also taken before the
-copy, and compared with the copy. What remains unseen is a write that torch does not count and that changes none of
-these elements.
-
-Torch counts an operation when it ends, which may be after the copy that it got in the way of. So the tensors are
-watched until the thread that trains says by `stop` that it is in none; what it wrote between the copy and then is
-held against the copy, too.
+Torch counts in-place operations on a tensor (``_version``), but not those through ``.data``, nor ``torch._foreach_*``
+on DTensors. So a few elements of every tensor are also compared with the copy. A write that torch does not count and
+that changes none of these elements remains undetected. Torch counts an operation when it ends, which may be after the
+copy that it disturbed. So writes between the copy and the call of `stop` by the training thread are also reported.
 """
 
 from collections import defaultdict
@@ -25,11 +21,7 @@ SAMPLES = 8
 
 
 class WriteWatch:
-    """Watches tensors of one device, from its making to `stop`.
-
-    Args:
-        named: ``(name, live tensor)``; DTensors or plain ones.
-    """
+    """Watches tensors of one device (name and live tensor, a DTensor or plain) from the constructor to `stop`."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         live = [local_tensor(tensor) for _, tensor in named]
@@ -42,13 +34,13 @@ class WriteWatch:
         self._lock = Lock()
 
     def fetch_samples(self) -> None:
-        """Begin to copy the samples from the device to pinned memory, in its current stream."""
+        """Start to copy the samples from the device to pinned memory, in its current stream."""
         for dtype, sample in self._samples.items():
             sample.record_stream(torch.cuda.current_stream(sample.device))  # or its memory might be used again before
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
     def stop(self) -> None:
-        """What is written from now on is of no interest: the copies are there. For who trains; the first one counts."""
+        """Stop watching: the copies are complete. Called by the training thread. Later calls do nothing."""
         with self._lock:
             self._look()
             self._tensors = []
@@ -59,10 +51,10 @@ class WriteWatch:
         self._written |= {name for name, version, before in counted if version != before}
 
     def written(self, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of the tensors written to up to now or `stop`, or that ``copies`` does not show as they were.
+        """Names of the tensors that were written to before `stop` (or now), or that differ from ``copies``.
 
-        Args:
-            copies: of the local tensors in the same order; on the CPU and complete, as the fetched samples are.
+        ``copies`` are copies of the local tensors in the same order, on the CPU. They are complete, as are the fetched
+        samples.
         """
         with self._lock:
             self._look()
@@ -78,7 +70,7 @@ class WriteWatch:
 
 
 def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
-    """How many operations torch has counted: those on a DTensor, and those on its local tensor."""
+    """Number of operations that torch has counted on a DTensor and on its local tensor."""
     return n_writes(local) if tensor is local else n_writes(local) + n_writes(tensor)
 
 
@@ -87,7 +79,7 @@ def _count(tensor: torch.Tensor) -> int:
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
-    """Dtype -> some elements of each tensor of it, one after the other. All are contiguous, of two elements or more."""
+    """Dtype -> samples of all tensors of this dtype. All tensors are contiguous and have two or more elements."""
     views = defaultdict[torch.dtype, list[torch.Tensor]](list)
     for tensor in tensors:
         count = _count(tensor)
@@ -96,5 +88,5 @@ def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
 
 
 def _bits(sample: torch.Tensor) -> torch.Tensor:
-    """``[n, itemsize]`` uint8."""
+    """View as ``[n, itemsize]`` uint8."""
     return sample.view(torch.uint8).view(len(sample), -1)

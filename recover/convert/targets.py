@@ -13,8 +13,8 @@ from ...engine.dcp.fingerprint import BlockSampler, combine_samples
 from ...engine.dcp.param_groups import hyperparameters
 from ...engine.dcp.state import ROOT, rank_key
 from ...engine.dcp.stream import Entry, write_entries
+from ...engine.hf.save_lazily import write_lazily
 from ...engine.hf.sidecars import adopt_base
-from ...engine.hf.stream import write_lazily
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointExistsError, CheckpointMismatchError, ConfigError
 from ...utils.folder_lock import FolderLock

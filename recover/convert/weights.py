@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...engine.hf.file_io import WeightReader
-from ...engine.hf.load_plan import loaded_elements, plan_loading
-from ...engine.hf.name_mapping import FileTensor
+from ...engine.hf.name_mapping import loaded_elements, plan_loading
+from ...engine.hf.origins import FileTensor
 from ...engine.hf.quantized import refuse_quantized
 from ...engine.hf.safetensors_layout import TensorSlot
 from ...engine.memory.lazy_tensor import LazyTensor

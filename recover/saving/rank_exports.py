@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...engine.api import HFExportOptions, export_dtype
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
-from ...engine.hf.write import exportable_tensors, write_hf
+from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.layers import adapted_layers, transformers_model
 from ...engine.staging.staged_model import check_mesh, staged_model
 from ...utils.errors import CheckpointMismatchError, ConfigError

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from holdfast.engine.dcp import metadata as dcp_metadata
-from holdfast.engine.hf import write as hf_write
+from holdfast.engine.hf import save as hf_save
 from holdfast.recover import GenerationStore
 from holdfast.recover.resuming import rank as rank_reading
 from holdfast.recover.storage import generations as store
@@ -250,7 +250,7 @@ def _no_agreement(what: str, group: Any = None) -> Iterator[None]:
 
 def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
     patch(atomic_folder, "all_ranks_succeed", _no_agreement)
-    patch(hf_write, "all_ranks_succeed", _no_agreement)
+    patch(hf_save, "all_ranks_succeed", _no_agreement)
     try:
         _export_with_a_full_disk(scenario, root, rank)
     except (CheckpointWriteError, OSError):  # the process goes on, because its end would tell the other rank

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf.export import full_state_dict, save_hf
 from holdfast.engine.hf.load import load_hf
+from holdfast.engine.hf.save import full_state_dict, save_hf
 from holdfast.utils.distributed import all_ranks_succeed, control_group, gather_objects, rank_zero_decides
 from holdfast.utils.metrics import reduce_stats
 from tests.engine.models import tiny_qwen3, write_model_folder

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from holdfast.engine.api import HFExportOptions
-from holdfast.engine.hf.export import full_state_dict, save_hf
 from holdfast.engine.hf.load import load_hf
-from holdfast.engine.hf.write import write_hf
+from holdfast.engine.hf.save import full_state_dict, save_hf, write_hf
 from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.helpers import run_ranks

@@ -18,9 +18,9 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from holdfast.engine.hf import file_io, load
-from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.load import load_hf
-from holdfast.engine.hf.load_plan import LoadPlan
+from holdfast.engine.hf.name_mapping import LoadPlan
+from holdfast.engine.hf.save import save_hf
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks

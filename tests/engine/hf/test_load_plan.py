@@ -23,8 +23,8 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, Transpose, WeightConverter
 
-from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.load import load_hf
+from holdfast.engine.hf.save import save_hf
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import sharded, tiny_model
 from tests.helpers import run_ranks

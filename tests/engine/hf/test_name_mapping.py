@@ -20,14 +20,14 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.name_mapping import (
-    FileTensor,
     element_map,
     file_tensors,
     stored_tensors,
     unsharded_class,
 )
+from holdfast.engine.hf.origins import FileTensor
+from holdfast.engine.hf.save import save_hf
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from holdfast.engine.hf import file_io, shard_ranges
-from holdfast.engine.hf.export import save_hf
 from holdfast.engine.hf.load import load_hf
+from holdfast.engine.hf.save import save_hf
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_model
 from tests.helpers import run_ranks

@@ -20,11 +20,10 @@ from holdfast.engine.api import HFExportOptions
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf import shard_ranges, upload, write
-from holdfast.engine.hf.export import save_hf
+from holdfast.engine.hf import save, shard_ranges, upload
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.safetensors_layout import WeightFile
-from holdfast.engine.hf.write import deal_files, plan_export
+from holdfast.engine.hf.save import deal_files, plan_export, save_hf
 from holdfast.engine.staging.staged_model import staged_model
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError
@@ -171,7 +170,7 @@ def test_files_are_dealt_by_their_bytes_to_ranks_that_are_far_apart() -> None:
 
 def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, model = [], tiny_model("llama")
-    monkeypatch.setattr(write, "plan_layout", lambda tensors, limit, _: limits.append(limit))
+    monkeypatch.setattr(save, "plan_layout", lambda tensors, limit, _: limits.append(limit))
 
     def limit(share_bytes: int, **options: Any) -> int:
         plan_export(model, HFExportOptions(**options), 0, 4, share_bytes=share_bytes)
@@ -181,7 +180,7 @@ def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyP
     assert limit(500_000_000) == 500_000_000 and limit(500_000_000, max_shard_size_bytes=7) == 7
     assert limit(1000) == -(-total_bytes // 4)
     assert limit(1000, dtype=torch.bfloat16) == -(-total_bytes // 8)
-    monkeypatch.setattr(write, "_MAX_SHARE_BYTES", 2000)
+    monkeypatch.setattr(save, "_MAX_SHARE_BYTES", 2000)
     assert limit(1000) == 2000
 
 
@@ -251,7 +250,7 @@ def test_a_killed_export_does_not_count_and_a_repetition_completes_it(
 
 def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str], s3_url: str) -> dict[str, str]:
     os.environ.update(environment)
-    upload.RemoteFolder = partial(RemoteFolder, first_wait_s=0.01)
+    save.RemoteFolder = partial(RemoteFolder, first_wait_s=0.01)
     model, url, messages = sharded(tiny_model("llama")), shelf_url(root / "shelf"), {}
     for kind, export in (("rows", model), ("columns", SHARDINGS["columns"][1](tiny_model("llama")))):
         for failing in range(world_size):
@@ -296,7 +295,7 @@ def test_a_store_that_refuses_fails_every_rank_and_a_repetition_completes_it(
 def test_parts_of_a_large_file_that_the_store_refused_are_given_up(
     server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "RemoteFolder", partial(RemoteFolder, first_wait_s=0.01))
+    monkeypatch.setattr(save, "RemoteFolder", partial(RemoteFolder, first_wait_s=0.01))
     monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", partialmethod(s3fs.S3FileSystem._put_file, chunksize=5 << 20))
     server.refuse("model.safetensors")
     with pytest.raises(CheckpointWriteError, match=rf"{s3_url}/model\.safetensors failed 5 times"):

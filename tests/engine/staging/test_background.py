@@ -19,7 +19,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf import shard_ranges
-from holdfast.engine.hf.export import save_hf
+from holdfast.engine.hf.save import save_hf
 from holdfast.engine.staging import background as background_save
 from holdfast.engine.staging.background import BackgroundSave
 from holdfast.engine.staging.background_job import JobState

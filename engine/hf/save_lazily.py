@@ -1,24 +1,24 @@
-"""Write a Hugging Face folder from tensors that are read block by block, in one process, with a model without memory.
+"""Write a Hugging Face folder in one process, from tensors that are read block by block. Used to convert checkpoints.
 
-The files are those that `write` makes of the same model, by the same plan; memory is a block (see `LazyTensor`), or the
-tensors that a conversion of transformers makes one of, where that is more than slices.
+The files equal the files that `save` writes for the same model. Memory is one block (see `LazyTensor`). A conversion of
+transformers that is not slices needs all tensors that it joins.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ...utils.errors import CheckpointMismatchError
-from ...utils.files import fsync_file, walk_files, write_durably
 from ..api import HFExportOptions
 from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .file_io import WeightWriter
-from .name_mapping import FileTensor, Span, element_map, file_tensors, stored_tensors
-from .safetensors_layout import INDEX_NAME, MAX_SHARD_SIZE_BYTES, TensorSlot, encode_index, plan_layout
+from .name_mapping import element_map, file_tensors, stored_tensors
+from .origins import FileTensor, Span
+from .safetensors_layout import MAX_SHARD_SIZE_BYTES, Slots, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
 
@@ -34,15 +34,12 @@ def write_lazily(
     """Write ``tensors`` as ``save_pretrained`` of ``model`` with these values would, and fsync the files.
 
     Args:
-        model: on the meta device; its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values; tied ones under any of their names.
+        model: on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names. CheckpointMismatchError if they
+            do not fit the model, or if its file format cannot hold them.
         folder: an empty folder that exists.
-        options: as for `save_hf`.
-        seen: called with the key, the first element and the values of every block, as it is written.
-
-    Raises:
-        CheckpointMismatchError: ``tensors`` are not those of the model, or cannot be expressed in its file format.
-        OSError: the file system refused.
+        options: see `HFExportOptions`.
+        seen: called with the key, the first element and the values of every block that is written.
     """
     folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)
@@ -54,21 +51,28 @@ def write_lazily(
     planned = file_tensors(model, stored, dtypes)
     layout = plan_layout(planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters())
     transfers = plan_transfers(planned, stored, 0, 1)
+    slots = layout.slots
     wanted: dict[str, list[tuple[FileTensor, Span]]] = {key: [] for key in stored}
     for file_tensor, span in transfers.direct:
         wanted[span.source].append((file_tensor, span))
+
+    def read(key: str) -> Iterator[tuple[int, torch.Tensor]]:
+        for first, values in sources[key].blocks():
+            seen(key, first, values)
+            yield first, values
+
     with WeightWriter(folder) as files:
         for file in layout.files:
             files.create(file)
-        write_sidecars(model, folder, options)
-        for name in set(walk_files(folder)) - {file.name for file in layout.files}:
-            fsync_file(folder / name)
-        if layout.index is not None:
-            write_durably(folder / INDEX_NAME, encode_index(layout.index))
-        for key in stored:
-            _write_spans(files, layout.slots, key, sources[key], wanted[key], seen)
+        write_sidecars(model, folder, options, layout)
+        for key, source in sources.items():
+            _write_spans(files, slots, source, read(key), wanted[key])
         for together in transfers.unmapped:
-            _write_converted(files, layout.slots, model, sources, together, seen)
+            keys = sorted({key for tensor in together for key in tensor.sources})
+            flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])
+            elements = element_map(model, {key: torch.Size(sources[key].shape) for key in keys}, together)
+            for tensor in together:
+                files.write(slots[tensor.key], 0, flat[elements[tensor.key]])
         files.sync()
 
 
@@ -78,14 +82,13 @@ def _match(
     tied: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
-    """``state_dict`` key that is stored -> its values; raises unless these are all, and of the right shapes."""
+    """Map each stored ``state_dict`` key to its values. Raises unless names and shapes fit the model."""
     found = {tied.get(key, key): tensor for key, tensor in tensors.items()}
     found |= {key: tensor for key, tensor in tensors.items() if key in stored}
     name = type(model).__name__
     if missing := sorted(stored.keys() - found.keys()):
         raise CheckpointMismatchError(f"{name} needs {missing[0]!r}, which is not there ({len(missing)} missing)")
-    unknown = sorted(found.keys() - model.state_dict().keys())
-    if unknown:
+    if unknown := sorted(found.keys() - model.state_dict().keys()):
         raise CheckpointMismatchError(f"{unknown[0]!r} is no tensor of {name} ({len(unknown)} unknown)")
     for key, tensor in stored.items():
         if tuple(tensor.shape) != found[key].shape:
@@ -96,7 +99,7 @@ def _match(
 
 
 def _set_dtypes(model: PreTrainedModel, sources: Mapping[str, LazyTensor]) -> None:
-    """Give parameters and buffers without memory the dtypes of ``sources``: what config.json says goes by them."""
+    """Give parameters and buffers on meta the dtypes of ``sources``, because config.json takes its dtype from them."""
     for named in (model.named_parameters(), model.named_buffers()):
         for key, tensor in named:
             if key in sources:
@@ -105,38 +108,15 @@ def _set_dtypes(model: PreTrainedModel, sources: Mapping[str, LazyTensor]) -> No
 
 def _write_spans(
     files: WeightWriter,
-    slots: Mapping[str, TensorSlot],
-    key: str,
+    slots: Slots,
     source: LazyTensor,
-    wanted: list[tuple[FileTensor, Span]],
-    seen: Callable[[str, int, torch.Tensor], None],
+    blocks: Iterator[tuple[int, torch.Tensor]],
+    wanted: Sequence[tuple[FileTensor, Span]],
 ) -> None:
-    by_rows = all(span.within_rows(source.row_elements) for _, span in wanted)
-    blocks = source.blocks() if by_rows else iter([(0, torch.cat([values for _, values in source.blocks()]))])
+    if not all(span.within_rows(source.row_elements) for _, span in wanted):
+        blocks = iter([(0, torch.cat([values for _, values in blocks]))])
     for first, values in blocks:
-        seen(key, first, values)
         part = whole_part(values, first // source.row_elements)
         for file_tensor, span in wanted:
             if (held := overlap(span, part)) is not None:
                 files.write(slots[file_tensor.key], *held)
-
-
-def _write_converted(
-    files: WeightWriter,
-    slots: Mapping[str, TensorSlot],
-    model: PreTrainedModel,
-    sources: Mapping[str, LazyTensor],
-    together: Sequence[FileTensor],
-    seen: Callable[[str, int, torch.Tensor], None],
-) -> None:
-    """Write tensors that only a conversion of whole ones gives."""
-    keys = sorted({source for tensor in together for source in tensor.sources})
-    pieces: list[torch.Tensor] = []
-    for key in keys:
-        for first, values in sources[key].blocks():
-            seen(key, first, values)
-            pieces.append(values.reshape(-1))
-    flat = torch.cat(pieces)
-    elements = element_map(model, {key: torch.Size(sources[key].shape) for key in keys}, together)
-    for tensor in together:
-        files.write(slots[tensor.key], 0, flat[elements[tensor.key]])

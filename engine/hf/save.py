@@ -1,0 +1,342 @@
+"""Save a sharded model as a Hugging Face folder, on a disk or at a URL.
+
+All ranks compute the same layout of the files, and rank 0 creates them at full size. Every rank then writes its
+elements at their offsets, cast in chunks, and fsyncs. Elements that several ranks hold are written once, an equal share
+by each. The files equal those of ``save_pretrained`` byte for byte.
+
+Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. A few tensors need an
+all-gather: in blocks of rows if shards are not rows, as a whole for transposes and for conversions that are not slices.
+"""
+
+import heapq
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ...utils.atomic_folder import staged_folder
+from ...utils.distributed import (
+    all_ranks_succeed,
+    all_ranks_succeed_slowly,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+)
+from ...utils.errors import CheckpointMismatchError, CheckpointWriteError
+from ...utils.logging import get_logger
+from ...utils.remote import RemoteFolder, local_folder, without_secrets
+from ...utils.write_errors import as_write_error
+from ..api import HFExportOptions
+from ..lora.layers import plain_adapters, plain_view, transformers_model
+from ..training.unsharded import unsharded_class
+from . import upload
+from .dtypes import file_dtypes, unknown_keys
+from .file_io import WeightWriter
+from .name_mapping import element_map, file_tensors, stored_tensors
+from .origins import Span
+from .safetensors_layout import (
+    INDEX_NAME,
+    MAX_SHARD_SIZE_BYTES,
+    Layout,
+    TensorSlot,
+    WeightFile,
+    plan_layout,
+)
+from .shard_ranges import (
+    LocalPart,
+    MergedWeights,
+    TransferPlan,
+    gathered_block,
+    overlap,
+    own_share,
+    plan_transfers,
+    row_blocks,
+    whole_tensor,
+)
+from .sidecars import write_sidecars
+
+logger = get_logger(__name__)
+
+_MAX_SHARE_BYTES = 5 * 10**9
+"""Size limit of a file if the number of files follows the number of ranks."""
+
+
+def save_hf(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    base_model_path: str | os.PathLike[str] | None = None,
+    max_shard_size_bytes: int | None = None,
+    staging_folder: str | os.PathLike[str] | None = None,
+) -> None:
+    """Write a folder that ``from_pretrained`` loads. Every rank of ``group`` calls this.
+
+    The folder becomes visible complete and durable, or not at all. At a URL (any fsspec backend) the files are written
+    to a staging folder and then uploaded, ``config.json`` last, because nothing loads a model without it.
+
+        save_hf(model, "exports/step_100", dtype=torch.bfloat16, tokenizer=tokenizer)
+        save_hf(model, "s3://bucket/run/step_100", staging_folder="/local/disk")
+
+    Args:
+        model: any transformers model, sharded by `fully_shard` or not. With LoRA adapters, or as a ``PeftModel``, the
+            merged weights W + s B A are written.
+        path: the folder to create, or a URL. A ``file://`` URL is a folder.
+        group: control group of CPU tensors (gloo). None takes the default group.
+        gather_group: for a `staged_model`: the group for tensors that need an all-gather. None takes their mesh.
+        dtype: see `HFExportOptions`, as for the other options below.
+        tokenizer: saved with the weights.
+        processor: saved with the weights.
+        base_model_path: local folder whose other files are copied.
+        max_shard_size_bytes: larger weights are split over several files.
+        staging_folder: folder for the files of an export to a URL before the upload.
+
+    Raises:
+        ConfigError: an option is out of range, the URL cannot be used, a package for it is not installed, or a rank
+            does not see the staging folder.
+        CheckpointExistsError: ``path`` exists and is not empty, or there is a model at the URL.
+        CheckpointMismatchError: the file format of the architecture cannot hold the weights: it does not know a tensor
+            of that name, the weights are quantized, or they have adapters that cannot be merged.
+        CheckpointNotFoundError: ``base_model_path`` is not a folder.
+        CheckpointWriteError: this rank could not write, or the staging folder lacks room.
+        PeerError: another rank failed.
+    """
+    options = HFExportOptions(dtype, tokenizer, processor, base_model_path, max_shard_size_bytes, staging_folder)
+    export_hf(model, path, options, group=group, gather_group=gather_group)
+
+
+def export_hf(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    options: HFExportOptions,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+) -> None:
+    """`save_hf` with its options in one object."""
+    if (folder := local_folder(path)) is None:
+        _export_to_url(model, os.fspath(path), options, group, gather_group)
+        return
+    with staged_folder(folder, group) as staging:
+        write_hf(model, staging, options, group=group, gather_group=gather_group)
+
+
+def _export_to_url(
+    model: PreTrainedModel,
+    url: str,
+    options: HFExportOptions,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+) -> None:
+    started = time.monotonic()
+    with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
+        remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
+        plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=upload.MIN_FILE_BYTES)
+    with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
+        weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
+        rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
+        names = _write_planned(plan, model, staging, options, group, gather_group)
+        rank_zero_decides(partial(upload.begin, remote, staging), group)
+        all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put, remote, staging, names), group)
+        rank_zero_decides(partial(upload.commit, remote, staging), group)
+    seconds = time.monotonic() - started
+    logger.info("exported to %s: %d bytes of weights in %.1f s", remote.url, plan.layout.total_bytes, seconds)
+
+
+def write_hf(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    options: HFExportOptions,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+    share_bytes: int | None = None,
+) -> list[str]:
+    """Write the files of `save_hf` into a folder that the caller commits.
+
+    Args:
+        folder: an empty folder that exists and that every rank sees.
+        share_bytes: see `plan_export`, and for the other arguments `save_hf`.
+
+    Returns:
+        The files that this rank describes in a manifest, or uploads. Every file of the folder is named by exactly one
+        rank. All files are written and fsynced on all ranks. The commit must fsync the directories.
+
+    Raises:
+        See `save_hf`. Files may be left in ``folder``.
+    """
+    with all_ranks_succeed(f"preparing {folder}", group):
+        plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=share_bytes)
+    return _write_planned(plan, model, Path(folder), options, group, gather_group)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The place of every element in the files. The layout is the same on all ranks, the transfers are this rank's."""
+
+    stored: dict[str, torch.Tensor]  # ``state_dict`` key -> live (sharded) tensor
+    transfers: TransferPlan  # how this rank gets the elements of every file tensor
+    layout: Layout  # the weight files
+
+
+def plan_export(
+    model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, share_bytes: int | None = None
+) -> ExportPlan:
+    """Plan an export, without communication. With adapters, the plan is for the base: the write adds the adapters.
+
+    If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
+    that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. Else files are as large as those
+    of ``save_pretrained``. Raises as `exportable_tensors` does.
+    """
+    stored = exportable_tensors(model)
+    model = plain_view(model)
+    tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
+    limit = options.max_shard_size_bytes
+    if limit is None and share_bytes is not None:
+        share = -(-sum(tensor.nbytes for tensor in tensors) // world_size)
+        limit = min(max(share, share_bytes), _MAX_SHARE_BYTES)
+    layout = plan_layout(tensors, limit or MAX_SHARD_SIZE_BYTES, model.num_parameters())
+    return ExportPlan(stored, plan_transfers(tensors, stored, rank, world_size), layout)
+
+
+@torch.no_grad()
+def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`stored_tensors` of a model with or without adapters, under the names of its architecture.
+
+    Raises:
+        CheckpointMismatchError: the files of the architecture have no place for a trained parameter.
+    """
+    inside = {id(param) for param in transformers_model(model).parameters()}
+    if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
+        raise CheckpointMismatchError(
+            f"{beside[0]} ({len(beside)} such) is beside the layers of the model, as the prompts of PEFT are, so that "
+            "no weight can take it in; save it with PEFT's save_pretrained"
+        )
+    adapted, model = plain_adapters(model), plain_view(model)
+    stored, left_out = stored_tensors(model)
+    if tied := sorted(adapted.keys() & left_out.keys()):
+        raise CheckpointMismatchError(
+            f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no place for the sum; "
+            "train adapters of other layers"
+        )
+    if unknown := unknown_keys(model, [key for key, _ in model.named_parameters() if key in stored]):
+        raise CheckpointMismatchError(
+            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} such), so nothing would "
+            "load it again; take out what was added to the model, or merge it into the weights"
+        )
+    return stored
+
+
+def deal_files(files: Sequence[WeightFile], world_size: int) -> list[list[WeightFile]]:
+    """The files of each rank, about equal in bytes. A few files go to ranks that are far apart, on different nodes."""
+    count = min(len(files), world_size)
+    loads = [(0, number * world_size // count) for number in range(count)]
+    dealt: list[list[WeightFile]] = [[] for _ in range(world_size)]
+    for file in sorted(files, key=lambda file: -file.total_bytes):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + file.total_bytes, rank))
+        dealt[rank].append(file)
+    return dealt
+
+
+def _write_planned(
+    plan: ExportPlan,
+    model: PreTrainedModel,
+    folder: Path,
+    options: HFExportOptions,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+) -> list[str]:
+    """`write_hf` for a plan."""
+    rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
+    merged, model = MergedWeights(model, gather_group), plain_view(model)
+    slots, small_files = layout.slots, list[str]()
+    with WeightWriter(folder) as files:
+        with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
+            for file in layout.files if rank == 0 else ():
+                files.create(file)
+        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+            if rank == 0:
+                small_files = write_sidecars(model, folder, options, layout)
+            for tensor, span in transfers.direct:
+                columns = math.prod(plan.stored[span.source].shape[1:])
+                part = merged.part(span.source, transfers.parts[span.source], columns)
+                _write_share(files, slots[tensor.key], span, part)
+            if not (transfers.gathered or transfers.unmapped):
+                files.sync()
+        if transfers.gathered or transfers.unmapped:
+            _write_gathered(files, folder, model, plan, merged, group, gather_group)
+    return [file.name for file in deal_files(layout.files, get_world_size(group))[rank]] + small_files
+
+
+def _write_share(files: WeightWriter, slot: TensorSlot, span: Span, part: LocalPart) -> None:
+    if (held := overlap(span, part)) is not None:
+        files.write(slot, *own_share(held, part))
+
+
+def _write_gathered(
+    files: WeightWriter,
+    folder: Path,
+    model: PreTrainedModel,
+    plan: ExportPlan,
+    merged: MergedWeights,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+) -> None:
+    """Gather the tensors that need it, write an equal share of each on every rank, and sync all files."""
+    stored, slots = plan.stored, plan.layout.slots
+    rank, world_size = get_rank(group), get_world_size(group)
+    for source, wanted in plan.transfers.gathered.items():
+        tensor = stored[source]
+        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
+        for first, last in row_blocks(tensor, [span for _, span in wanted]):
+            block = gathered_block(tensor, first, last, gather_group)
+            block = merged.part(source, block, math.prod(tensor.shape[1:]))
+            with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
+                for file_tensor, span in wanted:
+                    _write_share(files, slots[file_tensor.key], span, block)
+    for tensors in plan.transfers.unmapped:
+        sources = sorted({source for tensor in tensors for source in tensor.sources})
+        wholes = (merged.whole(source, whole_tensor(stored[source], gather_group)) for source in sources)
+        flat = torch.cat([whole.reshape(-1) for whole in wholes])
+        with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
+            elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
+            for tensor in tensors:
+                first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
+                files.write(slots[tensor.key], first, flat[elements[tensor.key][first:last]])
+    with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
+        files.sync()
+
+
+def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """Gather the whole model on the CPU of rank 0, one tensor at a time. Every rank of ``group`` calls this.
+
+        state = full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(state, "model.pt")
+
+    Returns:
+        On rank 0, ``state_dict`` keys -> whole tensors in new memory, which tied tensors share. ``{}`` on other ranks.
+    """
+    gathered: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    owners = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for key, tensor in model.state_dict().items():
+        twin = first.setdefault(id(owners.get(key, tensor)), key)
+        whole = whole_tensor(tensor) if twin == key else None
+        if get_rank(group) == 0:
+            gathered[key] = gathered[twin] if whole is None else whole
+    return gathered
