@@ -1,1 +1,1 @@
-"""A resume: which generation, what each rank reads of it, and in which order it is put back."""
+"""A resume: which generation wins, how it is checked, and in which order it is restored."""
