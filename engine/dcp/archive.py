@@ -1,4 +1,4 @@
-"""Archives of `torch.save`, of which a ``.distcp`` file is a sequence (zip, not compressed).
+"""Archives of `torch.save`. A ``.distcp`` file is a sequence of them (zip, not compressed).
 
 - Archives written here: the bytes around the values are the same for all tensors of a shape and a dtype. Torch makes
   them once without values (`skip_data`). So tensors are written and found in a file without building or parsing an

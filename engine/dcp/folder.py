@@ -22,13 +22,13 @@ from .roots import choose_root, under_root
 
 @dataclass(frozen=True)
 class DCPFolder:
-    """A DCP folder whose layout is known and complete.
+    """An opened DCP folder, whose layout is known and complete.
 
     Attributes:
         path: the folder.
-        layout: where each stored tensor lies. It was checked against itself and against the sizes of the files.
-        unverified: file name -> manifest entry of each data file, whose bytes nobody has compared with its digest yet.
-            Empty without a manifest, as in the engine folders of a generation: that one has a manifest for all of them.
+        layout: where each stored tensor lies, checked for consistency and against the sizes of the files.
+        unverified: file name -> manifest entry of each data file that has not been compared with its digest yet. Empty
+            without a manifest. A generation has one manifest for all its engine folders.
     """
 
     path: Path
@@ -90,5 +90,5 @@ class DCPFolder:
         return TensorReader(self.path, self.layout, destinations)
 
     def read(self, destinations: Mapping[str, Destination]) -> None:
-        """Read stored tensors now, into memory that nothing else uses yet (see `read_now`)."""
+        """Read stored tensors now, into memory that nothing else uses yet."""
         read_now(self.path, self.layout, destinations)

@@ -72,7 +72,7 @@ def load_dcp(
 def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
     """Compare a folder's names, shapes and dtypes with ``state``. All ranks of ``group`` call it.
 
-    No data is read, and nothing changes. Raises as `load_dcp` does.
+    No data is read, and nothing changes. Raises as `read_dcp` does.
     """
     folder = DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
@@ -145,9 +145,9 @@ class DCPLoad:
         return self._values.get("group_order", [0]).index(0)
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointCorruptError` if a file is not the one that was checked.
+        """Raise `CheckpointCorruptError` if a file has changed since it was checked.
 
-        All ranks call it, for all states that are loaded together, before any of them changes.
+        All ranks call it, for all states that are loaded together, before any state changes.
         """
         self._reader.check_unchanged()
 
@@ -177,7 +177,7 @@ class DCPLoad:
 
 @dataclass(frozen=True)
 class Destinations:
-    """What a rank reads of a folder, and where it goes. Names are those in the folder, with `ROOT`.
+    """The tensors that a rank reads, and where they go. Names are those in the folder, with `ROOT`.
 
     Attributes:
         proposed: dotted name -> new tensor, if the state has none that fits (see `DCPState.propose_state`).
@@ -196,7 +196,7 @@ def find_destinations(folder: DCPFolder, state: DCPState) -> Destinations:
     """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is.
 
     Raises:
-        CheckpointMismatchError: the folder is of another model or optimizer.
+        CheckpointMismatchError: it is a folder of another model or optimizer.
     """
     names, tensors = folder.layout.names(), folder.layout.tensors
     _check_kind(folder, names, state)

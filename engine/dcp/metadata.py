@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -56,7 +56,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The boxes in which a tensor is stored. They tile the tensor. Tensors that are cut alike share one object.
+    """The boxes in which a tensor is stored. They tile the tensor. Tensors that are cut the same way share one object.
 
     Attributes:
         offsets: ``[n, dims]`` int64.
@@ -139,14 +139,8 @@ class FolderLayout:
         """Full names of tensors and objects."""
         return self.tensors.keys() | self.objects.keys()
 
-    def renamed(self, rename: Callable[[str], str]) -> "FolderLayout":
-        """The same layout under other names."""
-        tensors = {rename(name): tensor for name, tensor in self.tensors.items()}
-        return FolderLayout(self.files, tensors, {rename(name): place for name, place in self.objects.items()})
 
-
-@dataclass(frozen=True)
-class Destination:
+class Destination(NamedTuple):
     """A box of a stored tensor, and the tensor that receives it.
 
     Attributes:
@@ -164,14 +158,8 @@ class Destination:
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
@@ -295,17 +283,9 @@ def _stored_tensor(
 
 
 _DAMAGE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError,
+    MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 """Errors raised by unpickling and using damaged bytes."""
 
 

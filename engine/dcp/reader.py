@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -132,50 +132,35 @@ def _open_checked(path: Path, n_bytes: int) -> Iterator[IO[bytes]]:
         yield file
 
 
-@dataclass(frozen=True)
-class _WantedChunk:
-    """The needed part of a stored chunk, and the tensor that receives it."""
+class _WantedChunk(NamedTuple):
+    """The needed part of a stored chunk: position of its file, first byte of its archive, and the receiving tensor."""
 
+    file: int
+    begin: int
     name: str
     stored: StoredTensor
     overlap: Overlap
     target: torch.Tensor
-
-    @property
-    def file(self) -> int:
-        """Position of the file in the layout."""
-        return int(self.stored.files[self.overlap.chunk])
-
-    @property
-    def begin(self) -> int:
-        """First byte of the archive in the file."""
-        return int(self.stored.begins[self.overlap.chunk])
 
 
 def _chunks_wanted(layout: FolderLayout, destinations: Mapping[str, Destination]) -> list[_WantedChunk]:
     """All needed chunks, in the order of the files and of their bytes."""
     found: list[_WantedChunk] = []
     overlaps: dict[tuple[int, Box], list[Overlap]] = {}  # hundreds of tensors are cut in a few ways
-    for name, destination in destinations.items():
+    for name, (box, target) in destinations.items():
         stored = layout.tensors[name]
-        cut = id(stored.chunks), destination.box
+        cut = id(stored.chunks), box
         if cut not in overlaps:
-            overlaps[cut] = stored.chunks.overlaps(destination.box)
-        found += [_WantedChunk(name, stored, overlap, destination.tensor) for overlap in overlaps[cut]]
+            overlaps[cut] = stored.chunks.overlaps(box)
+        for overlap in overlaps[cut]:
+            place = int(stored.files[overlap.chunk]), int(stored.begins[overlap.chunk])
+            found.append(_WantedChunk(*place, name, stored, overlap, target))
     return sorted(found, key=lambda chunk: (chunk.file, chunk.begin))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a stored chunk, and the tensor that receives it.
-
-    Attributes:
-        name: name of the stored tensor.
-        at: first byte of the chunk's values in the file.
-        chunk_sizes: shape of the chunk.
-        box: the box in the chunk.
-        target: has the shape of the box.
-    """
+    """A box of a stored chunk, whose values begin at byte ``at`` of the file, and the receiving tensor of that shape."""
 
     name: str
     at: int

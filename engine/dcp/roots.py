@@ -5,13 +5,15 @@ plain scripts under ``model`` and ``optimizer`` at the top. Newer torchtitan has
 A root is the prefix of those names, and "" is the top.
 """
 
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from ...utils.errors import CheckpointMismatchError
 from .base_model import BASE, BASE_SAMPLE
 from .metadata import FolderLayout
 from .state import ROOT
+
+T = TypeVar("T")
 
 _OPTIMIZERS = ("optim", "optimizer")
 _BESIDE = {
@@ -28,7 +30,7 @@ class Root(NamedTuple):
 
     Attributes:
         name: the ``root`` argument of `load_dcp`. "" is the top.
-        model: prefix of the names of parameters.
+        model: prefix of parameter names.
         optim: prefix of ``state.<parameter>.<entry>``. None without optimizer state.
     """
 
@@ -83,10 +85,13 @@ def under_root(layout: FolderLayout, root: Root) -> FolderLayout:
     """``layout`` with Holdfast's names, without tensors that are no part of the model or optimizer."""
     if root == Root(ROOT, f"{ROOT}.model.", f"{ROOT}.optim."):
         return layout
-    renamed = layout.renamed(root.canonical)
-    kept = {name for name in renamed.names() if name.startswith((f"{ROOT}.model.", f"{ROOT}.optim."))}
-    tensors = {name: tensor for name, tensor in renamed.tensors.items() if name in kept}
-    return FolderLayout(layout.files, tensors, {name: at for name, at in renamed.objects.items() if name in kept})
+    return FolderLayout(layout.files, _renamed(layout.tensors, root), _renamed(layout.objects, root))
+
+
+def _renamed(stored: Mapping[str, T], root: Root) -> dict[str, T]:
+    names = {name: root.canonical(name) for name in stored}
+    kept = f"{ROOT}.model.", f"{ROOT}.optim."
+    return {own: stored[name] for name, own in names.items() if own.startswith(kept)}
 
 
 def _roots_below(prefix: str, names: list[str]) -> list[Root]:

@@ -108,7 +108,7 @@ class Structure:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes, the same on ranks with the same structure. The rank in names of its own tensors is left out."""
+        """16 bytes, the same on ranks with the same structure. The number of the rank itself has no influence."""
         described = [
             (t.name, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements)) for t in self.tensors
         ]

@@ -33,6 +33,7 @@ from ..api import Stateful
 from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
+from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
 from .module_state import (
     adopt_buffers,
@@ -44,21 +45,6 @@ from .module_state import (
     restore_module_state,
     unpack_module_state,
 )
-from .optimizer_state import (
-    PREFIX,
-    Parameters,
-    adopt_state,
-    are_named,
-    check_entries,
-    describe_groups,
-    hyperparameters,
-    local_entries,
-    match_groups,
-    plain_entries,
-    propose_state,
-    reorder_schedule,
-    tensor_entries,
-)
 
 logger = get_logger(__name__)
 
@@ -66,7 +52,7 @@ ROOT = "dcp"
 """The key above all names of a folder, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
-"""Names of the tensors of a training state that hold JSON."""
+"""Names of the tensors that hold JSON in a training state."""
 
 ADAPTERS = "adapters"
 """Name of the tensor that holds the settings of adapters as JSON."""
@@ -182,12 +168,12 @@ class DCPState(TorchStateful):
             return state
         materialize_state(self.optimizer)
         params = self._parameters()
-        check_entries(self.optimizer, params)
-        state["optim"] = {"state": tensor_entries(self.optimizer, params)}
-        state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
-        if plain := plain_entries(self.optimizer, params):
+        optim.check_entries(self.optimizer, params)
+        state["optim"] = {"state": optim.tensor_entries(self.optimizer, params)}
+        state["param_groups"] = pack_json(optim.describe_groups(self.optimizer, params), "param_groups")
+        if plain := optim.plain_entries(self.optimizer, params):
             state["optim_plain"] = pack_json(plain, "optimizer state")
-        if local := local_entries(self.optimizer, params):
+        if local := optim.local_entries(self.optimizer, params):
             state["optim_local"] = pack_json(local, "optim_local")
         state["rng"] = {rank_key(get_rank()): capture_rng()}
         if self.scheduler is not None:
@@ -222,23 +208,17 @@ class DCPState(TorchStateful):
         self.restore(values, given)
 
     def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
-        """Restore state of modules, groups, schedule, counters and generators, but no live tensors.
-
-        Args:
-            values: result of `check_values`.
-            given: argument of `check_values`.
-        """
+        """Restore everything but live tensors. ``values`` is the result of `check_values` for ``given``."""
         restore_module_state(self.model, values["module_state"])
         restore_merged(self.model, values[ADAPTERS])
         if self.optimizer is not None:
-            self._load_training_state(self.optimizer, values)
-            restore_rank_rng(given)
+            self._restore_training_state(self.optimizer, values)
+            own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
+            if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
+                restore_rng(own or derive_rng(first, get_rank()))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Check everything but the live tensors. Nothing changes.
-
-        Args:
-            given: dotted name -> tensor of a whole state. Live tensors may be missing.
+        """Check a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
 
         Returns:
             ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and schedule
@@ -258,34 +238,35 @@ class DCPState(TorchStateful):
         values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
         params = self._parameters()
         if (groups := values.get("param_groups")) is not None:
-            order = values["group_order"] = match_groups(self.optimizer, params, groups)
+            order = values["group_order"] = optim.match_groups(self.optimizer, params, groups)
             values["param_groups"] = [groups[number] for number in order]
             if "scheduler" in values and self.scheduler is not None:
                 _check_keys("scheduler", values["scheduler"], {})
-                values["scheduler"] = reorder_schedule(values["scheduler"], order)
+                values["scheduler"] = optim.reorder_schedule(values["scheduler"], order)
         self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 optional = getattr(target, "OPTIONAL", ())
                 own = {key: value for key, value in target.state_dict().items() if key not in optional}
                 _check_keys(name, values[name], own)
-        check_rank_rng(given)
+        if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
+            check_rng(rng)
         return values
 
     def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: Parameters, saved: Mapping[str, Mapping[str, Any]]
+        self, optimizer: torch.optim.Optimizer, params: optim.Parameters, saved: Mapping[str, Mapping[str, Any]]
     ) -> None:
         _check_keys("optim_plain", saved, {})
         if strangers := sorted(saved.keys() - params.keys()):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
-        for fqn, entries in plain_entries(optimizer, params).items():
+        for fqn, entries in optim.plain_entries(optimizer, params).items():
             _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
 
-    def _load_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    def _restore_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
         saved_groups = values.get("param_groups", ())
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
-            group.update(hyperparameters(saved))
-        if len(saved_groups) > 1 and not are_named(saved_groups):
+            group.update(optim.hyperparameters(saved))
+        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
             logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
         params = self._parameters()
         for fqn, entries in values.get("optim_plain", {}).items():
@@ -301,21 +282,19 @@ class DCPState(TorchStateful):
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
-            live.update(flatten(tensor_entries(self.optimizer, self._parameters()), PREFIX))
+            live.update(flatten(optim.tensor_entries(self.optimizer, self._parameters()), optim.PREFIX))
         return live
 
     def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Dotted name -> live tensor that only ``optimizer.step`` changes. Empty without the promise
-        ``changes_only_in_step``.
+        """The live tensors that only ``optimizer.step`` changes. Empty without the promise ``changes_only_in_step``.
 
-        Args:
-            tensors: result of `state_dict`, flattened. Its parameters are other tensors over the same memory.
+        ``tensors`` is the flattened `state_dict`, whose parameters are other tensors over the same memory.
         """
         if self.optimizer is None or not self.changes_only_in_step:
             return {}
         params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
         live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in live.items() if tensor.requires_grad or name.startswith(PREFIX)}
+        return {name: tensor for name, tensor in live.items() if tensor.requires_grad or name.startswith(optim.PREFIX)}
 
     def aliases(self) -> dict[str, str]:
         """Other dotted names of tied tensors, which a naive writer stores again -> the name in `live_tensors`."""
@@ -327,30 +306,22 @@ class DCPState(TorchStateful):
     def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         """Allocate tensors for entries of a checkpoint for which this state has no tensor of that shape or dtype.
 
-        Args:
-            names: dotted name -> shape and dtype, of a whole checkpoint.
-
-        Returns:
-            dotted name -> tensor, for `adopt_state`. This state stays as it is.
+        Takes the dotted name -> shape and dtype of a whole checkpoint. Returns dotted name -> tensor, for
+        `adopt_state`. This state stays as it is.
         """
         proposed = propose_buffers(self.model, names)
         if self.optimizer is not None:
-            entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
-            proposed |= propose_state(self.optimizer, self._parameters(), entries)
+            entries = {name: shape for name, shape in names.items() if name.startswith(optim.PREFIX)}
+            proposed |= optim.propose_state(self.optimizer, self._parameters(), entries)
         return proposed
 
     def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-        """Install the tensors that `propose_state` allocated, in the module and in the optimizer.
-
-        Args:
-            proposed: result of `propose_state`.
-            given: argument of `check_values`.
-        """
-        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
+        """Install the tensors that `propose_state` allocated. ``given`` is the argument of `check_values`."""
+        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(optim.PREFIX)}
         adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})
         if self.optimizer is not None and entries:
             local = unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
-            adopt_state(self.optimizer, self._parameters(), entries, local)
+            optim.adopt_state(self.optimizer, self._parameters(), entries, local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the first of their names."""
@@ -394,18 +365,18 @@ class DCPState(TorchStateful):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of the result of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself.
+    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself.
 
     Attributes:
         values: tensors of the copy, under the names of the live ones.
-        finish: waits until all values are copied. Raises the error of the copy, if there was one.
+        finish: waits for the copy, and raises its error if there was one.
     """
 
     values: Mapping[str, Any]
     finish: Callable[[], None]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Wait for the copy and return its values. Raises as ``finish`` does."""
+        """Wait for the copy and return its values."""
         self.finish()
         return self.values
 
@@ -423,23 +394,6 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
 def rank_key(rank: int) -> str:
     """The key of a rank's own values: ``rank_00001``."""
     return f"rank_{rank:05d}"
-
-
-def restore_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
-    """Restore this rank's generators from dotted names ``rng.rank_<r>.<generator>``, if there are any.
-
-    A rank that the saved run did not have derives its generators from those of rank 0 (see `derive_rng`).
-    """
-    rank = get_rank()
-    own, first = _rng_of(given, rank), _rng_of(given, 0)
-    if own or first:
-        restore_rng(own or derive_rng(first, rank))
-
-
-def check_rank_rng(given: Mapping[str, torch.Tensor]) -> None:
-    """Raise the `CheckpointMismatchError` that `restore_rank_rng` would raise. No generator is touched."""
-    if state := _rng_of(given, get_rank()) or _rng_of(given, 0):
-        check_rng(state)
 
 
 def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""A resume: which generation wins, how it is checked, and in which order it is restored."""
+"""A resume: the generation that wins, its checks, and the order of the restore."""

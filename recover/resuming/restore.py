@@ -35,11 +35,11 @@ logger = get_logger(__name__)
 
 @dataclass
 class Position:
-    """Where the run is.
+    """The position of the run.
 
     Attributes:
         ranks: passed to `load`.
-        step: the step that was snapshotted or restored last. None before the first one.
+        step: the last snapshotted or restored step. None before the first one.
         epoch: rest of the epoch after a restore. None after the first step.
         rng: restored state of this process's random generators. None in a fresh run.
     """
