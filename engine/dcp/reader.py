@@ -160,7 +160,7 @@ def _chunks_wanted(layout: FolderLayout, destinations: Mapping[str, Destination]
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a stored chunk, whose values begin at byte ``at`` of the file, and the receiving tensor of that shape."""
+    """A box of a stored chunk, whose values begin at byte ``at`` of the file, and the tensor that receives it."""
 
     name: str
     at: int
