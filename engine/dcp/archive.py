@@ -9,7 +9,6 @@
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,19 +24,12 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.heartbeat import beat
 from ...utils.safe_torch import load_plain
 from ..memory.tensors import Box
-from .metadata import Destination, FolderLayout
+from .metadata import Destination, FolderLayout, PathLike
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of a contiguous CPU tensor.
-
-    Attributes:
-        prefix: bytes before the values. A tensor saved in another way (strided, by another version of torch) has
-            others.
-        data_bytes: number of bytes of the values.
-        suffix: bytes after the values.
-    """
+    """The archive of a contiguous CPU tensor: the bytes before and after its values. Others have another prefix."""
 
     prefix: bytes
     data_bytes: int
@@ -87,9 +79,7 @@ class _Sink:
         """Called by torch."""
 
 
-def read_archives(
-    folder: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]
-) -> None:
+def read_archives(folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
     """Fill tensors from archives that are parsed as a whole. Takes the memory of one archive at a time.
 
     Args:
@@ -115,7 +105,7 @@ def read_archives(
             _narrow(destination.tensor, Box(overlap.offsets, overlap.in_chunk.sizes)).copy_(source)
 
 
-def read_object(folder: str | os.PathLike[str], layout: FolderLayout, name: str) -> Any:
+def read_object(folder: PathLike, layout: FolderLayout, name: str) -> Any:
     """Read a stored value that is not a tensor.
 
     Raises:

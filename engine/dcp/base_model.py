@@ -10,7 +10,6 @@ both the same at every world size: a sample of each tensor, and a sum over every
 have only the sample.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ...utils.logging import get_logger
 from ...utils.safe_json import pack_json, unpack_json
 from ..memory.tensors import counts_here, local_box, local_tensor
 from .fingerprint import bit_sum, sample_state
+from .metadata import PathLike
 
 logger = get_logger(__name__)
 
@@ -65,7 +65,6 @@ class FrozenBase:
         folder: their source.
 
     Attributes:
-        folder: see above.
         sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints leave out.
     """
 
@@ -141,7 +140,7 @@ def pack_share(*numbers: int) -> torch.Tensor:
 
 
 def check_base(
-    path: str | os.PathLike[str],
+    path: PathLike,
     saved: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
     own: torch.Tensor,
@@ -153,10 +152,8 @@ def check_base(
     Args:
         path: the checkpoint, for messages.
         saved: dotted name -> tensor of the checkpoint: `BASE`, and the `BASE_SAMPLE` of every rank that saved.
-        frozen: live parameters that the checkpoint left out.
-        own: their `sample_base`.
-        folder: their source.
-        group: their ranks.
+        frozen: live parameters that the checkpoint left out, with their source ``folder``.
+        own: their `sample_base` on this rank.
 
     Raises:
         CheckpointMismatchError: the parameters differ. Raised on every rank.
@@ -176,7 +173,7 @@ def check_own_base(
 
 
 def _compare(
-    path: str | os.PathLike[str],
+    path: PathLike,
     base: torch.Tensor,
     shares: Sequence[torch.Tensor],
     frozen: Mapping[str, torch.Tensor],

@@ -93,12 +93,7 @@ class BlockSampler:
 
 
 class _Pick(NamedTuple):
-    """The elements of a tensor that this rank samples.
-
-    Attributes:
-        positions: positions in the flattened global tensor, ascending.
-        local: the same elements in the flattened local tensor, on its device.
-    """
+    """Positions of this rank's samples in the flattened global tensor, and in the local one, on its device."""
 
     positions: np.ndarray
     local: torch.Tensor
@@ -120,7 +115,6 @@ def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
 
 
 def _positions(numel: int) -> np.ndarray:
-    """Positions of the sampled elements in a flattened tensor, ascending."""
     return np.unique(np.arange(SAMPLES) * (numel - 1) // (SAMPLES - 1))
 
 

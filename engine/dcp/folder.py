@@ -1,10 +1,5 @@
-"""`DCPFolder`: an opened DCP folder, the one place where a load asks what lies where.
+"""`DCPFolder`: an opened DCP folder, the one place where a load asks what lies where."""
 
-Rank 0 lists the folder and parses ``.metadata`` once. The other ranks receive the layout, which is a fraction of the
-size, and look only at the files that they read.
-"""
-
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +10,7 @@ import torch.distributed as dist
 from ...utils.distributed import get_rank, get_world_size, rank_zero_decides
 from ...utils.errors import CheckpointMismatchError
 from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
-from .metadata import Destination, FolderLayout, parse_metadata, read_layout
+from .metadata import Destination, FolderLayout, PathLike, parse_metadata, read_layout
 from .reader import TensorReader, read_now, visible_here
 from .roots import choose_root, under_root
 
@@ -36,13 +31,8 @@ class DCPFolder:
     unverified: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a folder on this rank alone.
-
-        Raises:
-            CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
-            CheckpointCorruptError: the manifest or the metadata is damaged, or a file is missing or short.
-        """
+    def open(cls, path: PathLike) -> Self:
+        """Open a folder on this rank alone. Raises as `read_layout` does, also if the manifest is damaged."""
         unverified: dict[str, Any] = {}
         if (Path(path) / MANIFEST_NAME).exists():
             unverified = dict(check_listing(path)["files"])
@@ -51,21 +41,17 @@ class DCPFolder:
         return cls(Path(path), read_layout(path), unverified)
 
     @classmethod
-    def open_together(cls, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Self:
-        """Open a folder on rank 0 and send the result to all ranks of ``group``, which all call it."""
+    def open_together(cls, path: PathLike, group: dist.ProcessGroup | None) -> Self:
+        """Open a folder on rank 0 and send the layout to all ranks of ``group``, which all call it."""
         return replace(rank_zero_decides(lambda: cls.open(path), group), path=Path(path))
 
     @staticmethod
     def forget_layouts() -> None:
-        """Free the parsed metadata of the folders opened last: tens of megabytes after a save by thousands of ranks."""
+        """Free the parsed ``.metadata`` of the last folders: tens of megabytes after a save by thousands of ranks."""
         parse_metadata.cache_clear()
 
     def under_root(self, root: str, parameters: Iterable[str]) -> Self:
-        """The same folder with its tensors under Holdfast's names (see `roots`).
-
-        Raises:
-            CheckpointMismatchError: the folder has none of the ``parameters`` under ``root``.
-        """
+        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
         try:
             return replace(self, layout=under_root(self.layout, choose_root(self.layout.names(), root, parameters)))
         except CheckpointMismatchError as error:

@@ -11,7 +11,6 @@ A load takes five steps, and nothing in the state changes before the last one:
 Host memory: a few megabytes per reading thread, and every tensor that another version of torch has written.
 """
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +26,13 @@ from ..memory.tensors import Box, local_box, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .folder import DCPFolder
-from .metadata import Destination
+from .metadata import Destination, PathLike
 from .reader import BLOCK_BYTES, TensorReader
 from .roots import describe_roots
 from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 
-def load_dcp(
-    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
-) -> None:
+def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT) -> None:
     """Load the folder ``path`` into ``state``, at any world size. All ranks of ``group`` call it.
 
     Nothing in ``state`` changes unless every rank has found the folder sound and of this model. If a file breaks later,
@@ -69,7 +66,7 @@ def load_dcp(
 
 
 @normal_tensors()
-def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None) -> None:
     """Compare a folder's names, shapes and dtypes with ``state``. All ranks of ``group`` call it.
 
     No data is read, and nothing changes. Raises as `read_dcp` does.
@@ -80,9 +77,7 @@ def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.Process
 
 
 @normal_tensors()
-def read_dcp(
-    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
-) -> "DCPLoad":
+def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT) -> "DCPLoad":
     """Verify a folder and find the bytes that this rank needs. All ranks of ``group`` call it.
 
     When it returns, every rank has found the folder sound and of this model, and nothing in ``state`` has changed.
@@ -155,10 +150,9 @@ class DCPLoad:
     def apply(self) -> None:
         """Copy the values into the state. The folder must still be there.
 
-        Two things can still fail: counters of the user, and files that have changed since they were checked. Identity,
-        size and time of change of each file are compared before the first byte is copied and after the last one. The
-        bytes are not digested again, which would cost as much as the first time. So a disk that returns other bytes
-        the second time, without an error, is not noticed.
+        Identity, size and time of change of each file are compared before the first byte is copied and after the last
+        one. The bytes are not digested again, which would cost as much as the first time. So a disk that returns other
+        bytes the second time, without an error, is not noticed. Counters of the user can also fail.
 
         Raises:
             CheckpointCorruptError: a file changed. Unless that was seen before the first byte was copied, the state
@@ -325,7 +319,6 @@ def _same_values(folder: DCPFolder, names: tuple[str, str], part: Destination) -
 
 
 def _split_rows(part: Destination) -> Iterator[Destination]:
-    """Whole rows of a part, about `BLOCK_BYTES` at a time."""
     if not part.tensor.ndim:
         yield part
         return

@@ -37,6 +37,8 @@ from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.garbage import no_collection
 from ..memory.tensors import Box
 
+PathLike = str | os.PathLike[str]
+
 
 class Overlap(NamedTuple):
     """The intersection of a box and a chunk.
@@ -108,13 +110,7 @@ class StoredTensor:
 
 
 class StoredObject(NamedTuple):
-    """A value of a folder that is not a tensor, as an archive of `torch.save`.
-
-    Attributes:
-        file: name of its file.
-        begin: first byte of its archive in the file.
-        length: bytes of its archive.
-    """
+    """The place of a value that is not a tensor: file, first byte and length of an archive of `torch.save`."""
 
     file: str
     begin: int
@@ -212,7 +208,7 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
     return make, its_type, stored_properties(properties)
 
 
-def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
+def read_layout(path: PathLike) -> FolderLayout:
     """Read the layout of a DCP folder, and check it against itself and against the files.
 
     Raises:
@@ -387,7 +383,6 @@ def _check_range(info: StorageInfo) -> None:
 
 
 def _check_files(folder: Path, layout: FolderLayout) -> None:
-    """Raise unless every file exists and is long enough for its content."""
     for name, end in layout.files.items():
         try:
             status = os.stat(folder / name)

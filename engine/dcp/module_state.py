@@ -118,7 +118,6 @@ def _added(model: nn.Module) -> dict[str, Any]:
 
 
 def _adds(module: nn.Module) -> bool:
-    """Whether a module may add values to the state dict."""
     method, hooks = saving_of(module)
     return (
         type(module).get_extra_state is not nn.Module.get_extra_state

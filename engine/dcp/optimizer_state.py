@@ -161,7 +161,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_other_float_dtype(value: Any, dtype: torch.dtype) -> bool:
-    """Whether ``value`` is a number as a plain tensor with another dtype."""
     is_float = _is_plain(value) and not value.ndim and value.is_floating_point()
     return is_float and dtype.is_floating_point and value.dtype != dtype
 

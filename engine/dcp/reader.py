@@ -29,7 +29,7 @@ from ...utils.heartbeat import beat
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import Box, bytes_of
 from .archive import archive_of, read_archives
-from .metadata import Destination, FolderLayout, Overlap, StoredTensor
+from .metadata import Destination, FolderLayout, Overlap, PathLike, StoredTensor
 
 BLOCK_BYTES = 8 << 20
 """Bytes per read."""
@@ -57,9 +57,7 @@ class TensorReader:
         OSError: a file cannot be read.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]
-    ) -> None:
+    def __init__(self, folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
         self._folder = Path(folder)
         self._identities: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, list[_Read]] = {}
@@ -113,7 +111,7 @@ class TensorReader:
 
 
 @contextmanager
-def visible_here(path: str | os.PathLike[str]) -> Iterator[None]:
+def visible_here(path: PathLike) -> Iterator[None]:
     """Raise `CheckpointNotFoundError` if a block uses a file that rank 0 sees, and this rank does not see it."""
     try:
         yield
@@ -144,7 +142,6 @@ class _WantedChunk(NamedTuple):
 
 
 def _chunks_wanted(layout: FolderLayout, destinations: Mapping[str, Destination]) -> list[_WantedChunk]:
-    """All needed chunks, in the order of the files and of their bytes."""
     found: list[_WantedChunk] = []
     overlaps: dict[tuple[int, Box], list[Overlap]] = {}  # hundreds of tensors are cut in a few ways
     for name, (box, target) in destinations.items():
@@ -219,7 +216,6 @@ def _elements_before(shape: tuple[int, ...], box: Box) -> int | None:
 
 
 def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
-    """Cut ``reads`` into at most ``n`` runs with about the same number of bytes."""
     shares: list[list[_Read]] = [[] for _ in range(n)]
     total, before = sum(read.target.nbytes for read in reads), 0
     for read in reads:
@@ -296,7 +292,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_now(folder: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
+def read_now(folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
     """Read tensors, however they are stored, into memory that nothing else uses yet. Raises as `read_archives` does."""
     reader = TensorReader(folder, layout, destinations)
     reader.read()

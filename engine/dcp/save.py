@@ -1,17 +1,16 @@
 """Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one process.
 
-Torch builds an archive per tensor through a Python file, with a CRC32 pass, plans and pickles metadata for every save,
-calls fsync before its buffer is flushed, truncates existing files, and replaces ``.metadata`` by removing it first.
-Here each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive`)
-and its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable
-storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks.
+Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive`) and
+its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable storage,
+rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an archive
+per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates existing
+files, and removes ``.metadata`` before it writes the new one.
 
-Stock ``dcp.load`` reads the result. The caller makes the folder's entries durable and the folder visible
-(`utils.files.commit_folder`). Until then it is no checkpoint.
+Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's entries durable and the
+folder visible (`utils.files.commit_folder`).
 """
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -41,7 +40,7 @@ from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor
 from .archive import archive_of
-from .metadata import pickle_metadata
+from .metadata import PathLike, pickle_metadata
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
 
@@ -50,7 +49,7 @@ BLOCK_BYTES = 8 << 20
 
 
 def save_dcp(
-    path: str | os.PathLike[str],
+    path: PathLike,
     state: DCPState | StagedState,
     group: dist.ProcessGroup | None = None,
     *,
@@ -86,7 +85,7 @@ def save_dcp(
 
 
 def write_dcp(
-    folder: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+    folder: PathLike, state: DCPState | StagedState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
     """Write ``state`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
 
@@ -109,7 +108,7 @@ class DCPSaver:
         self._plan: RankSavePlan | None = None
 
     def write(
-        self, folder: str | os.PathLike[str], values: Mapping[str, Any], group: dist.ProcessGroup | None = None
+        self, folder: PathLike, values: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> list[FileEntry]:
         """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
 
@@ -190,7 +189,7 @@ def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _write_together(folder: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Iterator[None]:
+def _write_together(folder: PathLike, group: dist.ProcessGroup | None) -> Iterator[None]:
     """`all_ranks_succeed`, but if only writing failed, all ranks raise a `CheckpointWriteError`."""
     try:
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
@@ -223,7 +222,7 @@ class Entry(NamedTuple):
 
 
 def write_entries(
-    folder: str | os.PathLike[str],
+    folder: PathLike,
     entries: Iterable[Entry],
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
 ) -> list[FileEntry]:

@@ -48,8 +48,8 @@ class TensorStructure:
         name: full name. `OWN` in it stands for the rank, if each rank has a tensor of its own.
         shape: shape of the whole tensor.
         properties: torch's description in ``.metadata``, with the dtype.
-        mesh: for a DTensor, ranks in the default group by coordinate, as nested tuples. Else None.
-        placements: for a DTensor.
+        mesh: ranks of a DTensor in the default group by coordinate, as nested tuples. Else None.
+        placements: placements of a DTensor.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Structure:
     Attributes:
         ranks: ranks of the group that saves, in the default group.
         rank: this rank in the group that saves.
-        tensors: tensors of this rank's state, in the order of the files.
+        tensors: in the order of the files.
     """
 
     ranks: tuple[int, ...]
@@ -178,14 +178,7 @@ Paths = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """The file that one rank writes.
-
-    Attributes:
-        file: name of its data file.
-        names: names of the tensors in it, in order.
-        n_bytes: length of the file, as ``.metadata`` has it.
-        metadata: on rank 0, the bytes of ``.metadata``. Empty elsewhere.
-    """
+    """The data file of one rank, the tensors in it, and its length. On rank 0 also the bytes of ``.metadata``."""
 
     file: str
     names: tuple[str, ...]
@@ -276,13 +269,11 @@ class _Writers:
         self._chosen = {(number, shard): rank for (_, number, shard, *_), rank in zip(shared, chosen, strict=True)}
 
     def written_by(self, rank: int) -> Iterator[int]:
-        """Numbers of the tensors whose shard the rank writes, in order."""
         for number, shards in enumerate(self._shards):
             if shards is None or self._chosen.get((number, shards.number[rank]), rank) == rank:
                 yield number
 
     def box_of(self, number: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of a rank's shard of a tensor."""
         shards, shape = self._shards[number], self._structure.tensors[number].shape
         return ((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
 
@@ -375,7 +366,6 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
 
 
 def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:
-    """All ranks' plans on rank 0. An empty list elsewhere."""
     if get_world_size(group) == 1:
         return [local]
     everybody: list[Any] = [None] * get_world_size(group) if get_rank(group) == 0 else []

@@ -324,11 +324,9 @@ class DCPState(TorchStateful):
             optim.adopt_state(self.optimizer, self._parameters(), entries, local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by the first of their names."""
         return first_names(by_clean_name(self._named_parameters()))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under every name."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
