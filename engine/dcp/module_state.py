@@ -26,6 +26,9 @@ from ..memory.tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)
 
+PREFIX = "model."
+"""Prefix of the dotted names ``model.<buffer>``."""
+
 _LENGTH_BYTES = 8
 _BLOCK_BYTES = 4096
 """The tensor is padded to a multiple of this, so that its size stays the same when a value takes a byte more."""
@@ -54,8 +57,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
-    """Pack the result of `module_state` as uint8: length (8 bytes, little-endian), ``torch.save`` data of that length,
-    zeros.
+    """Pack the result of `module_state` as uint8: length (8 bytes, little-endian), ``torch.save`` data, zeros.
 
     Raises:
         ConfigError: a value could only be loaded by running code.
@@ -160,10 +162,6 @@ def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
             key.append(rest.pop(0))
         elif step == "_orig_mod":  # the others take themselves out of the keys
             key.append(step)
-
-
-PREFIX = "model."
-"""Prefix of the dotted names ``model.<buffer>``."""
 
 
 class Slot(NamedTuple):

@@ -90,7 +90,7 @@ class DCPState(TorchStateful):
             parameters is refused (see `base_model`). A parameter is stored if it has changed since the first `DCPState`
             of the model, or if ``optimizer`` has state for it. A load takes all parameters of the folder, whatever this
             argument says.
-        base: source of the frozen parameters, for messages. None asks a transformers model.
+        base: source of the frozen parameters, for messages. None takes the one that a transformers model names.
         group: control group of the ranks that hold the model and agree on the parameters to leave out. None: all ranks.
         changes_only_in_step: promise that only ``optimizer.step`` and code in `changing_weights` change parameters and
             optimizer state. A snapshot may then still be copying them during the next forward and backward (see
