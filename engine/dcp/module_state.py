@@ -164,6 +164,9 @@ def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
             key.append(step)
 
 
+# Buffers
+
+
 class Slot(NamedTuple):
     """The place of a persistent buffer in its module, which may be empty."""
 

@@ -27,6 +27,7 @@ PREFIX = "optim.state."
 """Prefix of the dotted names ``optim.state.<parameter>.<entry>``."""
 
 Parameters = Mapping[str, nn.Parameter]
+Groups = Sequence[Mapping[str, Any]]
 
 _CLASSES = (torch.Tensor, nn.Parameter)
 """Classes of tensors that are nothing but their memory. Others may wrap tensors, or encode something in the bits."""
@@ -176,6 +177,8 @@ def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     return made_sharded(value, param.device_mesh, param.placements, param.shape, param.stride())
 
 
+# Parameter groups
+
 _OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
 _LISTS_OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"}
 """Lists in torch's schedulers with one value per group."""
@@ -183,7 +186,7 @@ _OTHER_LISTS = {"_milestones", "_schedule_phases"}
 _NESTED = "_schedulers"
 
 
-def describe_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def describe_groups(optimizer: torch.optim.Optimizer, params: Parameters) -> list[dict[str, Any]]:
     """Hyperparameters of each group, and as ``params`` the names of its parameters."""
     names = {id(param): name for name, param in params.items()}
     return [
@@ -197,14 +200,12 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN_OF_GROUP}
 
 
-def are_named(saved: Sequence[Mapping[str, Any]]) -> bool:
+def are_named(saved: Groups) -> bool:
     """Whether saved groups name their parameters. Older folders do not."""
     return all("params" in group for group in saved)
 
 
-def match_groups(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], saved: Sequence[Mapping[str, Any]]
-) -> list[int]:
+def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> list[int]:
     """For each group of ``optimizer``, the number of the saved group with the same parameters.
 
     Saved groups without names are matched by position. A parameter that is on one side only is ignored.
@@ -222,7 +223,7 @@ def match_groups(
     return order
 
 
-def _match_by_name(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[int]:
+def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
     there = {name: number for number, group in enumerate(saved) for name in group["params"]}
     first: dict[int, tuple[str, int]] = {}  # number there -> one of its parameters, and the number here
     found: dict[int, int] = {}  # number here -> number there
