@@ -224,7 +224,7 @@ def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
     return [share for share in shares if share]
 
 
-@torch.no_grad()  # which every thread has to say for itself
+@torch.no_grad()  # the setting is per thread
 def _read_all(file: IO[bytes], reads: list[_Read]) -> None:
     device = next((read.target.device for read in reads if read.target.is_cuda), torch.device("cpu"))
     blocks = HostBlocks(BLOCK_BYTES, device)
