@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import Shard
 
 from holdfast.engine.api import StepInfo
-from holdfast.engine.dcp.direct_reader import Destination, TensorReader
-from holdfast.engine.dcp.layout import Box
-from holdfast.engine.dcp.metadata import parse_metadata, read_layout
-from holdfast.engine.dcp.save_plan import plan_alone
-from holdfast.engine.dcp.structure import Structure, TensorStructure
+from holdfast.engine.dcp.metadata import Destination, parse_metadata, read_layout
+from holdfast.engine.dcp.reader import TensorReader
+from holdfast.engine.dcp.save_plan import Structure, TensorStructure, plan_alone
+from holdfast.engine.memory.tensors import Box
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.utils.files import bytes_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_entry

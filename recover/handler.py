@@ -22,9 +22,9 @@ from .config import RecoverConfig
 from .coordinator import Ranks, SessionRef, ranks_of
 from .data.epoch_order import note_order
 from .info import RecoverInfo
+from .resuming.check import check_shared
 from .resuming.restore import Position, restore_run
 from .resuming.select import Choice, ResumeChoice
-from .resuming.shared_folder import check_shared
 from .saving.exports import ExportWriter
 from .saving.rank_session import RankSession
 from .saving.saver import Due, Saver, SaveStats

@@ -1,16 +1,15 @@
-"""Frozen parameters that checkpoints leave out: which ones, and the fingerprint that stands in their place.
+"""Frozen parameters that checkpoints leave out, and the fingerprint that stands in their place.
 
 The base model under LoRA comes from its folder, or from a seed, each time a job starts. A checkpoint may leave it out
-as long as it still has the bits of that start. `FrozenBase` looks at every bit before each save. A parameter that has
-changed is stored from then on, so that what a checkpoint leaves out is always what the next start makes.
+as long as it still has the bits of that start. `FrozenBase` compares every bit before each save. A parameter that has
+changed is stored from then on, so a checkpoint leaves out only parameters that the next start makes again.
 
-A checkpoint holds the fingerprint of what it leaves out, and a load on another base is refused before anything changes.
-The fingerprint is of bits, so a base in another dtype is another base. It has two halves, both the same at every world
-size: a sample of each tensor (see `fingerprint`) and a sum over every bit (see `bit_sum`). Folders from before have the
-first half alone.
+A checkpoint holds the fingerprint of the parameters that it leaves out, and a load on another base is refused before
+anything changes. The fingerprint depends on the bits, so a base in another dtype is another base. It has two halves,
+both the same at every world size: a sample of each tensor, and a sum over every bit (see `fingerprint`). Older folders
+have only the sample.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,22 +25,22 @@ from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.safe_json import pack_json, unpack_json
 from ..memory.tensors import counts_here, local_box, local_tensor
-from .bit_sum import bit_sum
-from .fingerprint import sample_state
+from .fingerprint import bit_sum, sample_state
+from .metadata import PathLike
 
 logger = get_logger(__name__)
 
 BASE = "base"
-"""Name of the tensor that holds what `describe_base` says."""
+"""Name of the tensor that holds the result of `describe_base`."""
 BASE_SAMPLE = "base_sample"
-"""Name under which each rank has its share of the fingerprint, two numbers of 8 bytes; of older folders the first."""
+"""Name under which each rank has its share of the fingerprint, two numbers of 8 bytes. Older folders have the first."""
 _HALF = 8
 _MODULUS = 2**64
 
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """Where frozen parameters came from. For messages: it decides nothing.
+    """Source of the frozen parameters, for messages only.
 
     Attributes:
         path: folder, or id of a model on the hub. None if unknown.
@@ -63,11 +62,10 @@ class FrozenBase:
 
     Args:
         named: name -> parameter, as the start has just made them.
-        folder: where they come from.
+        folder: their source.
 
     Attributes:
-        folder: see above.
-        sums: name -> this rank's share of the sum over its bits, of those that checkpoints leave out.
+        sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints leave out.
     """
 
     _of_models: ClassVar[WeakKeyDictionary[nn.Module, "FrozenBase"]] = WeakKeyDictionary()
@@ -78,18 +76,18 @@ class FrozenBase:
 
     @classmethod
     def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor], folder: BaseFolder) -> "FrozenBase":
-        """The base of ``model``, the same object in every call; the other arguments count in the first call."""
+        """The base of ``model``. Every call returns the object of the first call, whose other arguments count."""
         if model not in cls._of_models:
             cls._of_models[model] = cls(named, folder)
         return cls._of_models[model]
 
     def drop_changed(self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Have checkpoints hold what has changed on any rank, or is no longer frozen; all ranks of ``group`` call it.
+        """Forget parameters that have changed on any rank or are no longer frozen, so that checkpoints hold them.
 
-        Cost: one pass over the memory of this rank's part of the base, and one small exchange.
+        All ranks of ``group`` call it. Cost: one pass over this rank's part of the base, and one small exchange.
 
         Args:
-            frozen: name -> parameter, of all that is frozen now.
+            frozen: name -> parameter, of all parameters that are frozen now.
             group: the ranks of the model.
         """
         now = sums_of({name: frozen[name] for name in frozen.keys() & self.sums.keys()})
@@ -105,7 +103,7 @@ class FrozenBase:
 
 
 def sums_of(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Name -> this rank's share of the `bit_sum` of a parameter; only the first rank that holds a part counts it."""
+    """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank that holds a part counts it."""
     counted = {name: tensor for name, tensor in named.items() if counts_here(tensor)}
     sums = {n: bit_sum(f"model.{n}", local_tensor(t), local_box(t).offsets) for n, t in counted.items()}
     return dict.fromkeys(named, 0) | sums
@@ -118,8 +116,8 @@ def describe_base(
 
     Args:
         frozen: the parameters.
-        folder: where they came from.
-        adapters: description of what is trained on them (see `lora.description`), for tools without the model.
+        folder: their source.
+        adapters: description of the adapters trained on them (see `lora.description`), for tools without the model.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
@@ -129,38 +127,36 @@ def describe_base(
 
 
 def sample_base(frozen: Mapping[str, torch.Tensor], sums: Mapping[str, int] | None = None) -> torch.Tensor:
-    """This rank's share of the fingerprint of frozen parameters, see `pack_share`; ``sums`` if they are known."""
+    """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if they are known."""
     sums = sums_of(frozen) if sums is None else sums
     sample = int(sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"])
     return pack_share(sample, sum(sums[name] for name in frozen))
 
 
 def pack_share(*numbers: int) -> torch.Tensor:
-    """The sample, and the sum over every bit, of what a rank holds: ``[16]`` uint8, little-endian."""
+    """The sample and the sum over every bit of a rank's parameters: ``[16]`` uint8, little-endian."""
     packed = b"".join((number % _MODULUS).to_bytes(_HALF, "little") for number in numbers)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def check_base(
-    path: str | os.PathLike[str],
+    path: PathLike,
     saved: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
     own: torch.Tensor,
     folder: BaseFolder,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """See that live frozen parameters are those that a checkpoint was made with; all ranks of ``group`` call it.
+    """Compare live frozen parameters with those of a checkpoint. All ranks of ``group`` call it.
 
     Args:
-        path: of the checkpoint, for messages.
+        path: the checkpoint, for messages.
         saved: dotted name -> tensor of the checkpoint: `BASE`, and the `BASE_SAMPLE` of every rank that saved.
-        frozen: the live ones that it left out.
-        own: `sample_base` of these.
-        folder: where these came from.
-        group: their ranks.
+        frozen: live parameters that the checkpoint left out, with their source ``folder``.
+        own: their `sample_base` on this rank.
 
     Raises:
-        CheckpointMismatchError: they are others; on every rank.
+        CheckpointMismatchError: the parameters differ. Raised on every rank.
     """
     if BASE not in saved:
         return
@@ -171,13 +167,13 @@ def check_base(
 def check_own_base(
     saved: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], folder: BaseFolder, own: str
 ) -> None:
-    """`check_base` of this rank's share alone, whose name is ``own``; only at the world size of the save."""
+    """`check_base` of this rank's share alone, whose name is ``own``. Only at the world size of the save."""
     if BASE in saved and own in saved and unpack_json(saved[BASE], BASE).get("ranks") == get_world_size():
         _compare("the state", saved[BASE], [saved[own]], frozen, folder, [sample_base(frozen)])
 
 
 def _compare(
-    path: str | os.PathLike[str],
+    path: PathLike,
     base: torch.Tensor,
     shares: Sequence[torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
@@ -202,7 +198,7 @@ def _compare(
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
-    """The fingerprint of frozen parameters, of every rank's `sample_base`: 32 hex digits, of an older folder 16."""
+    """The fingerprint of frozen parameters, from every rank's `sample_base`: 32 hex digits, 16 for an older folder."""
     data = [bytes(share.tolist()) for share in shares]
     numbers = [
         [int.from_bytes(share[at : at + _HALF], "little") for at in range(0, len(share), _HALF)] for share in data
@@ -211,7 +207,7 @@ def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
 
 
 def same_base(saved: str, here: str) -> bool:
-    """Whether two `base_fingerprint`s are of the same bits, as far as both know them; one of nothing is of no base."""
+    """Whether two `base_fingerprint`s agree in the digits that both have. An empty one agrees with nothing."""
     known = min(len(saved), len(here))
     return known > 0 and saved[:known] == here[:known]
 

@@ -1,55 +1,58 @@
 """Load a DCP folder into a `DCPState`: verified, at any world size, on all ranks or on none.
 
-A load goes through five steps, in this order. Rank 0 lists the folder and parses ``.metadata``, and tells the others
-what is where; every rank compares the bytes of its share of the files with their digests, and finds which bytes it
-needs for which of its tensors; all ranks agree that all is well; what is small is read and checked; and only then are
-the values read, straight from the files into the live tensors. Host memory during a load: a few
-megabytes a reading thread, and every tensor that another version of torch has written, which is read before.
+A load takes five steps, and nothing in the state changes before the last one:
+
+1. Rank 0 opens the folder and sends its layout to all ranks (`DCPFolder`).
+2. Every rank compares the bytes of its share of the files with their digests.
+3. Every rank finds which bytes it needs for which of its tensors. Names, shapes and dtypes must be those of the state.
+4. Small values (schedule, counters, generators) are read and checked, and all ranks agree that all is well.
+5. The values are read from the files straight into the live tensors.
+
+Host memory: a few megabytes per reading thread, and every tensor that another version of torch has written.
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
+from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointError, CheckpointMismatchError
-from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
-from ..memory.tensors import normal_tensors
+from ..memory.tensors import Box, local_box, normal_tensors
 from ..memory.weight_changes import changing_weights
-from .archive_reader import read_now
-from .base_model import check_base, sample_base
-from .compatibility import Destinations, find_destinations
-from .direct_reader import Destination, TensorReader, visible_here
-from .layout import FolderLayout
-from .metadata import parse_metadata, read_layout
-from .roots import choose_root, under_root
-from .state import ROOT, DCPState
+from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
+from .folder import DCPFolder
+from .metadata import Destination, PathLike
+from .reader import BLOCK_BYTES, TensorReader
+from .roots import describe_roots
+from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 
-def load_dcp(
-    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
-) -> None:
-    """Load the folder ``path`` into ``state``, at any world size; all ranks of ``group`` call it.
+def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT) -> None:
+    """Load the folder ``path`` into ``state``, at any world size. All ranks of ``group`` call it.
 
-    Nothing in ``state`` changes unless every rank has found the folder sound and of this model. Should a file break
-    after that, while it is read, the error says that the state is half loaded.
-    Whether frozen parameters are in it or left out is the folder's to say (see `DCPState`, ``trainable_only``).
-    A state without an optimizer takes only the model out of a training checkpoint. A folder as AReaL writes it has no
-    schedule, counters or generators: those stay as they are, with a warning. So does everything but tensors of the
-    model and of the optimizer in a folder of another trainer.
+    Nothing in ``state`` changes unless every rank has found the folder sound and of this model. If a file breaks later,
+    while it is read, the error says that the state is half loaded.
+
+        state = DCPState(model, optimizer, scheduler)
+        load_dcp("runs/step_100", state)
+        load_dcp("torchtitan/step-100", DCPState(model), root="")  # the model alone, of another trainer
+
+    - A state without an optimizer takes only the model from a training checkpoint.
+    - The folder decides whether frozen parameters are loaded (see ``trainable_only`` of `DCPState`).
+    - A folder of AReaL has no schedule, counters or generators. Those stay as they are, with a warning. From a folder
+      of another trainer only tensors of the model and of the optimizer are loaded.
 
     Args:
         path: the folder.
         state: what it is loaded into.
-        group: the ranks; None is the default group.
-        root: what the names in the folder begin with, other than Holdfast's: ``app`` for ``app.model.<parameter>`` and
-            ``app.optim.state.<parameter>.<entry>`` (or ``optimizer``), "" for ``model.<parameter>`` and
+        group: the ranks. None is the default group.
+        root: prefix of the names in a folder of another trainer. ``app`` stands for ``app.model.<parameter>`` and
+            ``app.optim.state.<parameter>.<entry>`` (or ``optimizer``). "" stands for ``model.<parameter>`` and
             ``optimizer.state...``, or for parameters at the top.
 
     Raises:
@@ -63,54 +66,65 @@ def load_dcp(
 
 
 @normal_tensors()
-def read_dcp(
-    path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
-) -> "DCPLoad":
-    """Verify the folder ``path`` and find what this rank needs, at any world size; all ranks of ``group`` call it.
+def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None) -> None:
+    """Compare a folder's names, shapes and dtypes with ``state``. All ranks of ``group`` call it.
 
-    When it returns, every rank has found the folder sound and of this model, and every part it needs in its place;
-    nothing in ``state`` has changed. Values are copied when the result is applied; held in memory until then is only
-    what is small, or not stored as this version of torch stores it.
+    No data is read, and nothing changes. Raises as `read_dcp` does.
+    """
+    folder = DCPFolder.open_together(path, group)
+    with all_ranks_succeed(f"checking {path}", group):
+        find_destinations(folder, _as_stored(state, folder))
+
+
+@normal_tensors()
+def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT) -> "DCPLoad":
+    """Verify a folder and find the bytes that this rank needs. All ranks of ``group`` call it.
+
+    When it returns, every rank has found the folder sound and of this model, and nothing in ``state`` has changed.
+    Until the result is applied, it holds only small values and tensors that another version of torch has written.
 
     Raises:
-        CheckpointNotFoundError: no such folder, or not a DCP folder.
-        CheckpointCorruptError: files are missing, short, damaged, or do not cover a tensor.
-        CheckpointMismatchError: keys, shapes or dtypes are not those of ``state``, tensors that its model ties differ,
-            or the frozen parameters that the folder leaves out are not those of ``state``.
-        OSError: a file that is there cannot be read.
+        CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
+        CheckpointCorruptError: files are missing, short or damaged, or do not cover a tensor.
+        CheckpointMismatchError: names, shapes or dtypes are not those of ``state``, tensors that its model ties differ,
+            or the folder leaves out other frozen parameters than those of ``state``.
+        OSError: an existing file cannot be read.
         PeerError: another rank failed.
     """
-    digests, layout = rank_zero_decides(lambda: _inspect(path), group)
+    folder = DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
-        _verify_share(path, digests, group)
-        layout = _under(root, path, layout, state)
-        state = _as_stored(state, layout)
-        destinations = find_destinations(path, layout, state)
+        folder.verify_share(group)
+        if root != ROOT:
+            parameters = [name.removeprefix("model.") for name in state.live_tensors() if name.startswith("model.")]
+            folder = folder.under_root(root, parameters)
+        state = _as_stored(state, folder)
+        destinations = find_destinations(folder, state)
     with all_ranks_succeed(f"reading {path}", group):
-        reader = TensorReader(path, layout, destinations.live)
+        reader = folder.plan(destinations.live)
         others = {name: where.like() for name, where in destinations.live.items() if name not in reader.names}
-        read_now(path, layout, destinations.small | others)
-        _check_ties(path, layout, destinations)
+        folder.read(destinations.small | others)
+        _check_ties(folder, destinations)
         small = {name.removeprefix(f"{ROOT}."): where.tensor for name, where in destinations.small.items()}
-        values = _check_values(path, state, small)
+        values = _check_values(folder, state, small)
         reader.check_unchanged()
         frozen = state.frozen_parameters()
-        own = sample_base(frozen)
-    check_base(path, small, frozen, own, state.base, group)
+        own = sample_base(frozen) if BASE in small else None
+    if own is not None:
+        check_base(path, small, frozen, own, state.base, group)
     copies = [(destinations.live[name].tensor, where.tensor) for name, where in others.items()]
     return DCPLoad(state, destinations.proposed, reader, copies, small, values)
 
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that was found good on all ranks, and waits to be put into the live state.
+    """A folder that all ranks have found good, ready to be put into the live state.
 
     Attributes:
         state: the live state, with the parameters that the folder holds.
-        _proposed: memory for state that the live one does not hold yet.
-        _copies: live tensor, and what was read for it, where it could not be read in place.
+        _proposed: memory for tensors that the live state does not have yet.
+        _copies: pairs of a live tensor and its values, if they could not be read in place.
         _small: dotted name -> tensor, of generators, counters and parameter groups.
-        _values: the same, parsed.
+        _values: the same values, parsed.
     """
 
     state: DCPState
@@ -122,32 +136,31 @@ class DCPLoad:
 
     @property
     def first_group(self) -> int:
-        """Index of the optimizer's parameter group that the first one in the folder is; 0 without an optimizer."""
+        """Index of the optimizer's parameter group that is the first one in the folder. 0 without an optimizer."""
         return self._values.get("group_order", [0]).index(0)
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointCorruptError` unless the files are those that were checked; changes nothing.
+        """Raise `CheckpointCorruptError` if a file has changed since it was checked.
 
-        For all ranks, and all states that are loaded together, before any of them is changed.
+        All ranks call it, for all states that are loaded together, before any state changes.
         """
         self._reader.check_unchanged()
 
     @normal_tensors()
     def apply(self) -> None:
-        """Copy it into the state; the folder must still be there.
+        """Copy the values into the state. The folder must still be there.
 
-        What could be checked has been. What is left to fail is a user's own counters, and files that are no longer what
-        they were when they were checked: their identity, size and time of change are looked at before the first byte is
-        copied and after the last. The bytes are not digested again, which would cost as much as verifying them did: a
-        disk that gives other bytes the second time, without an error, is not noticed.
+        Identity, size and time of change of each file are compared before the first byte is copied and after the last
+        one. The bytes are not digested again, which would cost as much as the first time. So a disk that returns other
+        bytes the second time, without an error, is not noticed. Counters of the user can also fail.
 
         Raises:
-            CheckpointCorruptError: a file changed. If that was not seen before the first byte was copied, the state is
-                not to be trusted: load again, or stop.
-            OSError: a file can no longer be read; likewise.
+            CheckpointCorruptError: a file changed. Unless that was seen before the first byte was copied, the state
+                cannot be trusted: load again, or stop.
+            OSError: a file can no longer be read. The state cannot be trusted either.
         """
         self.check_unchanged()
-        parse_metadata.cache_clear()  # tens of megabytes where thousands of ranks have written; all is planned
+        DCPFolder.forget_layouts()  # everything is planned
         with changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
@@ -156,77 +169,168 @@ class DCPLoad:
             self.state.restore(self._values, self._small)
 
 
-@normal_tensors()
-def check_dcp(path: str | os.PathLike[str], state: DCPState, group: dist.ProcessGroup | None = None) -> None:
-    """Raise what `load_dcp` would raise of the folder's keys, shapes and dtypes; all ranks of ``group`` call it.
+@dataclass(frozen=True)
+class Destinations:
+    """The tensors that a rank reads, and where they go. Names are those in the folder, with `ROOT`.
 
-    No data is read, and nothing changes. `PeerError`: another rank failed.
+    Attributes:
+        proposed: dotted name -> new tensor, if the state has none that fits (see `DCPState.propose_state`).
+        live: name -> this rank's part of a tensor of model or optimizer, read when the load is applied.
+        small: name -> fresh memory for schedule, counters, generators and state of modules, read before that.
+        ties: second name of a tied tensor in the folder -> its name in ``live``.
     """
-    layout = rank_zero_decides(lambda: read_layout(path), group)
-    with all_ranks_succeed(f"checking {path}", group):
-        find_destinations(path, layout, _as_stored(state, layout))
+
+    proposed: dict[str, torch.Tensor]
+    live: dict[str, Destination]
+    small: dict[str, Destination]
+    ties: dict[str, str]
 
 
-def _as_stored(state: DCPState, layout: FolderLayout) -> DCPState:
-    return state.as_stored({name.removeprefix(f"{ROOT}.") for name in layout.names()})
+def find_destinations(folder: DCPFolder, state: DCPState) -> Destinations:
+    """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is.
+
+    Raises:
+        CheckpointMismatchError: it is a folder of another model or optimizer.
+    """
+    names, tensors = folder.layout.names(), folder.layout.tensors
+    _check_kind(folder, names, state)
+    found = {name.removeprefix(f"{ROOT}."): (stored.shape, stored.dtype) for name, stored in tensors.items()}
+    proposed = state.propose_state(found)
+    live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
+    aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
+    ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
+    _check_same_names(folder, live.keys(), names, aliases.keys(), state)
+    for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
+        _check_same_tensor(folder, name, tensor)
+    boxes: dict[Any, Box] = {}  # hundreds of tensors are cut in a few ways
+    return Destinations(
+        proposed,
+        {name: _local_destination(tensor, boxes) for name, tensor in live.items()},
+        {name: _small_destination(folder, name) for name in _small_names(names, state)},
+        ties,
+    )
 
 
-def _inspect(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FolderLayout]:
-    """What the manifest, if there is one, says of the files that are still to be verified, and what is in them."""
-    files: dict[str, Any] = {}
-    if (Path(path) / MANIFEST_NAME).exists():
-        files = dict(check_listing(path)["files"])
-        if ".metadata" in files:
-            verify_file(path, ".metadata", files.pop(".metadata"))
-    return files, read_layout(path)
+def _as_stored(state: DCPState, folder: DCPFolder) -> DCPState:
+    return state.as_stored({name.removeprefix(f"{ROOT}.") for name in folder.layout.names()})
 
 
-def _under(root: str, path: str | os.PathLike[str], layout: FolderLayout, state: DCPState) -> FolderLayout:
-    """The layout under the names that Holdfast gives, of a folder that has others."""
-    if root == ROOT:
-        return layout
-    parameters = [name.removeprefix("model.") for name in state.live_tensors() if name.startswith("model.")]
-    try:
-        return under_root(layout, choose_root(layout.names(), root, parameters))
-    except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{path}: {error}") from error
+def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> None:
+    if not any(name.startswith(f"{ROOT}.model.") for name in names):
+        raise CheckpointMismatchError(
+            f"{folder.path} holds no model under {ROOT!r}, where Holdfast and AReaL have it; {describe_roots(names)}"
+        )
+    trained = any(name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in names)
+    if state.optimizer is not None and not trained:  # plain SGD has groups but no state
+        raise CheckpointMismatchError(f"{folder.path} holds a model only, no optimizer state; load it with_optim=False")
 
 
-def _verify_share(
-    path: str | os.PathLike[str], files: Mapping[str, Any], group: dist.ProcessGroup | None = None
+def _check_same_names(
+    folder: DCPFolder, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
 ) -> None:
-    """Compare this rank's share of the files with their digests; at the world size of the save, the file it reads."""
-    in_order_of_ranks = sorted(files, key=lambda name: (len(name), name))
-    for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
-        with visible_here(Path(path) / name):
-            verify_file(path, name, files[name])
+    prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
+    here, there = set(live), {name for name in saved if name.startswith(prefixes)}
+    if missing := sorted(here - there):
+        raise CheckpointMismatchError(
+            f"{folder.path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or "
+            "optimizer"
+            + (", or of one that had other parameters frozen, which it leaves out" if f"{ROOT}.{BASE}" in saved else "")
+        )
+    if unexpected := sorted((there - here).difference(aliases)):
+        raise CheckpointMismatchError(
+            f"{folder.path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} "
+            "unexpected)"
+        )
 
 
-def _check_ties(path: str | os.PathLike[str], layout: FolderLayout, destinations: Destinations) -> None:
-    """A folder that holds a tied tensor under two names must hold the same values under both."""
+def _check_same_tensor(folder: DCPFolder, name: str, live: torch.Tensor) -> None:
+    stored, what = folder.layout.tensors.get(name), f"{folder.path}: {name}"
+    if stored is None:
+        raise CheckpointMismatchError(f"{what} is not a tensor; expected {list(live.shape)} {live.dtype}")
+    if stored.shape != live.shape:
+        raise CheckpointMismatchError(
+            f"{what} has shape {list(stored.shape)}, this model needs {list(live.shape)}; is it another model?"
+        )
+    if stored.dtype != live.dtype:
+        raise CheckpointMismatchError(f"{what} has dtype {stored.dtype}, this model needs {live.dtype}")
+
+
+def _local_destination(tensor: torch.Tensor, boxes: dict[Any, Box]) -> Destination:
+    if not isinstance(tensor, DTensor):
+        return Destination(_whole(tensor.shape), tensor)
+    cut = tensor.shape, tensor.device_mesh, tensor.placements
+    if cut not in boxes:
+        boxes[cut] = local_box(tensor)
+    return Destination(boxes[cut], tensor.to_local())
+
+
+def _small_destination(folder: DCPFolder, name: str) -> Destination:
+    stored = folder.layout.tensors.get(name)
+    if stored is None:
+        raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
+    return Destination(_whole(stored.shape), torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
+
+
+def _whole(shape: torch.Size) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
+    """Names of the values that come back besides live tensors. A new rank reads the values of rank 0."""
+    saved = sorted(saved)
+    found = _of_rank("module_state", saved)
+    found += [
+        name
+        for name in saved
+        if name in (f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}") or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")
+    ]
+    if state.optimizer is not None:
+        found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
+    return found
+
+
+def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
+    own, first = (f"{ROOT}.{key}.{rank_key(rank)}." for rank in (get_rank(), 0))
+    found = [name for name in saved if f"{name}.".startswith(own)]
+    return found or [name for name in saved if f"{name}.".startswith(first)]
+
+
+def _check_ties(folder: DCPFolder, destinations: Destinations) -> None:
+    """Raise unless a tied tensor that the folder holds under two names has the same values under both."""
     for alias, name in destinations.ties.items():
-        if not _same_values(path, layout, (alias, name), destinations.live[name]):
+        if not _same_values(folder, (alias, name), destinations.live[name]):
             one, other = (key.removeprefix(f"{ROOT}.model.") for key in (alias, name))
             raise CheckpointMismatchError(
-                f"{path} holds different values for {one} and {other}, which this model ties; build it with "
+                f"{folder.path} holds different values for {one} and {other}, which this model ties; build it with "
                 "tie_word_embeddings=False"
             )
 
 
-def _same_values(path: str | os.PathLike[str], layout: FolderLayout, names: tuple[str, str], part: Destination) -> bool:
-    """Whether a part of two stored tensors is the same; a few rows at a time, where they are stored so."""
-    direct = TensorReader(path, layout, dict.fromkeys(names, part)).names.issuperset(names)
-    for rows in part.split_rows() if direct else (part,):
+def _same_values(folder: DCPFolder, names: tuple[str, str], part: Destination) -> bool:
+    """Compare a part of two stored tensors, a few rows at a time if they can be read so."""
+    direct = folder.plan(dict.fromkeys(names, part)).names.issuperset(names)
+    for rows in _split_rows(part) if direct else (part,):
         copies = {name: rows.like() for name in names}
-        read_now(path, layout, copies)
+        folder.read(copies)
         one, other = (copy.tensor for copy in copies.values())
         if not torch.equal(one, other):
             return False
     return True
 
 
-def _check_values(path: str | os.PathLike[str], state: DCPState, small: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _split_rows(part: Destination) -> Iterator[Destination]:
+    if not part.tensor.ndim:
+        yield part
+        return
+    n_rows, offsets = len(part.tensor), part.box.offsets
+    step = max(1, n_rows * BLOCK_BYTES // max(1, part.tensor.nbytes))
+    for row in range(0, n_rows, step):
+        rows = part.tensor[row : row + step]
+        yield Destination(Box((offsets[0] + row, *offsets[1:]), tuple(rows.shape)), rows)
+
+
+def _check_values(folder: DCPFolder, state: DCPState, small: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     try:
         return state.check_values(small)
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(f"{folder.path}: {error}") from error

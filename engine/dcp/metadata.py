@@ -1,9 +1,11 @@
-"""DCP metadata of untrusted folders: a restricted unpickler for ``.metadata``, and checks that it is complete.
+"""Where stored tensors lie in a DCP folder: `FolderLayout`, parsed from ``.metadata`` of untrusted folders.
 
-Torch unpickles ``.metadata`` as it comes, which runs whatever code somebody put in. Here only the handful of types
-that torch itself writes there can be made; anything else is an error that names it. Torch's loader also leaves what no
-chunk covers as it was, without a word; here the chunks of every tensor must tile it exactly, each must have its bytes
-in a file, and each file must be there and long enough.
+Torch unpickles ``.metadata`` as it is, which can run any code. Here a restricted unpickler makes only the few types
+that torch itself writes there, and any other type is an error that names it. Torch's loader also ignores parts of a
+tensor that no chunk covers. Here the chunks of a tensor must tile it exactly, the bytes of each chunk must be in a
+file, and each file must exist and be long enough.
+
+The layout is kept in arrays, without a Python object for each of the chunks that a thousand ranks have written.
 """
 
 import copyreg
@@ -12,11 +14,12 @@ import os
 import pickle
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path, PurePath
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,18 +35,127 @@ from torch.distributed.checkpoint.metadata import (
 from ...utils.compat.torch_private import StorageInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.garbage import no_collection
-from .layout import Chunks, FolderLayout, StoredObject, StoredTensor
+from ..memory.tensors import Box
+
+PathLike = str | os.PathLike[str]
+
+
+class Overlap(NamedTuple):
+    """The intersection of a box and a chunk.
+
+    Attributes:
+        chunk: number of the chunk.
+        chunk_sizes: shape of the whole chunk.
+        in_chunk: the intersection, relative to the chunk.
+        offsets: first index of the intersection in the box.
+    """
+
+    chunk: int
+    chunk_sizes: tuple[int, ...]
+    in_chunk: Box
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The boxes in which a tensor is stored. They tile the tensor. Tensors that are cut the same way share one object.
+
+    Attributes:
+        offsets: ``[n, dims]`` int64.
+        sizes: ``[n, dims]`` int64.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+    def overlaps(self, box: Box) -> list[Overlap]:
+        """The intersections of ``box`` with all chunks. An empty list for an empty box."""
+        if 0 in box.sizes:
+            return []
+        begins = np.maximum(self.offsets, np.array(box.offsets, np.int64))
+        ends = np.minimum(self.offsets + self.sizes, np.array(box.offsets, np.int64) + np.array(box.sizes, np.int64))
+        return [
+            Overlap(
+                int(chunk),
+                tuple(self.sizes[chunk].tolist()),
+                Box(
+                    tuple((begins[chunk] - self.offsets[chunk]).tolist()),
+                    tuple((ends[chunk] - begins[chunk]).tolist()),
+                ),
+                tuple((begins[chunk] - np.array(box.offsets, np.int64)).tolist()),
+            )
+            for chunk in np.flatnonzero((begins < ends).all(1))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a folder.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        dtype: dtype of its values.
+        chunks: how the tensor is cut.
+        files: ``[n]`` int64, position of each chunk's file in `FolderLayout.files`.
+        begins: ``[n]`` int64, first byte of each chunk's archive in the file.
+        lengths: ``[n]`` int64, bytes of each chunk's archive.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: Chunks
+    files: np.ndarray
+    begins: np.ndarray
+    lengths: np.ndarray
+
+
+class StoredObject(NamedTuple):
+    """The place of a value that is not a tensor: file, first byte and length of an archive of `torch.save`."""
+
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class FolderLayout:
+    """Everything that a folder stores.
+
+    Attributes:
+        files: name of each data file -> the bytes that it must have at least.
+        tensors: full name -> tensor.
+        objects: full name -> place of a value that is not a tensor.
+    """
+
+    files: dict[str, int]
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+
+    def names(self) -> set[str]:
+        """Full names of tensors and objects."""
+        return self.tensors.keys() | self.objects.keys()
+
+
+class Destination(NamedTuple):
+    """A box of a stored tensor, and the tensor that receives it.
+
+    Attributes:
+        box: the box in the whole stored tensor.
+        tensor: has the shape of the box and the stored dtype, on any device, with any strides.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+    def like(self) -> "Destination":
+        """The same box with fresh host memory."""
+        return Destination(self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu"))
+
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
@@ -63,14 +175,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _StoredProperties(TensorProperties):
-    """Reads the properties that torch 2.15 stores, strides included, on older versions too."""
+    """Reads the properties that torch 2.15 stores (with strides) on older versions too."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[:_N_PROPERTIES])
 
 
 _N_PROPERTIES = 5
-"""Fields of a tensor's properties that every supported version of torch reads."""
+"""Number of fields of a tensor's properties that every supported version of torch reads."""
 
 
 def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
@@ -96,8 +208,8 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
     return make, its_type, stored_properties(properties)
 
 
-def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
-    """The layout of the DCP folder ``path``, checked against itself and against the files it names.
+def read_layout(path: PathLike) -> FolderLayout:
+    """Read the layout of a DCP folder, and check it against itself and against the files.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
@@ -123,7 +235,7 @@ def read_layout(path: str | os.PathLike[str]) -> FolderLayout:
 
 @lru_cache(maxsize=4)
 def parse_metadata(data: bytes) -> FolderLayout:
-    """Parse the bytes of ``.metadata``. The result is cached, because a restore needs it three times."""
+    """Parse the bytes of ``.metadata``. The result is cached, because the checks before a restore need it too."""
     with no_collection():
         metadata = _MetadataUnpickler(BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:
@@ -167,24 +279,16 @@ def _stored_tensor(
 
 
 _DAMAGE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What unpickling and then using damaged bytes raises."""
+    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError,
+    MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors raised by unpickling and using damaged bytes."""
 
 
 def _check_stored(name: Any, entry: Any, stored: dict[MetadataIndex, StorageInfo]) -> list[StorageInfo]:
-    """Where the chunks of the entry ``name`` lie; raises unless each has as many bytes as it needs at least.
+    """Places of the chunks of an entry. Each chunk must have enough bytes in a file.
 
-    So nobody can announce a tensor that takes more memory than the folder takes space.
+    So no metadata can announce a tensor that takes more memory than the folder takes space.
     """
     if not isinstance(name, str):
         raise CheckpointCorruptError(f"it has an entry under {brief(name)}; expected a name")
@@ -213,12 +317,12 @@ def _check_stored(name: Any, entry: Any, stored: dict[MetadataIndex, StorageInfo
 
 
 def check_coverage(name: str, entry: TensorStorageMetadata) -> None:
-    """See that the chunks of a tensor tile it: in bounds, disjoint, and with as many elements as it has.
+    """Check that the chunks tile a tensor: in bounds, disjoint, and with as many elements as the tensor.
 
-    A thousand shards of rows cost about a millisecond.
+    A thousand shards of rows take about a millisecond.
 
     Raises:
-        CheckpointCorruptError: naming what is wrong.
+        CheckpointCorruptError: the chunks do not tile the tensor. The message names the chunk.
     """
     if not all(isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks):
         raise CheckpointCorruptError(f"{name!r} has a chunk whose place is not given as torch.Size")
@@ -240,7 +344,7 @@ def check_coverage(name: str, entry: TensorStorageMetadata) -> None:
 
 
 def _stacked(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether the chunks are whole rows one behind the other, as they mostly are: no more to check."""
+    """Whether the chunks are whole rows, one after the other. This is the usual case and needs no further check."""
     if not shape or min(shape) < 0:
         return False
     at, rest = 0, (0,) * (len(shape) - 1)
@@ -252,7 +356,7 @@ def _stacked(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> 
 
 
 def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]] | None:
-    """Where two of the boxes (rows of ``[n, dims]``) begin that have a point in common; a sweep along one dimension."""
+    """First indices of two boxes (rows of ``[n, dims]``) that overlap. A sweep along one dimension."""
     along = max(range(begins.shape[1]), key=lambda dim: len(np.unique(begins[:, dim])))  # most cuts, fewest neighbours
     order = np.argsort(begins[:, along], kind="stable")
     begins, ends = begins[order], ends[order]
@@ -266,13 +370,11 @@ def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]
 
 
 def _check_inside(name: str) -> None:
-    """Raise unless a file is one of the folder."""
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
 
 
 def _check_range(info: StorageInfo) -> None:
-    """Raise unless a chunk is a range of a file, as it is."""
     name = info.relative_path
     if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
         raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
@@ -281,7 +383,6 @@ def _check_range(info: StorageInfo) -> None:
 
 
 def _check_files(folder: Path, layout: FolderLayout) -> None:
-    """Raise unless every file is there, and long enough for what is in it."""
     for name, end in layout.files.items():
         try:
             status = os.stat(folder / name)

@@ -1,20 +1,24 @@
-"""State of modules: what ``model.state_dict()`` has besides parameters and buffers.
+"""State of modules besides parameters: persistent buffers, and extra state in ``model.state_dict()``.
 
-`get_extra_state`, overrides of `_save_to_state_dict` and state-dict hooks put values of any kind there: scales of
-quantized layers, counts, tables. They are kept as `torch.save` of plain data, which is read with ``weights_only``, one
-uint8 tensor a rank, because ranks may differ; and are put back through the model's own ``load_state_dict``. A model
-whose modules add nothing is never asked for its state dict, which takes long.
+Extra state: `get_extra_state`, overrides of `_save_to_state_dict` and state-dict hooks may add values of any kind:
+scales of quantized layers, counts, tables. They are stored as `torch.save` of plain data, read with ``weights_only``.
+Each rank has one uint8 tensor, because ranks may differ. The model's own ``load_state_dict`` puts the values back. A
+model whose modules add nothing is never asked for its state dict, which is slow.
+
+Buffers: a load has to replace a buffer that has grown since the model was built, was made only later, or is expanded,
+so that several elements share one place, which torch refuses to write to. Parameters are never replaced, because
+optimizers and FSDP2 hold them.
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import children_of, loading_of, saving_of, tree_leaves
+from ...utils.compat.torch_private import buffers_of, children_of, is_persistent, loading_of, saving_of, tree_leaves
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.safe_torch import load_plain, pack_plain
@@ -22,13 +26,16 @@ from ..memory.tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)
 
+PREFIX = "model."
+"""Prefix of the dotted names ``model.<buffer>``."""
+
 _LENGTH_BYTES = 8
 _BLOCK_BYTES = 4096
-"""The tensor is padded to a multiple of it, so that its size stays put when a value takes a byte more."""
+"""The tensor is padded to a multiple of this, so that its size stays the same when a value takes a byte more."""
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Clean name in ``model.state_dict()`` -> value, of what is neither parameter nor buffer; not copied.
+    """Clean name in ``model.state_dict()`` -> value that is neither parameter nor buffer. Nothing is copied.
 
     Raises:
         ConfigError: a value is a DTensor, or nothing would take it back in ``load_state_dict``.
@@ -50,10 +57,10 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
-    """What `module_state` returned, as uint8: length (8 bytes, little-endian), ``torch.save`` of so many, zeros.
+    """Pack the result of `module_state` as uint8: length (8 bytes, little-endian), ``torch.save`` data, zeros.
 
     Raises:
-        ConfigError: it holds what could only be loaded by running code.
+        ConfigError: a value could only be loaded by running code.
     """
     data = pack_plain("state of modules", dict(state))
     data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
@@ -63,10 +70,10 @@ def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any]:
-    """What `pack_module_state` packed; tensors that were on a GPU are where ``model`` is.
+    """Unpack the result of `pack_module_state`. Tensors that were on a GPU are put on the device of ``model``.
 
     Raises:
-        CheckpointCorruptError: ``packed`` is damaged, or holds what could run code.
+        CheckpointCorruptError: ``packed`` is damaged, or could run code.
         CheckpointMismatchError: nothing in ``model`` would take an entry.
     """
     data = packed.cpu().numpy().tobytes()
@@ -86,7 +93,7 @@ def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any
 
 
 def restore_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Put back what `unpack_module_state` returned; an entry that ``saved`` lacks stays as it is, with a warning.
+    """Put back the result of `unpack_module_state`. An entry that ``saved`` lacks stays as it is, with a warning.
 
     Raises:
         CheckpointMismatchError: nothing took an entry.
@@ -113,7 +120,6 @@ def _added(model: nn.Module) -> dict[str, Any]:
 
 
 def _adds(module: nn.Module) -> bool:
-    """Whether a module may add something of its own to the state dict."""
     method, hooks = saving_of(module)
     return (
         type(module).get_extra_state is not nn.Module.get_extra_state
@@ -124,7 +130,7 @@ def _adds(module: nn.Module) -> bool:
 
 
 def _takes(modules: Sequence[nn.Module], rest: str) -> bool:
-    """Whether one of the modules on the way to an entry, called ``rest`` there, may take it in ``load_state_dict``."""
+    """Whether one of the modules on the path to an entry, called ``rest`` there, may take it in ``load_state_dict``."""
     if rest == "_extra_state" and type(modules[-1]).set_extra_state is not nn.Module.set_extra_state:
         return True
     return any(
@@ -134,17 +140,17 @@ def _takes(modules: Sequence[nn.Module], rest: str) -> bool:
 
 
 def _is_own(method: Callable[..., Any]) -> bool:
-    """Whether a method is not that of torch's layers."""
+    """Whether a method is not one of torch's layers."""
     return not method.__module__.startswith("torch.nn.modules.")
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is not one by which FSDP2 and activation checkpointing see to names and shards."""
+    """Whether a hook is not one of FSDP2 or activation checkpointing, which handle names and shards."""
     return not getattr(hook, "__module__", "").startswith("torch.distributed.")
 
 
 def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
-    """Of an entry by its clean name: its key in the state dict, the modules on the way to it, its name in the last."""
+    """Locate an entry by its clean name: its key in the state dict, the modules on the path, its name in the last."""
     modules, key, rest = [model], list[str](), name.split(".")
     while True:
         children = children_of(modules[-1])
@@ -156,3 +162,65 @@ def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
             key.append(rest.pop(0))
         elif step == "_orig_mod":  # the others take themselves out of the keys
             key.append(step)
+
+
+# Buffers
+
+
+class Slot(NamedTuple):
+    """The place of a persistent buffer in its module, which may be empty."""
+
+    name: str
+    module: nn.Module
+    key: str
+    buffer: torch.Tensor | None
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[Slot]:
+    """The slots of all buffers in ``model.state_dict()``, under every name in the module."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in buffers_of(module).items():
+            if is_persistent(module, key):
+                yield Slot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place in memory."""
+    strides = tensor.stride()
+    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
+
+
+def propose_buffers(model: nn.Module, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Allocate new buffers if a checkpoint cannot be copied into the old ones.
+
+    Args:
+        model: stays as it is.
+        names: dotted name -> shape and dtype.
+
+    Returns:
+        dotted name -> tensor, for `adopt_buffers`. A buffer of another dtype is not replaced.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    proposed: dict[str, torch.Tensor] = {}
+    for slot in persistent_buffers(model):
+        name, buffer = PREFIX + clean_name(slot.name), slot.buffer
+        if name not in names or isinstance(buffer, DTensor):
+            continue
+        shape, dtype = names[name]
+        if buffer is None:
+            proposed[name] = torch.empty(shape, dtype=dtype, device=device)
+        elif buffer.dtype == dtype and (buffer.shape != shape or is_expanded(buffer)):
+            proposed[name] = torch.empty(shape, dtype=dtype, device=buffer.device)
+    return proposed
+
+
+def adopt_buffers(model: nn.Module, proposed: Mapping[str, torch.Tensor]) -> None:
+    """Install the buffers that `propose_buffers` allocated, under every name of the old ones."""
+    slots = [(PREFIX + clean_name(slot.name), slot) for slot in persistent_buffers(model)] if proposed else []
+    new = {id(slot.buffer): proposed[name] for name, slot in slots if name in proposed and slot.buffer is not None}
+    for module in model.modules() if new else ():
+        for key, buffer in buffers_of(module).items():
+            buffers_of(module)[key] = new.get(id(buffer), buffer)
+    for name, slot in slots:
+        if slot.buffer is None and name in proposed:
+            buffers_of(slot.module)[slot.key] = proposed[name]

@@ -1,11 +1,14 @@
-"""Optimizer state under the names of its parameters, as a checkpoint stores it.
+"""Optimizer state and parameter groups, as a checkpoint stores them under the names of the parameters.
 
-Most optimizers keep DTensors for sharded parameters. Some work on the local shards, and keep plain tensors of them:
-these are stored as the shards they are, and come back as plain tensors. A plain tensor of another shape may differ by
-rank, and is refused when it is saved; but a number (a step count) is taken to be the same on all ranks.
+State: most optimizers keep DTensors for sharded parameters. Some work on the local shards and keep plain tensors for
+them. These are stored as the shards they are, and come back as plain tensors. A plain tensor of another shape may
+differ by rank, so it is refused when it is saved. A number (a step count) is assumed to be the same on all ranks.
+
+Groups: saved groups are matched by their parameters, so groups may be built in another order. Lists of schedulers with
+one value per group follow that order. If it is not known whether a list belongs to the groups, the load fails.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import made_sharded
-from ...utils.errors import ConfigError
+from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ..memory.tensors import local_tensor
 from ..training.optimizer import materialize_state
@@ -21,16 +24,17 @@ from ..training.optimizer import materialize_state
 logger = get_logger(__name__)
 
 PREFIX = "optim.state."
-"""Of the dotted names ``optim.state.<parameter>.<entry>``."""
+"""Prefix of the dotted names ``optim.state.<parameter>.<entry>``."""
 
 Parameters = Mapping[str, nn.Parameter]
+Groups = Sequence[Mapping[str, Any]]
 
 _CLASSES = (torch.Tensor, nn.Parameter)
-"""Classes of tensors that are their memory and nothing else; others may wrap tensors, or mean something by the bits."""
+"""Classes of tensors that are nothing but their memory. Others may wrap tensors, or encode something in the bits."""
 
 
 def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameter name -> those entries of its state that are tensors; plain ones of the local shard become DTensors."""
+    """Parameter name -> entries of its state that are tensors. Plain ones of the local shard become DTensors."""
     found = {
         name: {key: _as_shard(param, value) for key, value in state.items() if isinstance(value, torch.Tensor)}
         for name, param, state in _states(optimizer, params)
@@ -39,7 +43,7 @@ def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict
 
 
 def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, Any]]:
-    """Parameter name -> those entries of its state that are not tensors."""
+    """Parameter name -> entries of its state that are not tensors."""
     found = {
         name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for name, _, state in _states(optimizer, params)
@@ -48,7 +52,7 @@ def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[
 
 
 def local_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, list[str]]:
-    """Parameter name -> names of those entries of its state that are plain tensors of this rank's shard."""
+    """Parameter name -> names of the entries of its state that are plain tensors of this rank's shard."""
     found = {
         name: [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)]
         for name, param, state in _states(optimizer, params)
@@ -58,10 +62,10 @@ def local_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[
 
 
 def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
-    """See that the state can be stored so that every rank gets back what it has.
+    """Check that the state can be stored so that every rank gets back its own values.
 
     Raises:
-        ConfigError: it has state of something that is no parameter of the model, a tensor of a class of its own, or one
+        ConfigError: there is state for a tensor that is no parameter of the model, a tensor of an unknown class, or one
             that ranks could hold differently.
     """
     own = {id(param) for param in params.values()}
@@ -93,13 +97,14 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
 def propose_state(
     optimizer: torch.optim.Optimizer, params: Parameters, names: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, torch.Tensor]:
-    """Zeroed state for what `materialize_state` does not know, from what a checkpoint holds.
+    """Allocate zeroed state that a checkpoint holds and `materialize_state` does not know.
 
     Args:
         optimizer: stays as it is.
-        params: of the model, by name.
+        params: parameters of the model, by name.
         names: dotted name -> shape and dtype. An entry of the parameter's shape is sharded like the parameter, any
-            other is a plain tensor. A number takes the dtype of the checkpoint: torch's go by the default dtype.
+            other is a plain tensor. A number takes the dtype of the checkpoint, because torch's numbers have the
+            default dtype.
 
     Returns:
         dotted name -> tensor, for `adopt_state`.
@@ -130,7 +135,7 @@ def adopt_state(
     proposed: Mapping[str, torch.Tensor],
     local: Mapping[str, Collection[str]],
 ) -> None:
-    """Install what `propose_state` allocated; ``local`` is what `local_entries` said of the saved optimizer."""
+    """Install the tensors that `propose_state` allocated. ``local`` is the `local_entries` of the saved optimizer."""
     of_rank_0 = []
     for name, tensor in proposed.items():
         fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
@@ -157,7 +162,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_other_float_dtype(value: Any, dtype: torch.dtype) -> bool:
-    """Whether ``value`` is a number as a plain tensor, and of another dtype."""
     is_float = _is_plain(value) and not value.ndim and value.is_floating_point()
     return is_float and dtype.is_floating_point and value.dtype != dtype
 
@@ -171,3 +175,125 @@ def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor) or isinstance(value, DTensor) or not _is_shard(param, value):
         return value
     return made_sharded(value, param.device_mesh, param.placements, param.shape, param.stride())
+
+
+# Parameter groups
+
+_OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
+_LISTS_OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"}
+"""Lists in torch's schedulers with one value per group."""
+_OTHER_LISTS = {"_milestones", "_schedule_phases"}
+_NESTED = "_schedulers"
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, params: Parameters) -> list[dict[str, Any]]:
+    """Hyperparameters of each group, and as ``params`` the names of its parameters."""
+    names = {id(param): name for name, param in params.items()}
+    return [
+        hyperparameters(group) | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
+        for group in optimizer.param_groups
+    ]
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a group that a checkpoint brings back."""
+    return {key: value for key, value in group.items() if key not in _OWN_OF_GROUP}
+
+
+def are_named(saved: Groups) -> bool:
+    """Whether saved groups name their parameters. Older folders do not."""
+    return all("params" in group for group in saved)
+
+
+def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> list[int]:
+    """For each group of ``optimizer``, the number of the saved group with the same parameters.
+
+    Saved groups without names are matched by position. A parameter that is on one side only is ignored.
+
+    Raises:
+        CheckpointMismatchError: the parameters are grouped in another way, the number of groups differs, or the
+            hyperparameters are those of another optimizer.
+    """
+    groups = describe_groups(optimizer, params)
+    if len(saved) != len(groups):
+        raise CheckpointMismatchError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
+    order = _match_by_name(groups, saved) if are_named(saved) else list(range(len(groups)))
+    for group, number in zip(groups, order, strict=True):
+        _check_hyperparameters(optimizer, group, saved[number])
+    return order
+
+
+def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
+    there = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    first: dict[int, tuple[str, int]] = {}  # number there -> one of its parameters, and the number here
+    found: dict[int, int] = {}  # number here -> number there
+    for here, group in enumerate(groups):
+        for name in group["params"]:
+            if (number := there.get(name)) is None:
+                continue
+            other, other_here = first.setdefault(number, (name, here))
+            if other_here != here:
+                raise _cut_otherwise(other, name, f"both in group {number}", f"in groups {other_here} and {here}")
+            if found.setdefault(here, number) != number:
+                other, _ = first[found[here]]
+                raise _cut_otherwise(other, name, f"in groups {found[here]} and {number}", f"both in group {here}")
+    rest_here = [number for number in range(len(groups)) if number not in found]
+    rest_there = [number for number in range(len(saved)) if number not in first]
+    if len(rest_here) > 1:
+        raise CheckpointMismatchError(
+            f"parameter groups {rest_here} of the optimizer have no parameter that is in a group of the checkpoint, so "
+            "it is not known which is which; build the groups from the same parameters as the saved run"
+        )
+    found.update(zip(rest_here, rest_there, strict=True))
+    return [found[number] for number in range(len(groups))]
+
+
+def _cut_otherwise(one: str, other: str, there: str, here: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"parameters {one} and {other} are {there} of the checkpoint's parameter groups, but {here} of the optimizer's"
+        "; build the groups from the same parameters as the saved run"
+    )
+
+
+def _check_hyperparameters(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Raise unless one set of names contains the other. Schedulers add names, and versions of torch differ."""
+    here, there = hyperparameters(group).keys(), hyperparameters(saved).keys()
+    if not (here <= there or there <= here):
+        raise CheckpointMismatchError(
+            f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
+            f"expected that of {type(optimizer).__name__}"
+        )
+
+
+def reorder_schedule(state: Mapping[str, Any], order: Sequence[int], name: str = "scheduler") -> dict[str, Any]:
+    """A scheduler's ``state_dict()`` with its lists of groups in the order of this optimizer's groups.
+
+    Args:
+        state: the saved state.
+        order: result of `match_groups`.
+        name: name of the scheduler in messages.
+
+    Raises:
+        CheckpointMismatchError: the order differs, and it is not known whether a list of that length belongs to the
+            groups.
+    """
+    if list(order) == sorted(order):
+        return dict(state)
+    return {key: _reorder(value, key, order, f"{name}.{key}") for key, value in state.items()}
+
+
+def _reorder(value: Any, key: str, order: Sequence[int], name: str) -> Any:
+    if isinstance(value, Mapping):
+        return type(value)({k: _reorder(v, k, order, f"{name}.{k}") for k, v in value.items()})  # type: ignore[call-arg]
+    if key == _NESTED:
+        return [reorder_schedule(nested, order, f"{name}[{at}]") for at, nested in enumerate(value)]
+    if not isinstance(value, list | tuple) or len(value) != len(order) or key in _OTHER_LISTS:
+        return value
+    if key in _LISTS_OF_GROUPS:
+        return type(value)(value[number] for number in order)
+    raise CheckpointMismatchError(
+        f"the optimizer's parameter groups are those of the checkpoint in the order {list(order)}, and {name} is a "
+        f"list of {len(value)} values that may go with them; build the groups in the order of the saved run"
+    )

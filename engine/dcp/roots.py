@@ -1,17 +1,19 @@
-"""Roots: under which names a DCP folder keeps a model and its optimizer state.
+"""Roots: the names under which a DCP folder keeps a model and its optimizer state.
 
-Every trainer nests them in a dict of its own: Holdfast and AReaL under ``dcp``, many scripts under ``app``, Accelerate
-and plain scripts under ``model`` and ``optimizer`` at the top; newer torchtitan has the parameters themselves at the
-top. A root is what those names begin with; "" is the top.
+Every trainer nests them in its own dict: Holdfast and AReaL under ``dcp``, many scripts under ``app``, Accelerate and
+plain scripts under ``model`` and ``optimizer`` at the top. Newer torchtitan has the parameters themselves at the top.
+A root is the prefix of those names, and "" is the top.
 """
 
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from ...utils.errors import CheckpointMismatchError
 from .base_model import BASE, BASE_SAMPLE
-from .layout import FolderLayout
+from .metadata import FolderLayout
 from .state import ROOT
+
+T = TypeVar("T")
 
 _OPTIMIZERS = ("optim", "optimizer")
 _BESIDE = {
@@ -20,16 +22,16 @@ _BESIDE = {
     *("module_state", "param_groups", "optim_plain", "optim_local", "counters", "rng", "rng_state", "extra_state"),
     *("global_step", "trainer", "progress", "args", "config", "metadata", "scaler", "extra", "meta"),
 }
-"""What stands beside a model in the dicts that people save; anything else is taken for a part of the model."""
+"""Names next to a model in the dicts that people save. Any other name is taken for a part of the model."""
 
 
 class Root(NamedTuple):
     """Where a folder keeps one training state.
 
     Attributes:
-        name: what `load_dcp` is told; "" is the top.
-        model: what comes before the name of a parameter.
-        optim: what comes before ``state.<parameter>.<entry>``; None where there is no optimizer state.
+        name: the ``root`` argument of `load_dcp`. "" is the top.
+        model: prefix of parameter names.
+        optim: prefix of ``state.<parameter>.<entry>``. None without optimizer state.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Root(NamedTuple):
     optim: str | None
 
     def canonical(self, name: str) -> str:
-        """The name that Holdfast would have given to ``name``; of what is no part of the state, as it is."""
+        """Holdfast's name for ``name``. A name that is no part of the state is returned as it is."""
         if self.optim is not None and name.startswith(self.optim):
             return f"{ROOT}.optim.{name.removeprefix(self.optim)}"
         beside = name.removeprefix(f"{self.name}." if self.name else "").partition(".")[0]
@@ -47,18 +49,18 @@ class Root(NamedTuple):
 
 
 def find_roots(names: Iterable[str]) -> list[Root]:
-    """Every root that the names of a folder show, sorted."""
+    """Every root in the names of a folder, sorted."""
     return sorted(_roots_below("", sorted(names)))
 
 
 def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) -> Root:
-    """The root called ``name``, for a model with these ``parameters``.
+    """Find the root called ``name`` for a model with these ``parameters``.
 
-    ``<name>.model.<parameter>`` and ``<name>.<parameter>`` are both looked for, and the one that more parameters are
-    found under is taken: some models begin every name with ``model.`` themselves.
+    Both ``<name>.model.<parameter>`` and ``<name>.<parameter>`` are tried, because some models begin every name with
+    ``model.`` themselves. The prefix under which more parameters are found wins.
 
     Raises:
-        CheckpointMismatchError: nothing of the model is there; the message lists the roots that the folder has.
+        CheckpointMismatchError: there is no part of the model. The message lists the folder's roots.
     """
     prefix, wanted = f"{name}." if name else "", list(parameters)
     found = {
@@ -71,7 +73,7 @@ def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) ->
 
 
 def describe_roots(names: Iterable[str]) -> str:
-    """What roots there are, for a message."""
+    """Describe the roots for a message."""
     names = sorted(names)
     roots = [f"{root.name!r} ({_example(root, names)})" for root in find_roots(names)]
     if not roots:
@@ -80,13 +82,16 @@ def describe_roots(names: Iterable[str]) -> str:
 
 
 def under_root(layout: FolderLayout, root: Root) -> FolderLayout:
-    """``layout`` under the names that Holdfast gives; what stands under others of these names is left out."""
+    """``layout`` with Holdfast's names, without tensors that are no part of the model or optimizer."""
     if root == Root(ROOT, f"{ROOT}.model.", f"{ROOT}.optim."):
         return layout
-    renamed = layout.renamed(root.canonical)
-    kept = {name for name in renamed.names() if name.startswith((f"{ROOT}.model.", f"{ROOT}.optim."))}
-    tensors = {name: tensor for name, tensor in renamed.tensors.items() if name in kept}
-    return FolderLayout(layout.files, tensors, {name: at for name, at in renamed.objects.items() if name in kept})
+    return FolderLayout(layout.files, _renamed(layout.tensors, root), _renamed(layout.objects, root))
+
+
+def _renamed(stored: Mapping[str, T], root: Root) -> dict[str, T]:
+    names = {name: root.canonical(name) for name in stored}
+    kept = f"{ROOT}.model.", f"{ROOT}.optim."
+    return {own: stored[name] for name, own in names.items() if own.startswith(kept)}
 
 
 def _roots_below(prefix: str, names: list[str]) -> list[Root]:

@@ -1,25 +1,35 @@
-"""`DCPSaver`: write the values of a `DCPState` as a torch.distributed.checkpoint folder, again and again.
+"""Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one process.
 
-Torch builds an archive per tensor through a Python file, with a CRC32 pass, plans and pickles metadata anew for every
-save, fsyncs before its buffer is flushed, truncates what exists and replaces ``.metadata`` by removing it first. Here
-each rank writes one new `DurableFile`: for every tensor what torch would have written around it (see `tensor_framing`)
-and its bytes, in large blocks straight from memory, digested on their way. Then, when the data of all ranks is on
-stable storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks.
+Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive`) and
+its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable storage,
+rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an archive
+per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates existing
+files, and removes ``.metadata`` before it writes the new one.
 
-Stock ``dcp.load`` reads what is written. Making the folder's entries durable and the folder visible is the caller's
-(`utils.files.commit_folder`); until then it is no checkpoint.
+Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's entries durable and the
+folder visible (`utils.files.commit_folder`).
 """
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ...utils.atomic_folder import staged_folder
+from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile
@@ -27,36 +37,42 @@ from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
 from ...utils.write_errors import as_write_error
 from ..memory.host_blocks import HostBlocks
+from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor
-from .save_plan import RankSavePlan, plan_alone, plan_together
+from .archive import archive_of
+from .metadata import PathLike, pickle_metadata
+from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
-from .structure import Structure, agree_on, describe_state, vote_on
-from .tensor_framing import archive_of
 
 BLOCK_BYTES = 8 << 20
-"""What is written at once. The page cache keeps such writes in large pages, which are faster to read, too."""
+"""Bytes per write. The page cache keeps such writes in large pages, which are also faster to read."""
 
 
 def save_dcp(
-    path: str | os.PathLike[str],
+    path: PathLike,
     state: DCPState | StagedState,
     group: dist.ProcessGroup | None = None,
     *,
     replace: bool = False,
 ) -> None:
-    """Save ``state`` as the new folder ``path`` with a manifest; it appears complete or not at all.
+    """Save ``state`` as the new folder ``path`` with a manifest. All ranks of ``group`` call it.
+
+    The folder appears complete or not at all. `torch.distributed.checkpoint.load` reads it too.
+
+        state = DCPState(model, optimizer, scheduler)
+        save_dcp("runs/step_100", state)
 
     Args:
         path: the folder.
         state: what to save.
-        group: the ranks; None is the default group.
-        replace: a folder that is there already makes way for the new one once that is complete, for protocols that may
-            save one step twice.
+        group: the ranks. None is the default group.
+        replace: an existing folder makes way for the new one once that is complete, for protocols that may save one
+            step twice.
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
         CheckpointExistsError: ``path`` exists and is not empty, without ``replace``.
-        CheckpointWriteError: any rank could not write; nothing is left behind.
+        CheckpointWriteError: any rank could not write. Nothing is left behind.
     """
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
     with staged_folder(require_local(path, "a DCP checkpoint", advice), group, replace=replace) as staging:
@@ -69,11 +85,11 @@ def save_dcp(
 
 
 def write_dcp(
-    folder: str | os.PathLike[str], state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+    folder: PathLike, state: DCPState | StagedState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
-    """Write ``state`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
+    """Write ``state`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
 
-    Returns, and raises, what `DCPSaver.write` does.
+    Returns and raises as `DCPSaver.write` does.
     """
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
@@ -81,9 +97,9 @@ def write_dcp(
 
 
 class DCPSaver:
-    """Writes DCP folders; the plan of a save is kept for the next ones, until the structure of the state changes.
+    """Writes DCP folders. It keeps the plan of a save until the structure of the state changes.
 
-    Any thread may call it, one at a time; it uses collectives of the given group only.
+    Any thread may call it, one at a time. It uses collectives of the given group only.
     """
 
     def __init__(self) -> None:
@@ -92,23 +108,25 @@ class DCPSaver:
         self._plan: RankSavePlan | None = None
 
     def write(
-        self, folder: str | os.PathLike[str], values: Mapping[str, Any], group: dist.ProcessGroup | None = None
+        self, folder: PathLike, values: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> list[FileEntry]:
-        """Write ``values`` into the existing, empty ``folder`` and fsync the files; all ranks of ``group`` call it.
+        """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
 
-        Takes no more memory than two blocks; on the device as much as a tensor that is not contiguous.
+        Takes the memory of two blocks, and on the device a copy of each tensor that is not contiguous.
 
         Args:
-            values: what `DCPState.state_dict` returns, or a copy of it: nested dicts of DTensors (or their copies, with
-                local tensors on the CPU) and plain tensors.
+            folder: the same folder on all ranks.
+            values: result of `DCPState.state_dict`, or a copy: nested dicts of DTensors (or their copies, with local
+                tensors on the CPU) and plain tensors.
+            group: the ranks. None is the default group.
 
         Returns:
-            what this rank wrote: its own data file, and on rank 0 also the metadata.
+            the files of this rank: its own data file, and on rank 0 also the metadata.
 
         Raises:
             CheckpointWriteError: the file system refused, on any rank.
-            PeerError: another rank failed for another reason; that rank raises its own error.
-            RuntimeError: a rank is gone; within the timeout of the group.
+            PeerError: another rank failed for another reason. That rank raises its own error.
+            RuntimeError: a rank is gone. Raised within the timeout of the group.
         """
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
@@ -143,18 +161,18 @@ def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -
         else:
             for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
                 file.write(block)
-        if file.bytes != plan.n_bytes:  # what .metadata says of it would be wrong
+        if file.bytes != plan.n_bytes:  # .metadata would be wrong
             raise CheckpointWriteError(f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it")
     return FileEntry(plan.file, file.bytes, file.digest)
 
 
 def _archived(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of a data file: each tensor as torch stores it, from any device, and what is around it."""
+    """The bytes of a data file: each tensor, from any device, inside its archive."""
     for tensor in tensors:
         archive = archive_of(tuple(tensor.shape), tensor.dtype)
         yield torch.frombuffer(bytearray(archive.prefix), dtype=torch.uint8)
         yield bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
-        if archive.suffix:  # that of an empty tensor is in the prefix
+        if archive.suffix:  # an empty tensor has no suffix
             yield torch.frombuffer(bytearray(archive.suffix), dtype=torch.uint8)
 
 
@@ -171,8 +189,8 @@ def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _write_together(folder: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Like `all_ranks_succeed`; when nothing but writing failed, all raise a `CheckpointWriteError` that says where."""
+def _write_together(folder: PathLike, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """`all_ranks_succeed`, but if only writing failed, all ranks raise a `CheckpointWriteError`."""
     try:
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             yield
@@ -182,3 +200,93 @@ def _write_together(folder: str | os.PathLike[str], group: dist.ProcessGroup | N
         if not is_write_failure(error):
             raise
         raise CheckpointWriteError(str(error)) from error
+
+
+FILE_BYTES = 4 << 30
+"""Size at which `write_entries` begins a new data file. A tensor is never cut."""
+
+Keys = tuple[str | int, ...]
+"""Path of a value in the nested state that is stored. The value's name joins the keys by dots."""
+
+
+class Entry(NamedTuple):
+    """A value for `write_entries`: a tensor, or an object that torch stores."""
+
+    path: Keys
+    value: LazyTensor | Any
+
+    @property
+    def name(self) -> str:
+        """The name that torch gives to it."""
+        return ".".join(map(str, self.path))
+
+
+def write_entries(
+    folder: PathLike,
+    entries: Iterable[Entry],
+    seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
+) -> list[FileEntry]:
+    """Write tensors that are read block by block, in one process, into the existing, empty ``folder``.
+
+    Each tensor is one chunk. There are several files, so that many ranks can read and verify them in parallel. All are
+    fsynced. Takes the memory of one block (see `LazyTensor`).
+
+    Args:
+        folder: no other rank writes to it.
+        entries: at least one tensor.
+        seen: called with the name, the first element, and the values of every block that is written.
+
+    Returns:
+        every file, as a manifest lists it.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    metadata = Metadata({}, {}, {}, None, CURRENT_DCP_VERSION)
+    stored: dict[MetadataIndex, StorageInfo] = {}
+    files: list[FileEntry] = []
+    rest = iter(entries)
+    following = next(rest, None)
+    for number in count():
+        if following is None:
+            break
+        with DurableFile(Path(folder) / f"__{number}_0.distcp") as file:
+            while following is not None and file.bytes < FILE_BYTES:
+                name, at = following.name, file.bytes
+                metadata.planner_data[name] = following.path
+                if isinstance(following.value, LazyTensor):
+                    index, metadata.state_dict_metadata[name] = _describe(name, following.value)
+                    for data in _framed(name, following.value, seen):
+                        file.write(data)
+                else:
+                    index, metadata.state_dict_metadata[name] = MetadataIndex(name), BytesStorageMetadata()
+                    file.write(_packed(following.value))
+                stored[index] = StorageInfo(file.path.name, at, file.bytes - at)
+                following = next(rest, None)
+        files.append(FileEntry(file.path.name, file.bytes, file.digest))
+    metadata.storage_data = stored
+    return [*files, write_entry(folder, ".metadata", pickle_metadata(metadata))]
+
+
+def _describe(name: str, tensor: LazyTensor) -> tuple[MetadataIndex, TensorStorageMetadata]:
+    shape = torch.Size(tensor.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return MetadataIndex(name, chunk.offsets, 0), TensorStorageMetadata(
+        TensorProperties(dtype=tensor.dtype), shape, [chunk]
+    )
+
+
+def _framed(name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tensor], None]) -> Iterator[Any]:
+    archive = archive_of(tensor.shape, tensor.dtype)
+    yield archive.prefix
+    for first, values in tensor.blocks():
+        values = values.resolve_conj().resolve_neg()
+        seen(name, first, values)
+        yield memoryview(bytes_of(values).numpy().data)  # type: ignore[arg-type]
+    yield archive.suffix
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

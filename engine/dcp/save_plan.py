@@ -1,50 +1,184 @@
-"""Who writes which tensor where: the plan of a save, which holds for all states of the same structure.
+"""The plan of a save: which rank writes which tensor where. It holds for all states of the same structure.
 
-Ranks with the same `structure` plan alone: each works out what all of them hold, which of them writes what several
-hold, and how its own file is laid out. Rank 0 also makes ``.metadata``. Where structures differ by rank, rank 0 gathers
-what every rank has, as torch's planner describes it, plans for all, and tells each its part. Both ways write the same
-bytes.
+Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank holds (see
+`shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives which
+rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ, rank 0
+gathers the tensors of every rank, as torch's planner describes them, and plans for all. Both ways write the same bytes.
 
-How long the archive of a tensor is follows from its shape and dtype (see `tensor_framing`), so that ``.metadata`` is
-known before a byte is written, and the same for every save.
+The length of a tensor's archive follows from shape and dtype (see `archive`). So ``.metadata`` is known before a byte
+is written, and is the same for every save.
 """
 
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from ...utils.distributed import all_ranks_succeed, control_group, get_rank, get_world_size
+from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
 from ...utils.garbage import no_collection
-from .metadata import pickle_metadata
-from .state import rank_key
-from .structure import Structure
-from .tensor_framing import archive_of
+from ..memory.tensors import local_box, local_tensor
+from .archive import archive_of
+from .metadata import pickle_metadata, stored_properties
+from .shards import Shards, find_shards
+from .state import RANK_KEYED, ROOT, rank_key
+
+
+@dataclass(frozen=True)
+class TensorStructure:
+    """Name, shape, dtype and placement of one tensor of a state, without its values.
+
+    Attributes:
+        name: full name. `OWN` in it stands for the rank, if each rank has a tensor of its own.
+        shape: shape of the whole tensor.
+        properties: torch's description in ``.metadata``, with the dtype.
+        mesh: ranks of a DTensor in the default group by coordinate, as nested tuples. Else None.
+        placements: placements of a DTensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    properties: TensorProperties
+    mesh: Any = None
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the values of the whole tensor."""
+        return math.prod(self.shape) * self.properties.dtype.itemsize
+
+    @property
+    def is_own(self) -> bool:
+        """Whether every rank has such a tensor under its own name."""
+        return OWN in self.name
+
+    def name_of(self, global_rank: int) -> str:
+        """Full name of the tensor on a rank."""
+        return self.name.replace(OWN, rank_key(global_rank))
+
+
+OWN = "\0rank\0"
+"""Stands for the `rank_key` of the rank that has the tensor. No module can have such a name."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Structure of a rank's state, and the ranks that save together.
+
+    Attributes:
+        ranks: ranks of the group that saves, in the default group.
+        rank: this rank in the group that saves.
+        tensors: in the order of the files.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    tensors: tuple[TensorStructure, ...]
+
+    @cached_property
+    def shards(self) -> list["Shards | None"] | None:
+        """How each tensor is divided among the ranks. An element is None if each rank has a tensor of its own.
+
+        None if a tensor is on other ranks than these, or placed in a way that only torch knows.
+        """
+        found: dict[Any, Shards | None] = {}
+        for tensor in self.tensors:
+            cut = tensor.shape, tensor.mesh, tensor.placements
+            if not tensor.is_own and cut not in found:
+                found[cut] = find_shards(tensor.shape, tensor.mesh, tensor.placements, self.ranks)
+        if None in found.values():
+            return None
+        return [None if t.is_own else found[t.shape, t.mesh, t.placements] for t in self.tensors]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes, the same on ranks with the same structure. The number of the rank itself has no influence."""
+        described = [
+            (t.name, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements)) for t in self.tensors
+        ]
+        return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
+
+
+def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> Structure:
+    """The structure of this rank's state."""
+    own = rank_key(get_rank())
+    prefixes = tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)
+    meshes: dict[DeviceMesh, Any] = {}
+    found = []
+    for name, tensor in tensors.items():
+        mesh, placements = None, ()
+        if isinstance(tensor, DTensor):
+            placements = tuple(tensor.placements)
+            if tensor.device_mesh not in meshes:
+                meshes[tensor.device_mesh] = _nested(tensor.device_mesh.mesh.tolist())
+            mesh = meshes[tensor.device_mesh]
+        if name.startswith(prefixes):
+            name = name.replace(own, OWN, 1)
+        properties = TensorProperties.create_from_tensor(local_tensor(tensor))
+        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements))
+    return Structure(tuple(get_group_ranks(group)), get_rank(group), tuple(found))
+
+
+def _nested(values: Any) -> Any:
+    return tuple(map(_nested, values)) if isinstance(values, list) else values
+
+
+def vote_on(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """This rank's input for `agree_on`, ``[5]`` int64."""
+    one, other = np.frombuffer(structure.digest, np.int64).tolist()
+    return torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64, device="cpu")
+
+
+def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have the same structure and know each other's shards. One small all-reduce."""
+    if get_world_size(group) == 1:
+        return False
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=control_group(group))
+    one, not_one, other, not_other, unknown = vote.tolist()
+    return one == ~not_one and other == ~not_other and not unknown  # the largest is the smallest, too
+
+
+def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether this rank's shards are where `find_shards` says. Every rank checks its own."""
+    if structure.shards is None:
+        return False
+    checked: set[int] = set()
+    for shards, tensor in zip(structure.shards, tensors.values(), strict=True):
+        if shards is None or id(shards) in checked or not isinstance(tensor, DTensor):
+            continue
+        checked.add(id(shards))
+        if shards.box_of(structure.rank) != local_box(tensor):
+            return False
+    return True
+
 
 _SPREAD_BYTES = 64 << 10
-"""Replicated values below this size are written by the first rank that has them, as torch does: where ranks should not
-differ but do (counters), the first is heard, and so little does not weigh."""
+"""Replicated values below this size are written by the first rank that has them, as torch does. If counters differ by
+rank although they should not, the first rank wins.
+"""
 
 Paths = Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """What one rank writes.
-
-    Attributes:
-        file: name of its data file.
-        names: of the tensors in it, in order.
-        n_bytes: how long the file is, as ``.metadata`` has it.
-        metadata: on rank 0, the bytes of ``.metadata``; empty elsewhere.
-    """
+    """The data file of one rank, the tensors in it, and its length. On rank 0 also the bytes of ``.metadata``."""
 
     file: str
     names: tuple[str, ...]
@@ -53,10 +187,10 @@ class RankSavePlan:
 
 
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
-    """This rank's plan, where all ranks have the same structure and know each other's shards (see `agree_on`).
+    """Plan this rank's file, if all ranks have the same structure and know each other's shards (see `agree_on`).
 
     Args:
-        structure: of this rank's state.
+        structure: structure of this rank's state.
         values: nested dicts of its tensors.
     """
     writers = _Writers(structure)
@@ -75,10 +209,10 @@ def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
 
 
 def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) -> RankSavePlan:
-    """Agree on a plan for nested dicts of tensors that may differ by rank; all ranks of ``group`` call it.
+    """Agree on a plan for nested dicts of tensors that may differ by rank. All ranks of ``group`` call it.
 
     Raises:
-        ValueError: the ranks' parts of a tensor do not make a whole.
+        ValueError: the ranks' parts of a tensor do not form the whole tensor.
         PeerError: another rank failed.
     """
     planner = DefaultSavePlanner()
@@ -96,15 +230,15 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
 
 
 def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """Which rank writes what several hold, such that all write about as much: the largest are dealt out first.
+    """Choose which rank writes each part that several ranks hold, so that all write about as much. Largest parts first.
 
     Args:
-        loads: bytes of the tensors of which each rank alone holds a part, and writes it; a tensor counts with all its
-            bytes, as torch has it: ranks hold about equal parts.
-        shared: the same of each part that several ranks hold, and these ranks.
+        loads: bytes that each rank writes anyway, because it alone holds a part. A tensor counts with all its bytes, as
+            in torch, because ranks hold about equal parts.
+        shared: bytes and holders of each part that several ranks hold.
 
     Returns:
-        for each of ``shared``, the rank.
+        the rank for each of ``shared``.
     """
     bytes_of_rank, writers = list(loads), [0] * len(shared)
     for number in sorted(range(len(shared)), key=lambda number: -shared[number][0]):
@@ -116,7 +250,7 @@ def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[in
 
 
 class _Writers:
-    """Who writes which shard, of a structure that all ranks have; tensors go by their number in it."""
+    """The rank that writes each shard, for a structure that all ranks have. Tensors have their numbers in it."""
 
     def __init__(self, structure: Structure) -> None:
         assert structure.shards is not None, "the ranks have agreed that the shards are known"
@@ -130,27 +264,25 @@ class _Writers:
             loads += shards.is_held_alone * n_bytes
             held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
             shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
-        shared.sort()  # by rank and tensor: the order in which `_deduplicate` meets them
+        shared.sort()  # by rank and tensor, as `_deduplicate` meets them
         chosen = choose_writers(loads.tolist(), [(n_bytes, ranks) for *_, n_bytes, ranks in shared])
         self._chosen = {(number, shard): rank for (_, number, shard, *_), rank in zip(shared, chosen, strict=True)}
 
     def written_by(self, rank: int) -> Iterator[int]:
-        """The tensors of which a rank writes its shard, in order."""
         for number, shards in enumerate(self._shards):
             if shards is None or self._chosen.get((number, shards.number[rank]), rank) == rank:
                 yield number
 
     def box_of(self, number: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of a rank's shard of a tensor."""
         shards, shape = self._shards[number], self._structure.tensors[number].shape
         return ((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
 
 
 def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata:
-    """What torch's planner makes of the plans of all ranks.
+    """The metadata that torch's planner makes from the plans of all ranks.
 
-    Pickle writes an object that it meets again as a reference, so that the bytes show which strings are one object:
-    those of a rank are objects of their own, as when its plan has come from it.
+    Pickle writes an object that it meets again as a reference, so the bytes show which strings are one object. The
+    strings of a rank are separate objects, as if its plan had come from that rank.
     """
     entries: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, StorageInfo] = {}
@@ -174,7 +306,7 @@ def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata
 
 
 def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
-    """Names of a rank's tensors, and their paths where they come from it, as objects that no other rank has."""
+    """Names of a rank's tensors, and the paths that come from it, as objects that no other rank has."""
     own, its = structure.ranks[structure.rank], structure.ranks[rank]
     names = [tensor.name_of(its) for tensor in structure.tensors]
     keys: dict[int, str] = {}  # a key that is one object here is one there
@@ -189,7 +321,7 @@ def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[st
 
 
 def _deduplicate(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks, with what several of them hold in the plan of one only."""
+    """The plans of all ranks, with a part that several ranks hold in the plan of only one."""
     holders: dict[MetadataIndex, list[int]] = {}
     sizes: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
@@ -234,7 +366,6 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
 
 
 def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:
-    """All ranks' plans on rank 0; nothing elsewhere."""
     if get_world_size(group) == 1:
         return [local]
     everybody: list[Any] = [None] * get_world_size(group) if get_rank(group) == 0 else []

@@ -1,12 +1,12 @@
-"""`DCPState`: model, optimizer and everything else a training step depends on, as tensors under stable names.
+"""`DCPState`: everything that a training step depends on, as tensors under stable names.
 
-The names are those AReaL writes (``{"dcp": DCPState}`` with ``model`` and ``optim`` inside), so its folders load here
-and torch's own reader reads ours. Four things differ from torch's ``get_state_dict``:
+The names are AReaL's (``{"dcp": DCPState}`` with ``model`` and ``optim`` inside), so AReaL's folders load here, and
+torch's own reader reads Holdfast's. Four things differ from torch's ``get_state_dict``:
 
-- it takes no optimizer step to make the optimizer's state (see `training.optimizer.materialize_state`);
-- a tensor that is tied to another is stored once, under the first of its names;
-- frozen parameters that every start makes again, as the base under LoRA, may be left out (see `base_model`);
-- what is not a tensor (schedule, counters, hyperparameters) is JSON in a uint8 tensor, so that no byte of the folder
+- No optimizer step is taken to create the optimizer's state (see `training.optimizer.materialize_state`).
+- A tied tensor is stored once, under the first of its names.
+- Frozen parameters that every start makes again, like the base under LoRA, may be left out (see `base_model`).
+- Values other than tensors (schedule, counters, hyperparameters) are JSON in a uint8 tensor, so no byte of the folder
   has to be unpickled (see `safe_json`).
 """
 
@@ -27,72 +27,74 @@ from ...utils.compat.torch_private import without_compile
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
-from ...utils.rng import capture_rng
+from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
 from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
+from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
-from .buffers import adopt_buffers, is_expanded, persistent_buffers, propose_buffers
-from .module_state import module_state, pack_module_state, restore_module_state, unpack_module_state
-from .optimizer_state import (
-    PREFIX,
-    Parameters,
-    adopt_state,
-    check_entries,
-    local_entries,
-    plain_entries,
-    propose_state,
-    tensor_entries,
+from .module_state import (
+    adopt_buffers,
+    is_expanded,
+    module_state,
+    pack_module_state,
+    persistent_buffers,
+    propose_buffers,
+    restore_module_state,
+    unpack_module_state,
 )
-from .param_groups import are_named, describe_groups, hyperparameters, match_groups, reorder_schedule
-from .rank_rng import check_rank_rng, rank_key, restore_rank_rng
 
 logger = get_logger(__name__)
 
 ROOT = "dcp"
-"""The key all names of a folder stand under, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
+"""The key above all names of a folder, as in AReaL's ``dcp.save({"dcp": DCPState(...)})``."""
 
 PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
-"""Names of the tensors of a training state that hold JSON."""
+"""Names of the tensors that hold JSON in a training state."""
 
 ADAPTERS = "adapters"
 """Name of the tensor that holds the settings of adapters as JSON."""
 
 RANK_KEYED = ("module_state", "rng", BASE_SAMPLE)
-"""Names of what each rank has of its own, under its `rank_key`."""
+"""Names of the parts that each rank has under its own `rank_key`."""
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, also behind torch.compile; another module itself."""
+    """The module inside DistributedDataParallel, also behind torch.compile. Any other module is returned as it is."""
     inner = without_compile(model)
     return inner.module if isinstance(inner, DistributedDataParallel) else model
 
 
 class DCPState(TorchStateful):
-    """A `torch.distributed.checkpoint` Stateful over any (FSDP2) module, with or without its training state.
+    """A `torch.distributed.checkpoint` Stateful of any (FSDP2) module, with or without its training state.
+
+        state = DCPState(model, optimizer, scheduler)
+        save_dcp("runs/step_100", state)  # on all ranks
+        load_dcp("runs/step_100", state)  # on any number of ranks
+        dcp.save({"dcp": state}, checkpoint_id="runs/step_101")  # torch's own functions work too
+
+    A load brings back every hyperparameter of the optimizer's groups, as torch's ``Optimizer.load_state_dict`` does,
+    because schedules change more than the rate (OneCycleLR cycles ``betas``). To change ``weight_decay``, set it after
+    the load. Only the choice of implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) and
+    ``maximize`` stay as they are.
 
     Args:
-        model: the module; parameters and persistent buffers are taken. DistributedDataParallel around it is left out,
-            so that the names are those of the model alone.
-        optimizer: None leaves out everything but the model: a model-only checkpoint.
+        model: the module. Parameters and persistent buffers are saved, under the names without DistributedDataParallel.
+        optimizer: None makes a checkpoint of the model alone.
         scheduler: learning-rate scheduler, built before any load.
         counters: any `Stateful` whose state is a dict of plain values (step counts, weight version ...).
-        trainable_only: leave out frozen parameters (``requires_grad`` false), because every start of the job makes them
-            again: True for all of them, or the names of some. A checkpoint holds a digest of them instead, and a load
-            on others is refused (see `base_model`). One that changes after the first `DCPState` of the model was made,
-            or that ``optimizer`` has state of, is stored. A load takes what the folder has, whatever is said here.
-        base: where the frozen parameters come from, for messages; None: what a transformers model says.
-        group: control group of the ranks that hold the model, which agree on what is left out; None: all ranks.
-        changes_only_in_step: nothing but ``optimizer.step``, and code in `changing_weights`, changes parameters and
-            optimizer state, so that a snapshot may still be copying them while the next forward and backward run (see
-            `staged_state`). A snapshot during which they change nevertheless fails.
-
-    A load brings back every hyperparameter of the optimizer's groups, as torch's own ``Optimizer.load_state_dict``
-    does: schedules change more than the rate (OneCycleLR cycles ``betas``). A ``weight_decay`` that was changed between
-    save and load is therefore the saved one afterwards; set it after the load. Only the choice of implementation
-    (``foreach``, ``fused``, ``capturable``, ``differentiable``) and ``maximize`` stay this optimizer's own.
+        trainable_only: leave out frozen parameters (``requires_grad`` false) that every start of the job makes again:
+            True for all, or a collection of names. A checkpoint holds their digest instead, and a load on other
+            parameters is refused (see `base_model`). A parameter is stored if it has changed since the first `DCPState`
+            of the model, or if ``optimizer`` has state for it. A load takes all parameters of the folder, whatever this
+            argument says.
+        base: source of the frozen parameters, for messages. None takes the one that a transformers model names.
+        group: control group of the ranks that hold the model and agree on the parameters to leave out. None: all ranks.
+        changes_only_in_step: promise that only ``optimizer.step`` and code in `changing_weights` change parameters and
+            optimizer state. A snapshot may then still be copying them during the next forward and backward (see
+            `staged_state`). If they change nevertheless, the snapshot fails.
     """
 
     def __init__(
@@ -108,23 +110,28 @@ class DCPState(TorchStateful):
         changes_only_in_step: bool = False,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = replicated(model), optimizer, scheduler, counters
-        self.base, self.group = base or BaseFolder.of(self.model), group
+        self.group, self._base = group, base
         self.changes_only_in_step = changes_only_in_step
         self._frozen_base: FrozenBase | None = None
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
             self._frozen_base = FrozenBase.of(self.model, frozen, self.base)
         self._trained_by = optimizer
-        self._stored: Collection[str] | None = None  # what the folder holds that is loaded
+        self._stored: Collection[str] | None = None  # names in the folder that is loaded
+
+    @property
+    def base(self) -> BaseFolder:
+        """Source of the frozen parameters."""
+        return self._base or BaseFolder.of(self.model)
 
     def model_only(self) -> "DCPState":
-        """The same of the model alone."""
+        """The same state without optimizer, scheduler and counters."""
         state = copy.copy(self)
         state.optimizer = state.scheduler = state.counters = None
         return state
 
     def as_stored(self, names: Collection[str]) -> "DCPState":
-        """The same with the parameters that a folder holds; ``names`` are the dotted names in it."""
+        """The same state with the parameters of a folder, given the dotted names in that folder."""
         state = copy.copy(self)
         state._stored = frozenset(names)
         return state
@@ -136,15 +143,14 @@ class DCPState(TorchStateful):
         - ``model``, and ``module_state`` if there is any (see `module_state`).
         - ``adapters``, if PEFT has put some in (see `lora.description`).
         - ``base`` and ``base_sample``, if frozen parameters are left out (see `base_model`).
-        - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (what an optimizer keeps per parameter besides
-          tensors), ``optim_local`` (which tensors are plain ones of the local shard), ``rng``, ``scheduler`` and
-          ``counters``.
+        - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (values per parameter that are not tensors),
+          ``optim_local`` (names of plain tensors of the local shard), ``rng``, ``scheduler`` and ``counters``.
 
-        The state of modules and generators is this rank's, under this rank's name. If parameters may be left out all
-        ranks call it: they agree on which ones changed.
+        State of modules and generators are under this rank's name. If parameters may be left out, all ranks call it,
+        because they agree on the parameters that changed.
 
         Raises:
-            ConfigError: something here cannot be saved so that it comes back as it is.
+            ConfigError: a value cannot be saved so that it comes back unchanged.
         """
         if self._frozen_base is not None and self._stored is None:
             self._frozen_base.drop_changed(self._frozen(), self.group)
@@ -162,12 +168,12 @@ class DCPState(TorchStateful):
             return state
         materialize_state(self.optimizer)
         params = self._parameters()
-        check_entries(self.optimizer, params)
-        state["optim"] = {"state": tensor_entries(self.optimizer, params)}
-        state["param_groups"] = pack_json(describe_groups(self.optimizer, params), "param_groups")
-        if plain := plain_entries(self.optimizer, params):
+        optim.check_entries(self.optimizer, params)
+        state["optim"] = {"state": optim.tensor_entries(self.optimizer, params)}
+        state["param_groups"] = pack_json(optim.describe_groups(self.optimizer, params), "param_groups")
+        if plain := optim.plain_entries(self.optimizer, params):
             state["optim_plain"] = pack_json(plain, "optimizer state")
-        if local := local_entries(self.optimizer, params):
+        if local := optim.local_entries(self.optimizer, params):
             state["optim_local"] = pack_json(local, "optim_local")
         state["rng"] = {rank_key(get_rank()): capture_rng()}
         if self.scheduler is not None:
@@ -178,15 +184,15 @@ class DCPState(TorchStateful):
 
     @normal_tensors()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state: copies tensors into the live ones, then schedule, counters and generators.
+        """Restore a state: copy tensors into the live ones, then restore schedule, counters and generators.
 
-        Tensors may be whole DTensors or this rank's parts; their shapes must have been checked before. One that is the
-        live tensor itself, as torch's ``dcp.load`` has read into it, has its values already.
+        Tensors may be whole DTensors or this rank's parts. Their shapes must have been checked before. If torch's
+        ``dcp.load`` has read into a live tensor, that one is not copied.
 
         Raises:
-            CheckpointMismatchError: a tensor is missing, or frozen parameters that were left out are others here (seen
-                at the world size of the save only); nothing was changed.
-            CheckpointError: see `check_values`; likewise.
+            CheckpointMismatchError: a tensor is missing, or the frozen parameters that were left out differ here (only
+                detected at the world size of the save). Nothing was changed.
+            CheckpointError: see `check_values`. Nothing was changed.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
         stored = self.as_stored(given.keys())
@@ -202,32 +208,26 @@ class DCPState(TorchStateful):
         self.restore(values, given)
 
     def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
-        """Restore all but the live tensors: state of modules, groups, schedule, counters, generators.
-
-        Args:
-            values: what `check_values` returned.
-            given: what it was given.
-        """
+        """Restore everything but live tensors. ``values`` is the result of `check_values` for ``given``."""
         restore_module_state(self.model, values["module_state"])
         restore_merged(self.model, values[ADAPTERS])
         if self.optimizer is not None:
-            self._load_training_state(self.optimizer, values)
-            restore_rank_rng(given)
+            self._restore_training_state(self.optimizer, values)
+            own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
+            if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
+                restore_rng(own or derive_rng(first, get_rank()))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Raise what `load_state_dict` would raise of everything but the live tensors; changes nothing.
-
-        Args:
-            given: dotted name -> tensor, of a whole state; live tensors may be left out.
+        """Check a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
 
         Returns:
-            ``module_state``, ``adapters``, and name in `PACKED` -> value, of those that are there; groups and schedule
-            in the order of this optimizer's groups, and as ``group_order`` the number of the saved group for each.
+            ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and schedule
+            are in the order of this optimizer's groups. ``group_order`` has the number of the saved group for each.
 
         Raises:
-            CheckpointMismatchError: a counter or scheduler entry is missing, it is another optimizer's, or adapters
-                were scaled otherwise.
-            CheckpointCorruptError: what should be JSON is not.
+            CheckpointMismatchError: a counter or scheduler entry is missing, the optimizer is another one, or adapters
+                were scaled differently.
+            CheckpointCorruptError: a value is not the JSON that it should be.
         """
         own = given.get(f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}"))
         values: dict[str, Any] = {"module_state": {} if own is None else unpack_module_state(own, self.model)}
@@ -238,34 +238,35 @@ class DCPState(TorchStateful):
         values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
         params = self._parameters()
         if (groups := values.get("param_groups")) is not None:
-            order = values["group_order"] = match_groups(self.optimizer, params, groups)
+            order = values["group_order"] = optim.match_groups(self.optimizer, params, groups)
             values["param_groups"] = [groups[number] for number in order]
             if "scheduler" in values and self.scheduler is not None:
                 _check_keys("scheduler", values["scheduler"], {})
-                values["scheduler"] = reorder_schedule(values["scheduler"], order)
+                values["scheduler"] = optim.reorder_schedule(values["scheduler"], order)
         self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 optional = getattr(target, "OPTIONAL", ())
                 own = {key: value for key, value in target.state_dict().items() if key not in optional}
                 _check_keys(name, values[name], own)
-        check_rank_rng(given)
+        if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
+            check_rng(rng)
         return values
 
     def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: Parameters, saved: Mapping[str, Mapping[str, Any]]
+        self, optimizer: torch.optim.Optimizer, params: optim.Parameters, saved: Mapping[str, Mapping[str, Any]]
     ) -> None:
         _check_keys("optim_plain", saved, {})
         if strangers := sorted(saved.keys() - params.keys()):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
-        for fqn, entries in plain_entries(optimizer, params).items():
+        for fqn, entries in optim.plain_entries(optimizer, params).items():
             _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
 
-    def _load_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    def _restore_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
         saved_groups = values.get("param_groups", ())
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
-            group.update(hyperparameters(saved))
-        if len(saved_groups) > 1 and not are_named(saved_groups):
+            group.update(optim.hyperparameters(saved))
+        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
             logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
         params = self._parameters()
         for fqn, entries in values.get("optim_plain", {}).items():
@@ -277,74 +278,62 @@ class DCPState(TorchStateful):
                 logger.warning("the checkpoint has no %s; it starts anew", name)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Dotted name -> live (sharded) tensor of everything that is loaded in place: model (its parameters themselves)
-        and optimizer state."""
+        """Dotted name -> live (sharded) tensor that is loaded in place: parameters, buffers and optimizer state."""
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
-            live.update(flatten(tensor_entries(self.optimizer, self._parameters()), PREFIX))
+            live.update(flatten(optim.tensor_entries(self.optimizer, self._parameters()), optim.PREFIX))
         return live
 
     def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Dotted name -> live tensor, of those that only ``optimizer.step`` changes; none without the promise.
+        """The live tensors that only ``optimizer.step`` changes. Empty without the promise ``changes_only_in_step``.
 
-        Args:
-            tensors: what `state_dict` returned, flattened: of parameters it has other tensors over the same memory.
+        ``tensors`` is the flattened `state_dict`, whose parameters are other tensors over the same memory.
         """
         if self.optimizer is None or not self.changes_only_in_step:
             return {}
         params = {f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()}
         live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in live.items() if tensor.requires_grad or name.startswith(PREFIX)}
+        return {name: tensor for name, tensor in live.items() if tensor.requires_grad or name.startswith(optim.PREFIX)}
 
     def aliases(self) -> dict[str, str]:
-        """Dotted name under which a naive writer stores a tied tensor again -> the name it has in `live_tensors`."""
+        """Other dotted names of tied tensors, which a naive writer stores again -> the name in `live_tensors`."""
         first: dict[int, str] = {}
         named = by_clean_name(self._named_parameters())
         every = {f"model.{name}": first.setdefault(id(param), f"model.{name}") for name, param in named.items()}
         return {name: canonical for name, canonical in every.items() if name != canonical}
 
     def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """Allocate tensors for what a checkpoint holds and this state has no tensor of that shape or dtype for.
+        """Allocate tensors for entries of a checkpoint for which this state has no tensor of that shape or dtype.
 
-        Args:
-            names: dotted name -> shape and dtype, of a whole checkpoint.
-
-        Returns:
-            dotted name -> tensor, for `adopt_state`; this state is as it was.
+        Takes the dotted name -> shape and dtype of a whole checkpoint. Returns dotted name -> tensor, for
+        `adopt_state`. This state stays as it is.
         """
         proposed = propose_buffers(self.model, names)
         if self.optimizer is not None:
-            entries = {name: shape for name, shape in names.items() if name.startswith(PREFIX)}
-            proposed |= propose_state(self.optimizer, self._parameters(), entries)
+            entries = {name: shape for name, shape in names.items() if name.startswith(optim.PREFIX)}
+            proposed |= optim.propose_state(self.optimizer, self._parameters(), entries)
         return proposed
 
     def adopt_state(self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-        """Install the tensors that `propose_state` allocated, in the module and in the optimizer.
-
-        Args:
-            proposed: what it returned.
-            given: what `check_values` was given.
-        """
-        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(PREFIX)}
+        """Install the tensors that `propose_state` allocated. ``given`` is the argument of `check_values`."""
+        entries = {name: tensor for name, tensor in proposed.items() if name.startswith(optim.PREFIX)}
         adopt_buffers(self.model, {name: tensor for name, tensor in proposed.items() if name not in entries})
         if self.optimizer is not None and entries:
             local = unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
-            adopt_state(self.optimizer, self._parameters(), entries, local)
+            optim.adopt_state(self.optimizer, self._parameters(), entries, local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """By the first of its names."""
         return first_names(by_clean_name(self._named_parameters()))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under every name it has."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward may leave gathered ones, which are other tensors
         return self.model.named_parameters(remove_duplicate=False)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, and the buffers that ``model.state_dict()`` has, which is slow to ask: it copies every name."""
+        """Parameters and persistent buffers. ``model.state_dict()`` has them too, but is slow: it copies every name."""
         buffers = [(slot.name, slot.buffer) for slot in persistent_buffers(self.model) if slot.buffer is not None]
         tensors = first_names(by_clean_name(chain(self._named_parameters(), buffers)))
         for name, tensor in tensors.items():
@@ -356,7 +345,7 @@ class DCPState(TorchStateful):
         return {name: tensor for name, tensor in tensors.items() if not self._is_left_out(name, tensor)}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are left out, by the first of their names."""
+        """The parameters that are left out, by the first of their names."""
         return {name: param for name, param in self._frozen().items() if self._is_left_out(name, param)}
 
     def _frozen(self) -> dict[str, nn.Parameter]:
@@ -374,18 +363,18 @@ class DCPState(TorchStateful):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of what `DCPState.state_dict` returned, for `save_dcp` in the place of the state itself.
+    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself.
 
     Attributes:
         values: tensors of the copy, under the names of the live ones.
-        finish: waits until all values are there; raises what went wrong with that.
+        finish: waits for the copy, and raises its error if there was one.
     """
 
     values: Mapping[str, Any]
     finish: Callable[[], None]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The values, once they are all there; raises what went wrong with that."""
+        """Wait for the copy and return its values."""
         self.finish()
         return self.values
 
@@ -398,3 +387,12 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
             f"{sorted(map(str, saved))[:8]}"
         )
+
+
+def rank_key(rank: int) -> str:
+    """The key of a rank's own values: ``rank_00001``."""
+    return f"rank_{rank:05d}"
+
+
+def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}

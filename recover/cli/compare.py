@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ...engine.dcp.archive_reader import read_now
-from ...engine.dcp.direct_reader import Destination
-from ...engine.dcp.metadata import read_layout
+from ...engine.dcp.metadata import Destination, read_layout
+from ...engine.dcp.reader import read_now
 from ...engine.dcp.state import ROOT
 from ...engine.hf.file_io import WeightReader
 from ...engine.memory.tensors import Box

@@ -18,8 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...engine.api import export_dtype
 from ...engine.dcp.base_model import base_fingerprint, pack_share, same_base
-from ...engine.dcp.bit_sum import bit_sum
-from ...engine.dcp.fingerprint import BlockSampler
+from ...engine.dcp.fingerprint import BlockSampler, bit_sum
 from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
 from ...engine.lora.layers import Adapter
 from ...engine.memory.lazy_tensor import LazyTensor

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ...engine.dcp.archive_reader import read_archives, read_object
+from ...engine.dcp.archive import read_archives, read_object
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
-from ...engine.dcp.direct_reader import Destination, TensorReader
-from ...engine.dcp.layout import FolderLayout
-from ...engine.dcp.metadata import read_layout
+from ...engine.dcp.metadata import Destination, FolderLayout, read_layout
+from ...engine.dcp.reader import TensorReader
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
 from ...engine.memory.lazy_tensor import LazyTensor

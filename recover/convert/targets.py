@@ -10,9 +10,9 @@ import torch
 
 from ...engine.api import HFExportOptions, StepInfo
 from ...engine.dcp.fingerprint import BlockSampler, combine_samples
-from ...engine.dcp.param_groups import hyperparameters
+from ...engine.dcp.optimizer_state import hyperparameters
+from ...engine.dcp.save import Entry, write_entries
 from ...engine.dcp.state import ROOT, rank_key
-from ...engine.dcp.stream import Entry, write_entries
 from ...engine.hf.save_lazily import write_lazily
 from ...engine.hf.sidecars import adopt_base
 from ...engine.memory.lazy_tensor import LazyTensor

@@ -1,1 +1,1 @@
-"""A resume: which generation, what each rank reads of it, and in which order it is put back."""
+"""A resume: the generation that wins, its checks, and the order of the restore."""

@@ -1,10 +1,24 @@
-"""Which generation a run resumes from: the newest that verifies, here or at the mirror, or the one it was told.
+"""Choose the generation that a run resumes from.
 
-One process chooses by names and sizes; then every rank compares the bytes of its share of the files. What fails is
-quarantined with the reason, and the next older one is tried. A run whose every generation failed does not start over.
+The rule, in the order of the code:
 
-A host that needs the step before it has an engine can `peek`: the same choice by names and sizes alone, which changes
-nothing on the disk. What the bytes are is known in `choose` only; it does not go on with another step than was told.
+1. With ``resume_path``, that generation. Once the run has gone back to it and committed newer generations, which
+   remember it as their origin, rule 2 applies again, also if retention has removed it since.
+2. Otherwise the newest sound generation. A local one wins over a copy at the mirror of the same or an older step. A
+   newer copy is fetched first, at most once per step. If the mirror cannot be read, the newest local one is taken with
+   a warning, but without a local one the start fails. Pins (`GenerationStore.pin`) have no influence on the choice.
+3. Damaged: a local generation is quarantined with the reason, and the next older one is tried. A damaged copy at the
+   mirror is skipped. Copies marked as damaged are read again only if nothing is left here. A damaged ``resume_path``
+   is an error.
+4. Of another run: a generation with another number of steps per epoch, of a newer format, or of other engines is an
+   error, and it stays where it is.
+5. Nothing found: the run starts at step 0 only if nothing was ever there and the mode is not ``must``. Otherwise it is
+   an error.
+6. Newer than a ``resume_path``: once the restore has succeeded, newer local generations are quarantined, and the mirror
+   forgets newer copies.
+
+The leader decides by names and sizes. Then all ranks compare the bytes, which may lead back to rule 3. A host that
+needs the step before it has an engine can `peek`: the same choice by names and sizes, without changing the disk.
 """
 
 from contextlib import ExitStack
@@ -16,12 +30,7 @@ import torch.distributed as dist
 
 from ...engine.api import FinetuneSpec, StepInfo
 from ...utils.distributed import rank_zero_decides_slowly
-from ...utils.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    MirrorError,
-)
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, MirrorError
 from ...utils.files import file_digest
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, read_manifest
@@ -30,7 +39,7 @@ from ..coordinator import Ranks
 from ..info import RecoverInfo
 from ..storage.generations import GenerationStore
 from ..storage.mirror import Mirror
-from .rank import check_bytes
+from .check import check_bytes
 
 logger = get_logger(__name__)
 
@@ -38,18 +47,18 @@ Choice = tuple[Path, RecoverInfo]
 
 
 class ResumeChoice:
-    """The choice of one run. `peek` and `choose` run everywhere, the other methods in the leader.
+    """The choice of one run. `peek` and `choose` run in every process, the other methods in the leader.
 
     Args:
-        config: its ``mode`` and ``resume_path``.
-        ft_spec: how the run is cut into epochs; a generation that was cut differently is refused.
-        epochs_may_change: do not refuse it.
-        store: where the generations are.
+        config: its ``mode``, ``resume_path`` and mirror are used.
+        ft_spec: number of steps per epoch. A generation with another number is refused.
+        store: the local generations.
+        epochs_may_change: accept a generation with another number of steps per epoch.
 
     Attributes:
         resume_path: the generation to go back to, or None.
-        origin: digest of that generation's manifest, in the leader and once it has chosen. A folder can
-            move; this tells whether the newest generation descends from it.
+        origin: digest of that generation's manifest, in the leader after the choice. It identifies the generation when
+            its folder has moved, so that newer generations can be recognised as its descendants.
     """
 
     def __init__(
@@ -58,65 +67,47 @@ class ResumeChoice:
         self._config, self._ft_spec, self._store = config, ft_spec, store
         self._epochs_may_change = epochs_may_change
         self._fetched: set[int] = set()
-        self._told: list[StepInfo | None] = []
+        self._peeked: list[StepInfo | None] = []
         self.resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
         self.origin: str | None = None
 
     def peek(self, group: dist.ProcessGroup | None) -> StepInfo | None:
-        """The step that `choose` finds if the bytes are what names and sizes promise; None when there is nothing.
+        """The step that `choose` will find if the bytes are sound. None if there is nothing to resume.
 
-        Collective over ``group``, once there is torch.distributed; each process for itself before.
-
-        Raises:
-            as `choose`, of what can be seen so.
+        Collective over ``group`` once torch.distributed is initialised. Raises as `choose`, as far as names and sizes
+        show the problem.
         """
         found = rank_zero_decides_slowly(self._look, group)
-        self._told = [found]
+        self._peeked = [found]
         return found
 
     def choose(self, ranks: Ranks, mirror: Mirror | None) -> Choice | None:
-        """The generation to resume from, verified; None when there is nothing and never was. All ranks take part.
+        """Choose and verify a generation. None if there is nothing and never was. All ranks take part.
 
         Args:
-            ranks: who compares the bytes.
-            mirror: where else to look, in the leader.
+            ranks: they compare the bytes.
+            mirror: where the leader also looks.
 
         Raises:
-            CheckpointCorruptError: there was something to resume, but nothing of it is usable.
-            CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
-            CheckpointMismatchError: the generation is not of this run, or of a newer format, or of another step than
-                `peek` has told.
+            CheckpointCorruptError: there was something to resume, but no generation is usable.
+            CheckpointNotFoundError: there is nothing, with mode ``must`` or ``resume_path``.
+            CheckpointMismatchError: the generation is of another run or of a newer format, or its step is not the one
+                that `peek` returned.
         """
         ranks.decide(self._store.sweep)
         while True:
             choice = ranks.decide_slowly(partial(self._candidate, mirror, only_look=False))
-            ranks.here(partial(self._check_told, choice))
+            ranks.here(partial(self._check_peeked, choice))
             if choice is None:
-                self._told = []
+                self._peeked = []
                 return None
             path = choice[0]
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
             problems = [found for found in ranks.run_all(check_bytes, str(path), files) if found is not None]
             if not problems:
-                self._told = []
+                self._peeked = []
                 return choice
             ranks.decide(partial(self._refuse, path, problems[0]))
-
-    @property
-    def resumed_from(self) -> tuple[str | None, str | None]:
-        """``resume_path`` and the digest that goes with it, as `RecoverInfo` remembers them."""
-        return None if self.resume_path is None else str(self.resume_path), self.origin
-
-    def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
-        """Give up what is newer than ``resumed``: a ``resume_path`` goes back behind it; else nothing is."""
-        path, step = resumed[0].resolve(), resumed[1].last_step_info.global_step
-        if self.resume_path is None or path != self.resume_path:
-            return
-        for generation in self._store.generations():
-            if generation.step > step or (generation.step == step and generation.path.resolve() != path):
-                self._store.quarantine(generation, f"superseded by resume_path {path.name}")
-        if mirror is not None:
-            mirror.forget_newer(step)
 
     def _look(self) -> StepInfo | None:
         with ExitStack() as ends:
@@ -127,15 +118,17 @@ class ResumeChoice:
             found = self._candidate(mirror, only_look=True)
         return None if found is None else found[1].last_step_info
 
-    def _check_told(self, choice: Choice | None) -> None:
+    def _check_peeked(self, choice: Choice | None) -> None:
         found = None if choice is None else choice[1].last_step_info
-        if self._told and self._told != [found]:
-            told = "that there is nothing" if self._told[0] is None else f"step {self._told[0].global_step}"
+        if self._peeked and self._peeked != [found]:
+            told = "that there is nothing" if self._peeked[0] is None else f"step {self._peeked[0].global_step}"
             here = "nothing" if choice is None else f"step {choice[1].last_step_info.global_step} ({choice[0]})"
             raise CheckpointMismatchError(
                 f"peek told {told}, but what can be resumed is {here}: the bytes of what was told are bad (see the "
                 "log), or another job was still at work. Nothing was restored; start again"
             )
+
+    # Rule 1: resume_path
 
     def _candidate(self, mirror: Mirror | None, *, only_look: bool) -> Choice | None:
         newest, wanted = self._newest(mirror, only_look), self.resume_path
@@ -148,7 +141,9 @@ class ResumeChoice:
         else:
             self._check_nothing_was_there()
             return None
-        return self._of_this_run(*choice)
+        return self._require_this_run(*choice)
+
+    # Rule 2: the newest, here or at the mirror
 
     def _newest(self, mirror: Mirror | None, only_look: bool) -> Choice | None:
         local = self._local(only_look)
@@ -170,12 +165,12 @@ class ResumeChoice:
         return None if found is None else (found[0].path, found[1])
 
     def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
-        """The mirror's newest sound generation that is newer than the local one, fetched unless ``only_look``."""
-        last_resort = mirror.steps(damaged=True) if local is None else []  # reads may be right again; all are verified
+        """The mirror's newest sound copy that is newer than the local generation, fetched unless ``only_look``."""
+        last_resort = mirror.steps(damaged=True) if local is None else []  # may be read right this time
         for step in mirror.steps() + last_resort:
             if local is not None and step <= local[1].last_step_info.global_step:
                 return None
-            if step in self._fetched:  # and refused since: this disk damages what is written to it
+            if step in self._fetched:  # and refused since, because this disk damages it
                 continue
             try:
                 if only_look:
@@ -196,11 +191,29 @@ class ResumeChoice:
             )
         return None
 
+    # Rule 3: damaged
+
     def _refuse(self, path: Path, problem: str) -> None:
         if path == self.resume_path:
             raise CheckpointCorruptError(problem)
         (generation,) = (generation for generation in self._store.generations() if generation.path == path)
         self._store.quarantine(generation, problem)
+
+    # Rule 4: of another run
+
+    def _require_this_run(self, path: Path, info: RecoverInfo) -> Choice:
+        """Refuse another number of steps per epoch. A converted generation may have none, and takes this run's."""
+        saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
+        if info.lacks("epochs"):
+            return path, replace(info, last_step_info=StepInfo.at(info.last_step_info.global_step, now))
+        if saved != now and not self._epochs_may_change:
+            raise CheckpointMismatchError(
+                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size, "
+                "or RecoverHandler(..., epochs_may_change=True) and put the data to its place yourself"
+            )
+        return path, info
+
+    # Rule 5: nothing found
 
     def _check_nothing_was_there(self) -> None:
         if unusable := [generation.path.name for generation in self._store.generations()]:
@@ -221,21 +234,27 @@ class ResumeChoice:
         if self._config.mode == "must":
             raise CheckpointNotFoundError(f"recover.mode is 'must', but {self._store.root} has no generation to resume")
 
-    def _of_this_run(self, path: Path, info: RecoverInfo) -> Choice:
-        """What was found, its step counted in this run's epochs where it was made by those of nobody."""
-        saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
-        if info.lacks("epochs"):
-            return path, replace(info, last_step_info=StepInfo.at(info.last_step_info.global_step, now))
-        if saved != now and not self._epochs_may_change:
-            raise CheckpointMismatchError(
-                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size, "
-                "or RecoverHandler(..., epochs_may_change=True) and put the data to its place yourself"
-            )
-        return path, info
+    # Rule 6: newer than a resume_path
+
+    def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
+        """Give up generations and copies newer than ``resumed``, if it is the ``resume_path``."""
+        path, step = resumed[0].resolve(), resumed[1].last_step_info.global_step
+        if self.resume_path is None or path != self.resume_path:
+            return
+        for generation in self._store.generations():
+            if generation.step > step or (generation.step == step and generation.path.resolve() != path):
+                self._store.quarantine(generation, f"superseded by resume_path {path.name}")
+        if mirror is not None:
+            mirror.forget_newer(step)
+
+    @property
+    def resumed_from(self) -> tuple[str | None, str | None]:
+        """``resume_path`` and the digest of its manifest, as `RecoverInfo` remembers them."""
+        return None if self.resume_path is None else str(self.resume_path), self.origin
 
 
 def _descends(newest: RecoverInfo, wanted: Path) -> bool:
-    """Whether the run has gone back to ``wanted`` before, and is ahead of it; retention may have removed it since."""
+    """Whether the run has gone back to ``wanted`` before and is ahead of that generation now."""
     origin = _origin(wanted)
     return newest.resume_path == str(wanted) if origin is None else newest.resume_origin == origin
 

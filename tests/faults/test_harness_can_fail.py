@@ -24,7 +24,7 @@ import torch
 from holdfast.engine.dcp import metadata as dcp_metadata
 from holdfast.engine.hf import save as hf_save
 from holdfast.recover import GenerationStore
-from holdfast.recover.resuming import rank as rank_reading
+from holdfast.recover.resuming import check as rank_reading
 from holdfast.recover.storage import generations as store
 from holdfast.utils import atomic_folder, files, manifest
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError

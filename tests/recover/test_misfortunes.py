@@ -21,7 +21,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.coordinator import RankTarget
 from holdfast.recover.process_state import ProcessState, capture_process, rank_state_name, write_process
-from holdfast.recover.resuming.rank import check_bytes
+from holdfast.recover.resuming.check import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
 from holdfast.utils.rng import capture_rng

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from holdfast.engine.dcp.base_model import BaseFolder, FrozenBase, sums_of
-from holdfast.engine.dcp.bit_sum import bit_sum
+from holdfast.engine.dcp.fingerprint import bit_sum
 from holdfast.utils.distributed import gather_objects
 from tests.engine.dcp.test_fingerprint import DTYPES
 from tests.helpers import run_ranks

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp import direct_reader, metadata
+from holdfast.engine.dcp import metadata, reader
 from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
 from holdfast.engine.dcp.metadata import check_coverage
 from holdfast.engine.dcp.save import save_dcp
@@ -175,7 +175,7 @@ def _load_where_one_rank_has_no_file(rank: int, world_size: int, folder: str) ->
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(direct_reader, "open", _no_such_file, raising=False)
+            patch.setattr(reader, "open", _no_such_file, raising=False)
         return _load_sharded(rank, world_size, folder)
 
 

@@ -179,7 +179,7 @@ def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return load
 
-    monkeypatch.setattr("holdfast.recover.resuming.rank.read_dcp", fail_for_the_second)
+    monkeypatch.setattr("holdfast.recover.resuming.restore.read_dcp", fail_for_the_second)
     fresh = {"actor": Tiny(), "critic": Tiny()}
     before = {name: tiny.digest() for name, tiny in fresh.items()}
     with pytest.raises(OSError, match="Input/output"):

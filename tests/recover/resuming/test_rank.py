@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from holdfast.recover import RecoverHandler
 from holdfast.recover.coordinator import RankTarget
-from holdfast.recover.resuming.rank import check_bytes, share_of
+from holdfast.recover.resuming.check import check_bytes, share_of
 from holdfast.utils.manifest import read_manifest
 from tests.helpers import run_ranks
 from tests.recover.runs import Tiny, make_handler, newest, step_info

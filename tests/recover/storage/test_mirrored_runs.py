@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.recover import RecoverHandler
-from holdfast.recover.resuming.rank import check_bytes
+from holdfast.recover.resuming.check import check_bytes
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from holdfast.utils.remote import RemoteFolder
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info

@@ -1,13 +1,12 @@
-"""Read stored tensors from their files straight into the tensors that take them.
+"""Read stored tensors from their files straight into the tensors that receive them.
 
-Planning finds out where in a file the values lie: if what is before them is, byte for byte, what torch here writes
-before a tensor of that shape and dtype (see `tensor_framing`), they begin right behind it, and no archive is parsed.
-Anything else (another version of torch, a strided tensor) is left to `archive_reader`.
+Planning finds where the values lie in a file. If the bytes before them are exactly those that torch writes here for
+this shape and dtype (see `archive`), the values follow directly, and no archive is parsed. Other archives (another
+version of torch, a strided tensor) are left to `read_archives`.
 
-Files are read in the order of their bytes, by as many threads as `reading_threads` says, with preadv(2) into the
-tensors themselves, many small ones at a time: nothing is faster from the page cache, and a disk that fails is an
-`OSError`, where a memory map would end the process. What goes to a device, or not side by side, goes through blocks of
-a few megabytes a thread (`HostBlocks`).
+Files are read in the order of their bytes by several threads, with preadv(2) into the tensors themselves, many small
+ones per call. Nothing is faster from the page cache, and a failing disk is an `OSError`, while a memory map would end
+the process. Tensors on a device, and those that are not contiguous, go through blocks of a few megabytes per thread.
 """
 
 import math
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -29,56 +28,28 @@ from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.heartbeat import beat
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import Box, bytes_of
-from .layout import FolderLayout, Overlap, StoredTensor
-from .tensor_framing import archive_of
+from .archive import archive_of, read_archives
+from .metadata import Destination, FolderLayout, Overlap, PathLike, StoredTensor
 
 BLOCK_BYTES = 8 << 20
-"""What is read at once."""
+"""Bytes per read."""
 
 _GAP_BYTES = 16 << 10
-"""Values that are no further apart in the file are read together with what is between them: cheaper than a call."""
+"""Largest gap between two values that are read in one call. Reading the gap is cheaper than another call."""
 _MAX_BUFFERS = 1024
-"""Of one preadv: IOV_MAX of Linux."""
-
-
-@dataclass(frozen=True)
-class Destination:
-    """A box of a stored tensor, and the tensor that takes it.
-
-    Attributes:
-        box: in the whole stored tensor.
-        tensor: of the sizes of the box and the stored dtype, on any device, with any strides.
-    """
-
-    box: Box
-    tensor: torch.Tensor
-
-    def like(self) -> "Destination":
-        """The same box, into fresh host memory."""
-        return Destination(self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu"))
-
-    def split_rows(self) -> Iterator["Destination"]:
-        """Boxes of whole rows of it, each of about `BLOCK_BYTES`."""
-        if not self.tensor.ndim:
-            yield self
-            return
-        n_rows, offsets = len(self.tensor), self.box.offsets
-        step = max(1, n_rows * BLOCK_BYTES // max(1, self.tensor.nbytes))
-        for row in range(0, n_rows, step):
-            rows = self.tensor[row : row + step]
-            yield Destination(Box((offsets[0] + row, *offsets[1:]), tuple(rows.shape)), rows)
+"""Most buffers of one preadv: IOV_MAX of Linux."""
 
 
 class TensorReader:
-    """Reads stored tensors into given ones; none of them changes before `read` is called.
+    """Reads stored tensors into given ones. No tensor changes before `read` is called.
 
     Args:
         folder: DCP folder.
-        layout: of the folder, checked.
-        destinations: full name of a stored tensor -> which box of it goes where.
+        layout: layout of the folder, checked.
+        destinations: full name of a stored tensor -> the box to read, and the tensor that receives it.
 
     Attributes:
-        names: of the tensors that `read` fills. The others are stored in another way: see `archive_reader`.
+        names: names of the tensors that `read` fills. The others are stored in another way (see `read_archives`).
 
     Raises:
         CheckpointNotFoundError: this rank does not see a file.
@@ -86,9 +57,7 @@ class TensorReader:
         OSError: a file cannot be read.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], layout: FolderLayout, destinations: Mapping[str, Destination]
-    ) -> None:
+    def __init__(self, folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
         self._folder = Path(folder)
         self._identities: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, list[_Read]] = {}
@@ -105,16 +74,16 @@ class TensorReader:
         self._reads = {name: reads for name, reads in kept.items() if reads}
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointCorruptError` unless the files are those that were planned with."""
+        """Raise `CheckpointCorruptError` if a file has changed since the plan was made."""
         for name in self._reads:
             self._check_identity(name)
 
     def read(self) -> None:
-        """Read everything, and see that no file has changed meanwhile.
+        """Read everything, and check that no file has changed meanwhile.
 
         Raises:
-            CheckpointCorruptError: one has. The tensors hold what is not to be trusted.
-            OSError: a file cannot be read; likewise, and it says so.
+            CheckpointCorruptError: a file has changed. The tensors cannot be trusted.
+            OSError: a file cannot be read. The tensors cannot be trusted, and the message says so.
         """
         n_threads = reading_threads()
         with ThreadPoolExecutor(n_threads, thread_name_prefix="reading") as pool:
@@ -142,8 +111,8 @@ class TensorReader:
 
 
 @contextmanager
-def visible_here(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around the use of a file that rank 0 has seen: raise `CheckpointNotFoundError` if this rank does not see it."""
+def visible_here(path: PathLike) -> Iterator[None]:
+    """Raise `CheckpointNotFoundError` if a block uses a file that rank 0 sees, and this rank does not see it."""
     try:
         yield
     except FileNotFoundError:
@@ -155,57 +124,40 @@ def visible_here(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _open_checked(path: Path, n_bytes: int) -> Iterator[IO[bytes]]:
-    """Open a data file that needs to have so many bytes."""
     with visible_here(path), open(path, "rb", buffering=0) as file:
         if (found := os.fstat(file.fileno()).st_size) < n_bytes:
             raise CheckpointCorruptError(f"{path} has {found} bytes; it needs {n_bytes}")
         yield file
 
 
-@dataclass(frozen=True)
-class _WantedChunk:
-    """What is needed of one stored chunk, and the tensor it goes to."""
+class _WantedChunk(NamedTuple):
+    """The needed part of a stored chunk: position of its file, first byte of its archive, and the receiving tensor."""
 
+    file: int
+    begin: int
     name: str
     stored: StoredTensor
     overlap: Overlap
     target: torch.Tensor
 
-    @property
-    def file(self) -> int:
-        """Position of the file in the layout."""
-        return int(self.stored.files[self.overlap.chunk])
-
-    @property
-    def begin(self) -> int:
-        """Where the archive begins in the file."""
-        return int(self.stored.begins[self.overlap.chunk])
-
 
 def _chunks_wanted(layout: FolderLayout, destinations: Mapping[str, Destination]) -> list[_WantedChunk]:
-    """In the order of the files, and of the bytes in them."""
     found: list[_WantedChunk] = []
     overlaps: dict[tuple[int, Box], list[Overlap]] = {}  # hundreds of tensors are cut in a few ways
-    for name, destination in destinations.items():
+    for name, (box, target) in destinations.items():
         stored = layout.tensors[name]
-        cut = id(stored.chunks), destination.box
+        cut = id(stored.chunks), box
         if cut not in overlaps:
-            overlaps[cut] = stored.chunks.overlaps(destination.box)
-        found += [_WantedChunk(name, stored, overlap, destination.tensor) for overlap in overlaps[cut]]
+            overlaps[cut] = stored.chunks.overlaps(box)
+        for overlap in overlaps[cut]:
+            place = int(stored.files[overlap.chunk]), int(stored.begins[overlap.chunk])
+            found.append(_WantedChunk(*place, name, stored, overlap, target))
     return sorted(found, key=lambda chunk: (chunk.file, chunk.begin))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a stored chunk, and the tensor that takes it.
-
-    Attributes:
-        name: of the stored tensor.
-        at: where in the file the values of the chunk begin.
-        chunk_sizes: shape of the chunk.
-        box: in the chunk.
-        target: of the sizes of the box.
-    """
+    """A box of a stored chunk, whose values begin at byte ``at`` of the file, and the tensor that receives it."""
 
     name: str
     at: int
@@ -214,7 +166,7 @@ class _Read:
     target: torch.Tensor
 
     def contiguous_at(self) -> int | None:
-        """Where in the file the bytes of the target lie side by side as in its memory; None when they do not."""
+        """First byte of the target in the file, if its bytes are contiguous in file and memory. None otherwise."""
         before = _elements_before(self.chunk_sizes, self.box)
         lazy = self.target.is_conj() or self.target.is_neg()  # its bytes are not its values
         if before is None or lazy or not self.target.is_contiguous():
@@ -222,7 +174,7 @@ class _Read:
         return self.at + before * self.target.itemsize
 
     def copy_rows(self, file: IO[bytes], blocks: HostBlocks) -> None:
-        """Read whole rows as they are stored, at least one at a time, and take the part that is wanted."""
+        """Read whole stored rows, at least one at a time, and copy the wanted part."""
         if not self.chunk_sizes:
             value = _read_block(file, self.at, blocks.take(self.target.itemsize))
             blocks.copy(self.target, value.view(self.target.dtype).view(()))
@@ -240,7 +192,7 @@ class _Read:
 
 
 def _find(file: IO[bytes], chunk: _WantedChunk) -> _Read | None:
-    """Where the values of a chunk lie in ``file``, if torch here would have written what surrounds them."""
+    """Where the values of a chunk lie in ``file``. None if the archive is not one that torch writes here."""
     overlap, target = chunk.overlap, chunk.target
     archive = archive_of(overlap.chunk_sizes, chunk.stored.dtype)
     if chunk.stored.lengths[overlap.chunk] != archive.bytes:
@@ -254,7 +206,7 @@ def _find(file: IO[bytes], chunk: _WantedChunk) -> _Read | None:
 
 
 def _elements_before(shape: tuple[int, ...], box: Box) -> int | None:
-    """How many elements are stored before a box whose elements are stored side by side; None when they are not."""
+    """Number of elements stored before a box, if the elements of the box are contiguous. None otherwise."""
     before, stride, partial_dim = 0, 1, False
     for size, begin, length in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if partial_dim and length != 1:
@@ -264,7 +216,6 @@ def _elements_before(shape: tuple[int, ...], box: Box) -> int | None:
 
 
 def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
-    """At most ``n`` runs of reads, with about as many bytes each."""
     shares: list[list[_Read]] = [[] for _ in range(n)]
     total, before = sum(read.target.nbytes for read in reads), 0
     for read in reads:
@@ -273,7 +224,7 @@ def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
     return [share for share in shares if share]
 
 
-@torch.no_grad()  # which every thread has to say for itself
+@torch.no_grad()  # the setting is per thread
 def _read_all(file: IO[bytes], reads: list[_Read]) -> None:
     device = next((read.target.device for read in reads if read.target.is_cuda), torch.device("cpu"))
     blocks = HostBlocks(BLOCK_BYTES, device)
@@ -291,14 +242,14 @@ def _read_all(file: IO[bytes], reads: list[_Read]) -> None:
 
 
 def _blocks_of(begin: int, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """``[n]`` uint8 in blocks, and where in the file each begins, if the first begins at ``begin``."""
+    """Cut ``[n]`` uint8 into blocks, each with its first byte in the file."""
     for at in range(0, len(values), BLOCK_BYTES):
         yield begin + at, values[at : at + BLOCK_BYTES]
 
 
 def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """Fill host tensors (``[n]`` uint8), each from its place in the file; in the order of the file, in few calls."""
-    between = memoryview(bytearray(_GAP_BYTES))  # what is read and not wanted
+    """Fill host tensors (``[n]`` uint8), each from its place in the file, in the order of the file and in few calls."""
+    between = memoryview(bytearray(_GAP_BYTES))  # read, but not wanted
     buffers: list[memoryview] = []
     begin = end = 0
     for at, values in (block for range_ in ranges for block in _blocks_of(*range_)):
@@ -318,13 +269,12 @@ def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> N
 
 
 def _read_block(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor:
-    """Fill ``[n]`` uint8 on the CPU with the bytes from ``begin`` on."""
     _preadv(file, begin, [memoryview(cast(Any, into.numpy()))])
     return into
 
 
 def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
-    """Fill ``buffers`` in order with the bytes from ``begin`` on; the kernel may give fewer at a time."""
+    """Fill ``buffers`` in order with the bytes from ``begin`` on. The kernel may return fewer at a time."""
     while buffers:
         count = os.preadv(file.fileno(), buffers, begin)
         if not count:
@@ -338,5 +288,13 @@ def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """Device, inode, size and time of change: they differ once a file was replaced or written to."""
+    """Device, inode, size and time of change. They differ once a file was replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_now(folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
+    """Read tensors, however they are stored, into memory that nothing else uses yet. Raises as `read_archives` does."""
+    reader = TensorReader(folder, layout, destinations)
+    reader.read()
+    if others := destinations.keys() - reader.names:
+        read_archives(folder, layout, {name: destinations[name] for name in others})

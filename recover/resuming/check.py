@@ -1,0 +1,143 @@
+"""The checks of all ranks before a restore: the folder is shared, its bytes are sound, its engines are theirs."""
+
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...engine.dcp.folder import DCPFolder
+from ...engine.dcp.load import check_dcp
+from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
+from ...utils.logging import get_logger
+from ...utils.manifest import verify_file
+from ..coordinator import Ranks, rank_target
+
+logger = get_logger(__name__)
+
+
+def check_shared(ranks: Ranks, folder: Path) -> None:
+    """Check that all ranks see the folder of the run. Collective over the callers.
+
+    The leader, which has locked ``folder``, makes a file there, and every rank looks for it. Otherwise a node with
+    another file system under this path would be found only when the first snapshot is committed, perhaps hours later.
+
+    Raises:
+        ConfigError: a rank does not see the file. The message names ranks, nodes and the folder.
+    """
+    probe = ranks.decide(partial(_make_probe, folder))
+    if probe is None:
+        return
+    try:
+        blind = [found for found in ranks.run_all(_look_for, str(probe)) if found is not None]
+    finally:
+        if ranks.is_leader:
+            probe.unlink(missing_ok=True)
+    if blind:
+        raise ConfigError(
+            f"{'; '.join(blind)} does not see {probe}, which the leader sees on {ranks.decide(socket.gethostname)}; "
+            "all ranks need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
+        )
+
+
+def _make_probe(folder: Path) -> Path | None:
+    """Make an empty file with a name that no node can have cached. None if the disk has no room."""
+    for leftover in folder.glob(".shared-*"):  # from a start that was killed
+        leftover.unlink(missing_ok=True)
+    probe = folder.absolute() / f".shared-{uuid.uuid4().hex}"
+    try:
+        probe.touch(exist_ok=False)
+    except OSError as error:  # the first snapshot reports a full disk
+        logger.warning("cannot make %s, so that it is not known whether all ranks see this folder: %s", probe, error)
+        return None
+    return probe
+
+
+def _look_for(holder: Any, probe: str) -> str | None:
+    return None if Path(probe).exists() else f"rank {get_rank()} on {socket.gethostname()}"
+
+
+def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Compare the bytes of this rank's share of a generation with their digests.
+
+    The tensors described by each ``.metadata`` must be complete too, because the mistake of a writer has the right
+    digest. One rank alone would take minutes for a large checkpoint, so the ranks share the files (see `share_of`).
+
+    Args:
+        holder: see `rank_target`.
+        generation: folder whose names and sizes the leader has compared with the manifest.
+        files: the manifest's entries, as the leader read them.
+
+    Returns:
+        the problem, or None if there is none.
+
+    Raises:
+        CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not mean that the
+            generation is damaged.
+    """
+    group, sizes = rank_target(holder).group, {name: entry["bytes"] for name, entry in files.items()}
+    for name in share_of(sizes, get_rank(group), get_world_size(group)):
+        try:
+            verify_file(generation, name, files[name])
+            if Path(name).name == ".metadata":
+                DCPFolder.open(Path(generation, name).parent)
+        except CheckpointCorruptError as error:
+            return str(error)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"rank {get_rank()} does not see {generation}/{name}, which the leader sees; all ranks "
+                "need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
+            ) from error
+    return None
+
+
+_OF_RANK = re.compile(r".+/__(\d+)_\d+\.distcp|state/rank_(\d+)\.pt")
+
+
+def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
+    """Names of the files that ``rank`` verifies. Each file is in the share of exactly one rank.
+
+    - ``.metadata`` is rank 0's.
+    - At the world size of the save, a rank verifies its own data files and its own process state. It reads them next,
+      and finds them in the page cache of its machine.
+    - All other files, and at another world size all files, are assigned from the largest to the smallest, each to the
+      rank with the fewest bytes so far. The same holds for a group other than the job's first ranks, where process
+      states are numbered in the job and data files in the group.
+
+    Args:
+        files: name -> bytes.
+        rank: a rank in the group that verifies.
+        world_size: number of ranks in that group.
+    """
+    owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
+    if set(owners.values()) != set(range(world_size)):
+        owners = {}
+    owners |= {name: 0 for name in files if Path(name).name == ".metadata"}
+    shares: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for name in sorted(files, key=lambda name: (name not in owners, -files[name], name)):
+        owner = owners.get(name, loads.index(min(loads)))
+        shares[owner].append(name)
+        loads[owner] += files[name]
+    return shares[rank]
+
+
+def check_rank(holder: Any, generation: str) -> None:
+    """Compare a verified generation with this rank's engines, before any engine is touched. All ranks call it.
+
+    Raises:
+        CheckpointMismatchError: it holds other engines, or another model or optimizer (see `check_dcp`).
+    """
+    target, path = rank_target(holder), Path(generation)
+    with all_ranks_succeed(f"comparing {path}", target.group_of()):
+        saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
+        if saved != target.engines.keys():
+            raise CheckpointMismatchError(
+                f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}"
+            )
+        states = {name: target.state(name) for name in target.engines}
+    for name, state in states.items():
+        check_dcp(path / name, state, target.group_of(name))
