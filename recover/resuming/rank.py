@@ -11,9 +11,10 @@ from ...engine.dcp.metadata import read_layout
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from ...utils.manifest import verify_file
-from ..consistency import EngineSample, numerical_switches, sample_engine
-from ..coordinator import rank_target
-from ..process_state import ProcessState, rank_state_name
+from ..info import rank_state_name
+from ..ranks.facts import EngineSample, numerical_switches, sample_engine
+from ..ranks.target import rank_target
+from .process_state import ProcessState
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 from ...engine.api import Stateful
 from ...utils.logging import get_logger
 from ...utils.rng import RngState
-from ..consistency import check_restored, combine_ranks, warn_of_switches
-from ..coordinator import Ranks
 from ..data.position import RestoredEpoch
 from ..data.state import restore_data
-from ..info import RecoverInfo
-from ..process_state import DRIVER_STATE, ProcessState, rank_state_name
+from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
+from ..ranks.coordinator import Ranks
+from ..ranks.facts import combine_ranks
+from .consistency import check_restored, warn_of_switches
+from .process_state import ProcessState
 from .rank import check_rank, read_rank
 from .select import Choice
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...utils.distributed import get_rank
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..coordinator import Ranks
+from ..ranks.coordinator import Ranks
 
 logger = get_logger(__name__)
 

@@ -18,8 +18,8 @@ from torch import nn
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging import background_job, staged_state
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import rank_session
-from holdfast.recover.saving.rank_session import RankSession
+from holdfast.recover.saving import rank as rank_saving
+from holdfast.recover.saving.rank import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, step_info
@@ -240,7 +240,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], 
     saved = [handler.dump(tiny.state, step_info(0))]
     handler.wait()
     if rank == 1:
-        rank_session.write_process = _refuse
+        rank_saving.write_process = _refuse
     tiny.step()
     saved.append(handler.dump(tiny.state, step_info(1)))
     step, error = 2, "none"
