@@ -53,26 +53,9 @@ class RankGroup(Protocol):
         ...
 
 
-class Session(Protocol):
-    """State that a rank keeps for one handler.
-
-    Attributes:
-        background_group: gloo group of the ranks for another thread, if one is needed.
-    """
-
-    background_group: dist.ProcessGroup | None
-
-    def close(self) -> None:
-        """Free everything. Not collective."""
-        ...
-
-
-S = TypeVar("S", bound=Session)
-
-
 @dataclass
 class SessionRef:
-    """Reference to the sessions of a handler.
+    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``.
 
     Attributes:
         key: name of the session in the processes of driven ranks.
@@ -85,11 +68,6 @@ class SessionRef:
 
 class LocalRanks:
     """Ranks that call the handler themselves. This process is one of them.
-
-    Args:
-        target: engines and user objects of this rank.
-        group: gloo group of the ranks. None means the default group.
-        session: session of the handler.
 
     Attributes:
         world_size: number of ranks.
@@ -113,7 +91,7 @@ class LocalRanks:
         """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
         return self.here(partial(fn, self._target, *args))
 
-    def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
+    def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
         """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
         try:
             with all_ranks_succeed("opening a session of recovery", self._group):
@@ -162,10 +140,7 @@ class LocalRanks:
 class DrivenRanks:
     """Remote ranks that this process drives. It is the only caller, so it decides by itself.
 
-    Args:
-        group: the remote ranks.
-        session: session of the handler.
-        in_background: whether to call the ranks from another thread, while other calls of the group continue.
+    With ``in_background`` it calls the ranks from another thread, while other calls of the group continue.
     """
 
     is_driver = True
@@ -181,7 +156,7 @@ class DrivenRanks:
         """Run ``fn(worker, *args)`` on every rank."""
         return self._group.run_in_background(fn, *args) if self._in_background else self._group.run_all(fn, *args)
 
-    def open_sessions(self, make: Callable[..., S], *args: Any) -> None:
+    def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
         """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
         try:
             self.run_all(_open_session, self._session.key, make, *args)
@@ -221,11 +196,11 @@ class DrivenRanks:
         return ask()
 
 
-_SESSIONS: dict[str, Session] = {}
+_SESSIONS: dict[str, Any] = {}
 """Sessions of driven ranks, in the process of each: a driver can name a session, but cannot hold it."""
 
 
-def _open_session(holder: Any, key: str, make: Callable[..., Session], *args: Any) -> None:
+def _open_session(holder: Any, key: str, make: Callable[..., Any], *args: Any) -> None:
     _close_session(holder, key)
     _SESSIONS[key] = make(holder, *args)
 
@@ -239,7 +214,7 @@ def _close_session(holder: Any, key: str) -> None:
         session.close()
 
 
-def _known(session: Session | None) -> Session:
+def _known(session: Any) -> Any:
     if session is None:
         raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
     return session
@@ -251,14 +226,7 @@ Ranks = LocalRanks | DrivenRanks
 def ranks_of(
     engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
 ) -> Ranks:
-    """Return `DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks`.
-
-    Args:
-        engine: a `RankGroup`, or anything that `rank_target` accepts.
-        stateful: name -> user object of this process.
-        group: gloo group of the ranks that call the handler. None means the default group.
-        session: session of the handler.
-    """
+    """Return `DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks` with the engines that it has."""
     if isinstance(engine, RankGroup):
         return DrivenRanks(engine, session)
     target = rank_target(engine)

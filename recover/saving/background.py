@@ -95,11 +95,7 @@ class BackgroundStep:
         return self.tasks[kind].result()
 
     def linger(self, save_s: float) -> None:
-        """Wait until all writes have ended, or until they have made no progress for too long.
-
-        Args:
-            save_s: seconds that a save usually takes. 0 if unknown.
-        """
+        """Wait until all writes have ended, or until they have made no progress for too long (see `patience_s`)."""
         started_s = moved_s = time.monotonic()
         seen = self._progress
         self._lingers.set()

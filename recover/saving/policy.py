@@ -1,8 +1,14 @@
 """`Saver`: decide whether and how a step is saved, and account for the outcome.
 
-One step at a time is written in the background, on a thread with its own process group (under Ray, on threads of the
-workers), so that its collectives never meet those of training. The next `dump`, `wait` or `close` collects the result.
-In `dump`, rank 0 tells all ranks whether the result is there.
+A save in order, with the file that continues the story:
+
+1. `Saver.save`: is the step due, and is the last one written?
+2. `StepWriter.capture` in ``write.py``: every rank captures its state (``rank.py``). `dump` can return now.
+3. `StepWriter.write_snapshot`: every rank writes its part, the leader commits the generation and copies it.
+4. `Saver.settle`: collect the result, and raise or count a failure.
+
+One step at a time is written in the background (``background.py``), on a thread with its own process group, or under
+Ray on threads of the workers. Its collectives therefore never interleave with those of training.
 """
 
 import time
@@ -59,16 +65,10 @@ class SaveStats:
 class Saver:
     """Saves the steps of one handler.
 
-    Args:
-        config: ``on_busy``, ``save_timeout_s`` and ``save_failures_allowed`` are used.
-        folder: folder of the run.
-        writer: writes snapshots and exports.
-        triggers: schedule and pace of the run.
-
     Attributes:
-        stats: see `SaveStats`.
-        writer: see above.
+        stats: outcomes and costs.
         failed_in_a_row: ``snapshot`` or ``export`` -> number of failures since the last success.
+        writer: writes snapshots and exports.
     """
 
     def __init__(self, config: RecoverConfig, folder: RunFolder, writer: StepWriter, triggers: Triggers) -> None:
@@ -116,10 +116,10 @@ class Saver:
         Args:
             ranks: ranks to capture.
             step_info: the step that was just trained.
-            wanted: what is due.
+            wanted: flags from `Triggers.after_step`.
             last_step: last step that was snapshotted or restored, if any.
-            dataloader: see `StepWriter.capture`.
-            metrics: see `StepWriter.capture`.
+            dataloader: see `RecoverHandler.dump`.
+            metrics: see `RecoverHandler.dump`.
             must: take a snapshot although none is due, and raise its failure, now or later.
             in_background: return when the state is staged, and write it while training continues.
 
@@ -164,10 +164,7 @@ class Saver:
         must: bool = False,
         in_background: bool,
     ) -> bool:
-        """Capture a step, then write and commit it as ``kinds``: ``snapshot``, ``export`` or both, in this order.
-
-        Arguments, result and errors are those of `save`.
-        """
+        """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in this order."""
         step, writes = step_info.global_step, {}
         with self.tolerating(step, must and kinds[0] == "snapshot", kinds[0]):
             capture = self.writer.capture(
@@ -252,10 +249,7 @@ class Saver:
         self._triggers.pace.saved(seconds)
 
     def settle(self, must: bool = False) -> None:
-        """Wait until nothing is being written, and collect the results.
-
-        Args:
-            must: raise every failure.
+        """Wait until nothing is being written, and collect the results. With ``must`` every failure is raised.
 
         Raises:
             Exception: errors from the background (see `tolerating`).
@@ -278,14 +272,10 @@ class Saver:
             self._background.linger(self._triggers.pace.save_s)
 
     def close(self, *, settle: bool) -> None:
-        """Stop writing in the background.
+        """Stop writing in the background. With ``settle``, collect the results first, and raise every failure.
 
-        Args:
-            settle: wait for the background first. If not, or if the wait is interrupted, nothing is committed after
-                this call, unless a commit hangs (see `RunFolder.end_commits`).
-
-        Raises:
-            Exception: see `settle`. Without ``settle`` nothing is raised.
+        Without ``settle``, or if the wait is interrupted, nothing is committed after this call, unless a commit hangs
+        (see `RunFolder.end_commits`).
         """
         try:
             if settle:

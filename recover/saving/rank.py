@@ -59,15 +59,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Which export the run asked for.
-
-    Attributes:
-        engine: name of the engine. None if there is only one.
-        dtype: as in `SaveLoadMeta`.
-        adapters: one of `ADAPTER_FORMS`.
-        tokenizer: saved with the weights, if given.
-        processor: saved with the weights, if given.
-    """
+    """The export that the configuration asks for. ``engine`` is None if there is only one."""
 
     engine: str | None
     dtype: str | None
@@ -100,15 +92,19 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """State of a rank after one step. ``values`` are nested tensors as in `DCPState.state_dict`, by engine name."""
+    """State of a rank after one step.
+
+    Attributes:
+        groups: engine name -> control group.
+        values: engine name -> nested tensors as in `DCPState.state_dict`.
+        process: content of the file of this process.
+        part: counters and settings, without files and samples.
+    """
 
     groups: dict[str, dist.ProcessGroup | None]
     values: dict[str, dict[str, Any]]
-    counts: dict[str, EngineSample]
-    versions: dict[str, int]
-    switches: dict[str, str]
     process: bytes
-    rng: str
+    part: RankPart
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class RankSession:
         """Open a session and allocate its staging buffers. Collective.
 
         Args:
-            holder: see the class.
+            holder: this rank, for `rank_target`.
             timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
             snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
             request: the export to make, if any.
@@ -175,11 +171,7 @@ class RankSession:
     def capture(self, holder: Any, staged: bool, snapshot: bool, export: bool) -> None:
         """Capture the state for a snapshot, for an export, or for both.
 
-        Args:
-            holder: see the class.
-            staged: copy the tensors to staging buffers, so that training can change them (see `staged_state`).
-            snapshot: whether a snapshot will be written.
-            export: whether an export will be written.
+        With ``staged`` the tensors are copied to staging buffers, so that training can change them (`staged_state`).
 
         Raises:
             ConfigError: the state of a user object could not be read back.
@@ -203,18 +195,19 @@ class RankSession:
             finally:
                 state.rng = None
         groups = {name: target.group_of(name) for name in target.engines}
-        return _Snapshot(groups, values, counts, versions, numerical_switches(states), process, rng_digest(rng))
+        part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
+        return _Snapshot(groups, values, process, part)
 
     def _capture_export(self, target: RankTarget, staged: bool) -> _Export:
         request = self._request
         assert request is not None, "an export is due, but none was ever to be"
         name = request.name(target)
-        state, engine, model = target.state(name), target.engines[name], target.state(name).model
-        if staged and self._snapshot is not None:
-            model = staged_model(state.model, self._snapshot.values[name]["model"])
-        elif staged:
-            weights = self._staging_of(name, state).stage(state, model_only=True)["model"]
-            model = staged_model(state.model, weights)
+        state, engine = target.state(name), target.engines[name]
+        model = state.model
+        if staged:
+            values = self._snapshot.values[name] if self._snapshot else None
+            values = values or self._staging_of(name, state).stage(state, model_only=True)
+            model = staged_model(model, values["model"])
         path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
         base = path if path is not None and path.is_dir() else None
         if request.adapters == "peft":
@@ -224,12 +217,7 @@ class RankSession:
         return _Export(name, target.group_of(name), model, options, write)
 
     def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
-        """Write the captured snapshot into the existing ``folder``. Collective.
-
-        Args:
-            holder: see the class.
-            folder: the same for all ranks.
-            in_background: whether other collectives run at the same time.
+        """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.
 
         Raises:
             CheckpointWriteError: this rank could not write.
@@ -248,7 +236,7 @@ class RankSession:
             entries = [write_process(folder, rank_state_name(get_rank()), capture.process)]
             self._finish_staging(capture, in_background)
             samples = {
-                name: replace(capture.counts[name], sample=sample_state(dict(flatten(values))))
+                name: replace(capture.part.samples[name], sample=sample_state(dict(flatten(values))))
                 for name, values in capture.values.items()
             }
         for name, values in capture.values.items():
@@ -258,7 +246,7 @@ class RankSession:
         if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):
                 self._finish_staging(capture, in_background)
-        return RankPart(entries, capture.versions, samples, capture.switches, capture.rng)
+        return replace(capture.part, entries=entries, samples=samples)
 
     def write_export(self, holder: Any, folder: str, in_background: bool) -> None:
         """Write the captured export, under the same conditions as `write_snapshot`."""
@@ -321,16 +309,7 @@ def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> Fi
 
 
 def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
-    """Check on this rank that the export can be made. Not collective.
-
-    Args:
-        holder: see `rank_target`.
-        request: the export.
-        in_background: whether the export will be written while training continues.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Raise a `ConfigError` with the reason if this rank cannot make the export. Not collective."""
     target = rank_target(holder)
     name = request.name(target)
     state = target.state(name)

@@ -42,10 +42,7 @@ class Capture:
     """A step as the calling process captured it. The ranks keep their own captures in their sessions.
 
     Attributes:
-        step_info: the step that was just trained.
-        in_background: whether it is written while training continues.
         began_s: start of the save, on the monotonic clock.
-        metrics: finite numbers for `RecoverInfo`.
         data: state of the dataloaders.
         driver: state of the driver's process and the digest of its generators. None if the ranks call the handler.
     """
@@ -61,15 +58,8 @@ class Capture:
 class StepWriter:
     """Writes the snapshots and exports of one run.
 
-    Args:
-        config: the ``hf_*`` keys are used.
-        folder: folder of the run.
-        run_id: recorded in every generation.
-        stateful: name -> user object of this process. Under Ray, of the driver.
-        sidecars: tokenizer and processor for exports, or None.
-
     Attributes:
-        run_id: see above.
+        run_id: recorded in every generation.
         resumed_from: ``resume_path`` and the digest of that generation's manifest, in the leader.
         last_facts: engine name -> facts of the last generation, which the next one must not repeat.
         export_request: export that every rank is asked for. None if exports are never due.
@@ -93,11 +83,7 @@ class StepWriter:
         self._exported_step: int | None = None
 
     def check_export(self, ranks: Ranks) -> None:
-        """Check that the ranks can make the exports that the configuration asks for. Collective over the callers.
-
-        Raises:
-            ConfigError: see `rank.check_export`.
-        """
+        """Raise `ConfigError` on all ranks unless all can make the configured exports. Collective over the callers."""
         if self.export_request is not None:
             ranks.run_all(check_export, self.export_request, self._config.async_save)
 
@@ -120,13 +106,7 @@ class StepWriter:
     ) -> Capture:
         """Capture a step on all ranks. Collective over the callers.
 
-        Args:
-            ranks: ranks to capture.
-            step_info: the step that was just trained.
-            kinds: ``snapshot``, ``export`` or both.
-            dataloader: its state becomes part of a snapshot.
-            metrics: also part of a snapshot.
-            in_background: copy the state on every rank, so that training can change it before it is written.
+        With ``in_background`` every rank copies its state, so that training can change it before it is written.
 
         Raises:
             ConfigError: the state of a user object or a dataloader could not be read back.
@@ -143,10 +123,7 @@ class StepWriter:
         return Capture(step_info, in_background, began_s, finite_numbers(metrics), data, driver)
 
     def write_snapshot(self, ranks: Ranks, capture: Capture) -> float:
-        """Write and commit a captured snapshot. Collective over the callers.
-
-        Returns:
-            seconds from the start of the save to the commit.
+        """Write and commit a captured snapshot. Collective over the callers. Returns seconds since the save began.
 
         Raises:
             CheckpointWriteError, StaleSnapshotError, PeerError: nothing became visible (see `GenerationStore.commit`).
@@ -215,10 +192,7 @@ class StepWriter:
             logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
 
     def write_export(self, ranks: Ranks, capture: Capture) -> float:
-        """Write and commit a captured export. Collective over the callers.
-
-        Returns:
-            seconds since the start of the save.
+        """Write and commit a captured export. Collective over the callers. Returns seconds since the save began.
 
         Raises:
             CheckpointWriteError, PeerError: nothing became visible.
