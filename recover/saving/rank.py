@@ -97,13 +97,13 @@ class _Snapshot:
     Attributes:
         groups: engine name -> control group.
         values: engine name -> nested tensors as in `DCPState.state_dict`.
-        process: content of the file of this process.
+        process: name and content of the file of this process.
         part: counters and settings, without files and samples.
     """
 
     groups: dict[str, dist.ProcessGroup | None]
     values: dict[str, dict[str, Any]]
-    process: bytes
+    process: tuple[str, bytes]
     part: RankPart
 
 
@@ -196,7 +196,8 @@ class RankSession:
                 state.rng = None
         groups = {name: target.group_of(name) for name in target.engines}
         part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
-        return _Snapshot(groups, values, process, part)
+        name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
+        return _Snapshot(groups, values, (name, process), part)
 
     def _capture_export(self, target: RankTarget, staged: bool) -> _Export:
         request = self._request
@@ -233,7 +234,7 @@ class RankSession:
         with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
             for name in capture.values:
                 (root / name).mkdir(exist_ok=True)
-            entries = [write_process(folder, rank_state_name(get_rank()), capture.process)]
+            entries = [write_process(folder, *capture.process)]
             self._finish_staging(capture, in_background)
             samples = {
                 name: replace(capture.part.samples[name], sample=sample_state(dict(flatten(values))))
