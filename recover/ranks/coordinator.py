@@ -1,11 +1,11 @@
-"""One interface to all ranks, whether this process is one of them (torchrun) or drives them (Ray).
+"""One interface to all ranks, for a process that is a rank (torchrun) or drives the ranks (Ray).
 
 Under torchrun every rank calls the handler, and rank 0 leads. Under Ray the driver calls the handler, leads, and sends
 the ranks their part. `LocalRanks` and `DrivenRanks` have the same methods: ``run_all`` and ``run_sessions`` for the
 work of every rank, ``decide`` for the work of the leader.
 
 What a rank keeps from one step to the next (staging buffers, plans, a process group) is its session. Under torchrun the
-session is an object of this process. Under Ray it lives in the process of each rank, and the driver calls it by a key.
+session is an object of this process. Under Ray it lives in the process of the rank, and the driver calls it by a key.
 """
 
 import uuid
@@ -67,12 +67,12 @@ class SessionRef:
 
 
 class LocalRanks:
-    """Ranks that call the handler themselves. This process is one of them.
+    """Ranks that call the handler themselves, among them this process.
 
     Attributes:
         world_size: number of ranks.
         n_callers: number of processes that call the handler, each with its own dataloader.
-        caller: index of this process among them.
+        caller: index of this process among the callers.
         is_driver: whether the caller is a process of its own, apart from the ranks.
         is_leader: whether decisions are made in this process.
     """

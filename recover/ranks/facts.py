@@ -1,4 +1,4 @@
-"""Facts about the engines of a rank, by which a stale snapshot and a wrong restore are noticed.
+"""Facts about the engines of a rank. They reveal a stale snapshot and a wrong restore.
 
 Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging buffer (NeMo-RL's
 asynchronous saves all repeated the first one), a loader that left the moments at zero, the generators of one rank on

@@ -155,7 +155,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
-    """Find the frozen parameters whose bits on this rank equal those in the folder of the base model.
+    """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
 
     The first call for a model reads that folder once, usually from the page cache. Later calls return the same names.
 
