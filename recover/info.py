@@ -10,6 +10,12 @@ from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, Conf
 from ..utils.typed_json import from_json
 
 INFO_NAME = "recover_info.json"
+DRIVER_STATE = "state/driver.pt"
+
+
+def rank_state_name(rank: int) -> str:
+    """Return the file of a rank's generators and user objects: ``state/rank_00001.pt``."""
+    return f"state/rank_{rank:05d}.pt"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ...utils.compat.torch_private import without_compile
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
-from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng
+from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
 from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
 from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
@@ -116,6 +116,7 @@ class DCPState(TorchStateful):
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
             self._frozen_base = FrozenBase.of(self.model, frozen, self.base)
+        self.rng: RngState | None = None  # generators that `state_dict` returns instead of capturing its own
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
 
@@ -175,7 +176,7 @@ class DCPState(TorchStateful):
             state["optim_plain"] = pack_json(plain, "optimizer state")
         if local := optim.local_entries(self.optimizer, params):
             state["optim_local"] = pack_json(local, "optim_local")
-        state["rng"] = {rank_key(get_rank()): capture_rng()}
+        state["rng"] = {rank_key(get_rank()): self.rng or capture_rng()}
         if self.scheduler is not None:
             state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from ...engine.api import Stateful, StepInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.safe_torch import pack_plain, read_plain, unpack_plain
-from ..coordinator import Ranks
+from ..ranks.coordinator import Ranks
 from .epoch_order import EpochOrder, epoch_order
 from .position import RestoredEpoch, restore_dataloader
 

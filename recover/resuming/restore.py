@@ -14,20 +14,15 @@ from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.logging import get_logger
 from ...utils.rng import RngState
-from ..consistency import (
-    EngineSample,
-    check_restored,
-    combine_ranks,
-    numerical_switches,
-    sample_engine,
-    warn_of_switches,
-)
-from ..coordinator import Ranks, rank_target
 from ..data.position import RestoredEpoch
 from ..data.state import restore_data
-from ..info import RecoverInfo
-from ..process_state import DRIVER_STATE, ProcessState, rank_state_name
+from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
+from ..ranks.coordinator import Ranks
+from ..ranks.facts import EngineSample, combine_ranks, numerical_switches, sample_engine
+from ..ranks.target import rank_target
 from .check import check_rank
+from .consistency import check_restored, warn_of_switches
+from .process_state import ProcessState
 from .select import Choice
 
 logger = get_logger(__name__)

@@ -35,8 +35,8 @@ from ...utils.files import file_digest
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, read_manifest
 from ..config import RecoverConfig
-from ..coordinator import Ranks
 from ..info import RecoverInfo
+from ..ranks.coordinator import Ranks
 from ..storage.generations import GenerationStore
 from ..storage.mirror import Mirror
 from .check import check_bytes

@@ -1,23 +1,100 @@
-"""When to snapshot: every so many epochs, steps or seconds, whichever comes first.
+"""Decide after each step: take a snapshot, make an export, stop, or collect a result.
 
-Epochs and steps are counted from the start of the run, not from the last snapshot, so a restart does not shift
-them. Seconds are counted on a monotonic clock from the last snapshot (or from the start of this process); that
-clock is the process's own, so exactly one process may decide: rank 0 under torchrun, the driver under Ray.
+Epochs and steps are counted from the start of the run, not from the last snapshot, so a restart does not shift them.
+Seconds are counted on the monotonic clock of this process, from the last snapshot or from the start of the process.
+Only one process may therefore decide: rank 0 under torchrun, the driver under Ray.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import IntFlag
 
 from ...engine.api import StepInfo
 from ...utils.config import require_range
+from ..config import RecoverConfig
+from ..ranks.coordinator import Ranks
+from .signals import StopNotice, StopRequests
 
-_PACE_OF = 8
-"""How many of the last steps and snapshots a `Pace` remembers."""
+_RECENT = 8
+"""Number of recent steps and snapshots that a `Pace` remembers."""
+
+
+class Wanted(IntFlag):
+    """Actions after a step. Any caller may set `STOP` and `FORCE`, only the leader sets the other flags."""
+
+    STOP = 1
+    FORCE = 16
+    """A snapshot although none is due. It must not fail."""
+    SNAPSHOT = 2
+    EXPORT = 4
+    SETTLE = 8
+    """Writing in the background has ended, and its result can be collected."""
+
+
+class Triggers:
+    """Schedule, pace and stop requests of one run.
+
+    Args:
+        config: frequencies, ``stop_signals`` and ``must_save_by`` are used.
+        notices: see `StopRequests`.
+
+    Raises:
+        ConfigError: see `SnapshotSchedule` and `StopRequests`.
+    """
+
+    def __init__(self, config: RecoverConfig, notices: Sequence[Callable[[], StopNotice | None]]) -> None:
+        self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
+        self.pace = Pace()
+        self.stops = StopRequests(config.stop_signals, config.must_save_by, notices)
+        self._n_saves = 2 if config.async_save else 1  # the last one may have to wait for one that begins now
+
+    def after_step(self, ranks: Ranks, step_info: StepInfo, ask: Callable[[], Wanted]) -> tuple[Wanted, str | None]:
+        """Agree on the actions after a step. Costs one small tensor if there are none.
+
+        Args:
+            ranks: ranks that agree.
+            step_info: the step that was just trained.
+            ask: returns further flags. Called in every caller, and a failure in one is raised in all.
+
+        Returns:
+            the flags, and the reason to stop, if there is one. Both are the same on all ranks: a signal may reach only
+            some ranks, or reach them at different steps.
+        """
+        self.pace.step_ends()
+        reason: str | None = None
+
+        def ask_here() -> int:
+            nonlocal reason
+            wanted = ask()
+            if not ranks.is_leader:
+                wanted &= Wanted.FORCE
+            elif self.schedule.due(step_info):
+                wanted |= Wanted.SNAPSHOT
+            reason = self.stops.due(self.pace.save_s, self.pace.step_s, self._n_saves)
+            return wanted | Wanted.STOP if reason is not None else wanted
+
+        wanted = Wanted(ranks.flags(ask_here))
+        if Wanted.STOP in wanted:
+            reason = next(told for told in ranks.here(lambda: reason) if told is not None)
+            self.stops.grant()
+        return wanted, reason
 
 
 class SnapshotSchedule:
-    """Says whether a step that was just trained should be snapshotted. Nothing of it needs to be saved."""
+    """Decides by epochs, steps and seconds, whichever comes first. None of its state needs to be saved.
+
+    With all frequencies None no snapshot is ever due.
+
+    Args:
+        freq_epochs: snapshot after the last step of every ``freq_epochs``-th epoch.
+        freq_steps: snapshot after every ``freq_steps``-th step. With 10: steps 9, 19, 29 ...
+        freq_secs: snapshot when this many seconds have passed since the last one. 0 means every step.
+        clock: monotonic clock in seconds.
+
+    Raises:
+        ConfigError: a frequency is out of range.
+    """
 
     def __init__(
         self,
@@ -26,17 +103,6 @@ class SnapshotSchedule:
         freq_secs: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Any of the three makes a snapshot due; with all of them None none ever is.
-
-        Args:
-            freq_epochs: after the last step of every such epoch.
-            freq_steps: after every such step: 10 means steps 9, 19, 29 ...
-            freq_secs: when this many seconds have passed since the last snapshot; 0 means every step.
-            clock: seconds that never go back.
-
-        Raises:
-            ConfigError: a frequency is out of range.
-        """
         require_range("freq_epochs", freq_epochs, low=1)
         require_range("freq_steps", freq_steps, low=1)
         require_range("freq_secs", freq_secs, low=0.0)
@@ -51,67 +117,56 @@ class SnapshotSchedule:
         return (self._freq_epochs, self._freq_steps, self._freq_secs) != (None, None, None)
 
     def due(self, step_info: StepInfo) -> bool:
-        """Whether the step ``step_info``, just trained, should be snapshotted now.
+        """Whether to snapshot the step that was just trained. False for the step that was marked last.
 
-        Only a question: asking twice (for an actor and a critic, say) gives the same answer. False for the step
-        that was marked last, so that no step is snapshotted twice.
+        Asking changes nothing, so asking twice (for an actor and a critic, say) gives the same answer.
         """
         if step_info.global_step == self._last_step:
             return False
-        return self._epoch_due(step_info) or self._step_due(step_info) or self._time_due()
+        if self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs:
+            return True
+        if self._freq_steps is not None and (step_info.global_step + 1) % self._freq_steps == 0:
+            return True
+        epoch_ended = step_info.epoch_step == step_info.steps_per_epoch - 1
+        return self._freq_epochs is not None and epoch_ended and (step_info.epoch + 1) % self._freq_epochs == 0
 
     def mark(self, step_info: StepInfo) -> None:
-        """The snapshot of ``step_info`` was taken, or the run was just restored to it: restart the clock.
+        """Restart the clock, because the step was snapshotted or restored.
 
-        With snapshots written in the background, mark when one is staged: waiting for its commit would make every
-        step until then due as well.
+        A snapshot that is written in the background is marked when it is staged. If it were marked at its commit, every
+        step until then would be due as well.
         """
         self._last_s = self._clock()
         self._last_step = step_info.global_step
 
-    def _epoch_due(self, step_info: StepInfo) -> bool:
-        ended = step_info.epoch_step == step_info.steps_per_epoch - 1
-        return self._freq_epochs is not None and ended and (step_info.epoch + 1) % self._freq_epochs == 0
-
-    def _step_due(self, step_info: StepInfo) -> bool:
-        return self._freq_steps is not None and (step_info.global_step + 1) % self._freq_steps == 0
-
-    def _time_due(self) -> bool:
-        return self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs
-
 
 class Pace:
-    """How long steps and snapshots have lately taken: what a deadline is judged by.
-
-    Attributes:
-        save_s: the longest of the last snapshots and exports; 0.0 before the first.
-        step_s: the longest of the last steps, snapshots left out; 0.0 before the first.
-    """
+    """Durations of recent steps and saves, from which `StopRequests` judges a deadline."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._saves, self._steps = deque([0.0], _PACE_OF), deque([0.0], _PACE_OF)
+        self._saves, self._steps = deque([0.0], _RECENT), deque([0.0], _RECENT)
 
     @property
     def save_s(self) -> float:
-        """See the class."""
+        """Longest of the recent snapshots and exports. 0.0 before the first."""
         return max(self._saves)
 
     @property
     def step_s(self) -> float:
-        """See the class."""
+        """Longest of the recent steps, without their snapshots. 0.0 before the first."""
         return max(self._steps)
 
     def step_begins(self) -> None:
-        """The next step begins now."""
+        """Note that the next step begins now."""
         self._began = time.monotonic()
 
     def step_ends(self) -> None:
-        """The step that began last ends now; the first one of a process, which nobody saw begin, is not measured."""
+        """Note that the step ends now. The first step of a process is not measured, because its start is unknown."""
         if self._began is not None:
             self._steps.append(time.monotonic() - self._began)
             self._began = None
 
     def saved(self, seconds: float) -> None:
-        """A snapshot or an export took ``seconds``."""
+        """Note how long a snapshot or an export took."""
         self._saves.append(seconds)

@@ -1,8 +1,8 @@
-"""When a run must snapshot and leave: a signal, a notice from outside, or a deadline that comes near.
+"""Reasons to snapshot and stop: a signal, a notice from outside, or a deadline.
 
-A handler may run between any two instructions of the main thread (not inside a call into C, such as a collective:
-that delays it), so it only sets an attribute and writes to standard error; everything else happens at the next step
-boundary, in `StopRequests.due`. A question there costs microseconds, plus what the notices take, at most once a second.
+A signal handler runs between any two instructions of the main thread (a call into C, such as a collective, delays it).
+It therefore only sets an attribute and writes to standard error. Everything else happens at the next step boundary, in
+`StopRequests.due`, which costs microseconds, and at most once a second the time of the notices.
 
 Forked children (the workers of a data loader) get the default handlers back inside `fork`, so that they end at once.
 """
@@ -27,15 +27,15 @@ from ...utils.processes import process_started_at
 logger = get_logger(__name__)
 
 UNMEASURED_SAVE_S = 60.0
-"""How long a save is taken to last before one has been measured."""
+"""Assumed duration of a save before one has been measured."""
 SAVE_MARGIN = 1.5
-"""A save may take so many times as long as the longest recent one: storage is slowest when everybody is preempted."""
+"""A save may take this many times the longest recent one: storage is slowest while many jobs are preempted."""
 SLACK_S = 5.0
-"""Seconds on top, for agreeing on the stop and for the exit."""
+"""Additional seconds, to agree on the stop and to exit."""
 _NOTICE_POLL_S = 1.0
 
 _CRASHES = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
-"""Cannot be caught, or leave nothing worth a snapshot."""
+"""Signals that cannot be caught, or after which a snapshot is worthless."""
 _INTERRUPTED = b"\nholdfast: finishing the step, then a snapshot; Ctrl-C again stops at once\n"
 
 _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
@@ -48,31 +48,34 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class StopNotice:
-    """Somebody wants the run to stop."""
+    """A request to stop the run.
+
+    Attributes:
+        reason: text for the log and the user.
+        by: Unix time when the process will be ended, if known.
+    """
 
     reason: str
-    """For the log and for the user."""
     by: float | None = None
-    """Unix time when the process will be ended; None when nobody said."""
 
     def __str__(self) -> str:
         return self.reason if self.by is None else f"{self.reason}, which ends the process at {_local_time(self.by)}"
 
 
 class StopRequests:
-    """Collects the reasons to stop, and answers at every step boundary whether the run must.
+    """Collects requests to stop, and decides at every step boundary whether the run must.
 
     Args:
-        signals: names such as ``"SIGTERM"``. The handlers that were there are not called (most end the process, which
-            is what these replace) but put back by `uninstall`.
-        must_save_by: as `parse_deadline` has it, or None.
-        notices: asked at most once a second whether something outside wants the run to stop; each returns soon and
-            does not raise.
-        clock: unix time.
+        signals: names such as ``"SIGTERM"``. Earlier handlers are not called, because most would end the process.
+            `uninstall` restores them.
+        must_save_by: a deadline for `parse_deadline`, or None.
+        notices: functions that report a request from outside, called at most once a second. Each must return soon and
+            not raise.
+        clock: returns Unix time.
 
     Raises:
-        ConfigError: a signal is unknown or cannot be caught, or ``must_save_by`` is no deadline, or one that was over
-            when this process started. One that has passed since, as during a recovery, stops the run at its next step.
+        ConfigError: a signal is unknown or cannot be caught, or ``must_save_by`` is not a deadline, or it was over when
+            this process started. A deadline that passed later, during a recovery, stops the run at its next step.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class StopRequests:
         self._pid, self._main_thread = os.getpid(), 0
 
     def install(self) -> None:
-        """Handle the signals from now on. Does nothing in a second call, and outside the main thread."""
+        """Handle the signals from now on. A second call, or a call outside the main thread, does nothing."""
         if threading.current_thread() is not threading.main_thread():
             logger.debug("not in the main thread: signals are left to it")
             return
@@ -112,13 +115,13 @@ class StopRequests:
                 self._replaced[number] = before
 
     def uninstall(self) -> None:
-        """Put back the handlers that were there, except where another has replaced ours since.
+        """Restore the earlier handlers, except where another one has replaced ours.
 
-        Python allows that in the main thread only. Called from another thread, each signal that still comes is passed
-        on to the handler that was there, which is put back then.
+        Python allows this in the main thread only. After a call from another thread, the next signal is passed on to
+        the earlier handler, and that handler is restored at that moment.
 
-        A signal that no step boundary has answered is sent again, to the handlers that were there: a process that was
-        asked to end must not live on because a worker was lost at the same time and the job begins another attempt.
+        A signal that no step boundary has answered is sent again, to the earlier handlers: a process that was asked to
+        end must not live on because a worker was lost at the same time and the job starts another attempt.
         """
         if not self._listening:
             return
@@ -137,7 +140,6 @@ class StopRequests:
         _installed.discard(self)
 
     def _pass_on(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Treat a signal as if this object had never been installed."""
         self._put_back()
         before = self._replaced.get(number)
         if callable(before):
@@ -147,32 +149,35 @@ class StopRequests:
             signal.raise_signal(number)
 
     def give_up_in_child(self) -> None:
-        """Restore the default handlers, in a forked child. Handlers in Python run between two instructions only, so a
-        child in a long call or in a blocking read would not end when its parent ends it."""
+        """Restore the default handlers in a forked child.
+
+        Python handlers only run between two instructions, so a child in a long call or a blocking read would not end
+        when its parent ends it.
+        """
         for number, before in self._replaced.items():
             if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL)
         self._unanswered = None
 
     def request(self, notice: StopNotice) -> None:
-        """Ask for a stop at the next step boundary, from any thread or signal handler; the first reason is kept."""
+        """Request a stop at the next step boundary, from any thread or signal handler. The first reason is kept."""
         self._requested = self._requested or notice
 
     def grant(self) -> None:
-        """The run stops at this step boundary, whichever rank was asked: signals that still come are answered."""
+        """Note that the run stops at this step boundary, so that later signals need no answer."""
         self._granted = True
         self._unanswered = None
 
     def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
-        """Why the run must snapshot and stop now, before another step; None when it may go on.
+        """Return the reason to snapshot and stop now, before another step. None if the run may continue.
 
-        A signal, a request or a notice stops it at once; the deadline when a save that begins one more step from now
-        might not end in time.
+        A signal, a request or a notice stops the run at once. A deadline stops it if a save that starts after one more
+        step might not end in time.
 
         Args:
-            save_s: seconds of the longest recent save; 0 when none was measured, which counts as `UNMEASURED_SAVE_S`.
+            save_s: seconds of the longest recent save. 0 if none was measured, which counts as `UNMEASURED_SAVE_S`.
             step_s: seconds of the longest recent step.
-            n_saves: how many saves may have to end before the deadline, one after the other.
+            n_saves: number of saves that may have to end before the deadline, one after the other.
         """
         self._ask_notices()
         if self._requested is not None:
@@ -197,7 +202,7 @@ class StopRequests:
                 self.request(found)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal. No locks and no logging here: what it interrupted may hold them."""
+        # No locks and no logging here: the interrupted code may hold the locks.
         if not self._listening:
             self._pass_on(signal.Signals(number), frame)
             return
@@ -215,19 +220,18 @@ class StopRequests:
 
 
 _installed: set[StopRequests] = set()
-"""The objects with handlers in place."""
+"""Objects whose handlers are in place."""
 _forking = threading.local()
 
 
 @cache
 def _watch_forks() -> None:
-    """Have forked children end by signals, from now on. Python cannot take that back, so each hook first looks whether
-    there is anything to do."""
+    # Python cannot unregister these hooks, so each of them first looks whether there is anything to do.
     os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals, after_in_child=_let_signals_in_child)
 
 
 def _hold_signals() -> None:
-    """Keep the signals from this thread during the fork: Python clears in the child those that came before."""
+    # Block signals during the fork: Python clears pending ones in the child.
     if _installed:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
@@ -244,15 +248,15 @@ def _let_signals_in_child() -> None:
 
 
 def parse_deadline(text: str, after: float) -> float:
-    """Unix time of a deadline.
+    """Parse a deadline into Unix time.
 
     Args:
-        text: a duration from the start of this process, with units: ``"90m"``, ``"3h30m"``, ``"2d"``, ``"5400s"``.
-            Or an ISO time, local unless it has an offset.
-        after: unix time that it must be later than.
+        text: a duration since the start of this process, with units (``"90m"``, ``"3h30m"``, ``"2d"``, ``"5400s"``), or
+            an ISO time, local unless it has an offset.
+        after: Unix time that the deadline must be later than.
 
     Raises:
-        ConfigError: it is none of these, or over.
+        ConfigError: ``text`` cannot be parsed, or the deadline is over.
     """
     deadline = _parse(text.strip())
     if deadline is None:

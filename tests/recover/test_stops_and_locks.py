@@ -294,13 +294,13 @@ def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
     try:
         handler, tiny = make_handler(tmp_path, freq_steps=100), Tiny()
         handler.load(tiny.state)
-        write = handler._saver.snapshots.write
+        write = handler._saver.writer.write_snapshot
 
         def signalled(*args: Any, **options: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return write(*args, **options)
 
-        monkeypatch.setattr(handler._saver.snapshots, "write", signalled)
+        monkeypatch.setattr(handler._saver.writer, "write_snapshot", signalled)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Preempted):
             handler.dump(tiny.state, step_info(0))

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.dcp import state as dcp_state
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging import background_job, staged_state
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import rank_session
-from holdfast.recover.saving.rank_session import RankSession
+from holdfast.recover.saving import rank as rank_saving
+from holdfast.recover.saving.rank import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
+from holdfast.utils.rng import RngState, capture_rng
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, step_info
 
@@ -240,7 +242,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], 
     saved = [handler.dump(tiny.state, step_info(0))]
     handler.wait()
     if rank == 1:
-        rank_session.write_process = _refuse
+        rank_saving.write_process = _refuse
     tiny.step()
     saved.append(handler.dump(tiny.state, step_info(1)))
     step, error = 2, "none"
@@ -348,6 +350,23 @@ def test_two_optimizers_of_one_model_are_two_states(tmp_path: Path) -> None:
         handler.dump(saved, step_info(0))
     with make(tmp_path) as handler:
         assert handler.load(engines()) is not None
+
+
+def test_generators_are_captured_once_for_all_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[RngState] = []
+
+    def counted() -> RngState:
+        captured.append(capture_rng())
+        return captured[-1]
+
+    monkeypatch.setattr(rank_saving, "capture_rng", counted)
+    monkeypatch.setattr(dcp_state, "capture_rng", counted)
+    actor, critic = Tiny(), Tiny()
+    with make(tmp_path) as handler:
+        handler.load({"actor": actor.state, "critic": critic.state})
+        captured.clear()
+        handler.dump({"actor": actor.state, "critic": critic.state}, step_info(0))
+        assert len(captured) == 1 and actor.state.rng is None
 
 
 def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(tmp_path: Path, gate: Gate) -> None:

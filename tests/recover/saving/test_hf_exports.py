@@ -21,8 +21,8 @@ from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import exports as export_writing
-from holdfast.recover.saving.rank_session import RankSession
+from holdfast.recover.saving import write as export_writing
+from holdfast.recover.saving.rank import RankSession
 from holdfast.utils.collective_errors import collective_broke
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
 from tests.engine.hf.test_export import _contents, _tokenizer

@@ -1,57 +1,26 @@
-"""What one process holds besides its engines: its generators and the user's objects, as one file.
+"""Read back the state of one process, its generators and user objects, from a generation."""
 
-``state/rank_00000.pt`` (and ``state/driver.pt`` under Ray) holds tensors and plain values that torch loads with
-``weights_only``. That is checked when it is written: an object whose state could not be read back fails the snapshot,
-not the recovery.
-"""
-
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.api import Stateful
-from ..utils.distributed import get_rank
-from ..utils.errors import CheckpointCorruptError
-from ..utils.logging import get_logger
-from ..utils.manifest import FileEntry, write_entry
-from ..utils.rng import capture_rng, check_rng, derive_rng, restore_rng, rng_digest
-from ..utils.safe_torch import pack_plain, read_plain, unpack_plain
+from ...engine.api import Stateful
+from ...utils.distributed import get_rank
+from ...utils.errors import CheckpointCorruptError
+from ...utils.logging import get_logger
+from ...utils.rng import capture_rng, check_rng, derive_rng, restore_rng, rng_digest
+from ...utils.safe_torch import read_plain, unpack_plain
+from ..info import DRIVER_STATE, rank_state_name
 
 logger = get_logger(__name__)
 
-DRIVER_STATE = "state/driver.pt"
-
-
-def rank_state_name(rank: int) -> str:
-    """``state/rank_00001.pt``."""
-    return f"state/rank_{rank:05d}.pt"
-
-
-def capture_process(stateful: Mapping[str, Stateful]) -> tuple[bytes, str]:
-    """The generators of this process and its user objects, as they are now, as a file holds them; and the digest of the
-    former.
-
-    Raises:
-        ConfigError: an object's state could not be read back.
-    """
-    user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
-    rng = capture_rng()
-    return pack_plain("generators", {"rng": rng, "user": user}), rng_digest(rng)
-
-
-def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:
-    """Write what `capture_process` returned as ``<folder>/<name>``."""
-    (Path(folder) / name).parent.mkdir(exist_ok=True)
-    return write_entry(folder, name, state)
-
 
 class ProcessState:
-    """What `capture_process` took, read back but not put back yet.
+    """The state of a process that was read and not yet restored.
 
-    A process that the saved run did not have (a new rank; a driver after torchrun, or ranks after a driver) takes a
-    user object's state from rank 0, else from the driver, and derives its generators from those of rank 0. A generation
-    that was converted may have none at all: everything stays as it is then.
+    A process that the saved run did not have (a new rank, a driver after torchrun, or ranks after a driver) takes the
+    state of a user object from rank 0, else from the driver, and derives its generators from those of rank 0. A
+    converted generation may have no such state at all. Then everything stays as it is.
     """
 
     def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]]) -> None:
@@ -59,21 +28,21 @@ class ProcessState:
 
     @classmethod
     def read(cls, generation: Path, name: str) -> "ProcessState":
-        """Read the state of the process whose file is ``name``, and of those that may stand in for it.
+        """Read the file ``name`` of this process, and the files of rank 0 and the driver, which may stand in for it.
 
         Raises:
-            CheckpointCorruptError: a file is not what `capture_process` makes.
+            CheckpointCorruptError: a file is not the state of a process.
         """
         own = generation / name
         files = [own, generation / rank_state_name(0), generation / DRIVER_STATE]
         return cls(own, {path: _read_process_file(path) for path in dict.fromkeys(files) if path.exists()})
 
     def restore(self, stateful: Mapping[str, Stateful]) -> str | None:
-        """Put user objects back, then the generators.
+        """Restore user objects, then generators.
 
         Returns:
-            their digest; None when they had to be derived, or when this process has other CUDA devices than it was
-            saved with, whose generators stay as they are.
+            digest of the generators. None if they were derived, or if this process has other CUDA devices than the
+            saved one, because their generators stay as they are.
         """
         first = next(iter(self._sources), None)
         if first is None:

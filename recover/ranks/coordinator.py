@@ -1,0 +1,233 @@
+"""One interface to all ranks, for a process that is a rank (torchrun) or drives the ranks (Ray).
+
+Under torchrun every rank calls the handler, and rank 0 leads. Under Ray the driver calls the handler, leads, and sends
+the ranks their part. `LocalRanks` and `DrivenRanks` have the same methods: ``run_all`` and ``run_sessions`` for the
+work of every rank, ``decide`` for the work of the leader.
+
+What a rank keeps from one step to the next (staging buffers, plans, a process group) is its session. Under torchrun the
+session is an object of this process. Under Ray it lives in the process of the rank, and the driver calls it by a key.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch.distributed as dist
+
+from ...engine.api import Stateful
+from ...utils.distributed import (
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+    rank_zero_decides_slowly,
+    reduce_flags_of,
+)
+from ...utils.errors import ConfigError, WorkerLost
+from ...utils.logging import get_logger
+from .target import RankTarget, rank_target
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """Remote ranks that are called together, such as `holdfast.engine.workers.group.WorkerGroup`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(worker, *args)`` on every rank. Returns results in rank order."""
+        ...
+
+    def run_in_background(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Do the same from another thread of the caller, on another thread of every rank, while calls continue."""
+        ...
+
+
+@dataclass
+class SessionRef:
+    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``.
+
+    Attributes:
+        key: name of the session in the processes of driven ranks.
+        own: session of this process, if this process is a rank.
+    """
+
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    own: Any = None
+
+
+class LocalRanks:
+    """Ranks that call the handler themselves, among them this process.
+
+    Attributes:
+        world_size: number of ranks.
+        n_callers: number of processes that call the handler, each with its own dataloader.
+        caller: index of this process among the callers.
+        is_driver: whether the caller is a process of its own, apart from the ranks.
+        is_leader: whether decisions are made in this process.
+    """
+
+    is_driver = False
+
+    def __init__(
+        self, target: RankTarget, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
+    ) -> None:
+        self._target, self._group, self._session = target, group, session or SessionRef()
+        self.world_size = self.n_callers = get_world_size(group)
+        self.caller = get_rank(group)
+        self.is_leader = self.caller == 0
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
+        return self.here(partial(fn, self._target, *args))
+
+    def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
+        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
+        try:
+            with all_ranks_succeed("opening a session of recovery", self._group):
+                self.close_sessions()
+                self._session.own = make(self._target, *args)
+        except BaseException:
+            self.close_sessions()
+            raise
+
+    def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``method(session, holder, *args)`` on every rank. Every rank gets all results."""
+        return self.run_all(partial(method, _known(self._session.own)), *args)
+
+    def close_sessions(self) -> None:
+        """Close the session of this rank, if it is open. Not collective."""
+        session, self._session.own = self._session.own, None
+        if session is not None:
+            session.close()
+
+    def in_background(self) -> "LocalRanks":
+        """Return the same ranks for another thread. They use the background group of their sessions."""
+        return LocalRanks(self._target, self._session.own.background_group, self._session)
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Run ``decision`` in the leader, and return its result or raise its error in every caller."""
+        return rank_zero_decides(decision, self._group)
+
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """Do the same for work that may take longer than the timeout of the group."""
+        return rank_zero_decides_slowly(work, self._group)
+
+    def here(self, fn: Callable[[], T]) -> list[T]:
+        """Run ``fn`` in every caller. Every caller gets all results. A failure in one is raised in all."""
+        with all_ranks_succeed("a step of recovery", self._group):
+            result = fn()
+        return gather_objects(result, self._group)
+
+    def flags(self, ask: Callable[[], int]) -> int:
+        """Return the bitwise OR of ``ask()`` over all callers. A failure in one is raised in all.
+
+        Costs one collective of a small tensor. Objects are sent only if ``ask`` fails.
+        """
+        return reduce_flags_of("a step of recovery", ask, self._group)
+
+
+class DrivenRanks:
+    """Remote ranks that this process drives. It is the only caller, so it decides by itself.
+
+    With ``in_background`` it calls the ranks from another thread, while other calls of the group continue.
+    """
+
+    is_driver = True
+    is_leader = True
+    n_callers = 1
+    caller = 0
+
+    def __init__(self, group: RankGroup, session: SessionRef | None = None, *, in_background: bool = False) -> None:
+        self._group, self._session, self._in_background = group, session or SessionRef(), in_background
+        self.world_size = group.world_size
+
+    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``fn(worker, *args)`` on every rank."""
+        return self._group.run_in_background(fn, *args) if self._in_background else self._group.run_all(fn, *args)
+
+    def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
+        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
+        try:
+            self.run_all(_open_session, self._session.key, make, *args)
+        except BaseException:
+            self.close_sessions()
+            raise
+
+    def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
+        """Run ``method(session, holder, *args)`` on every rank."""
+        return self.run_all(_run_session, self._session.key, method, *args)
+
+    def close_sessions(self) -> None:
+        """Close the sessions of all ranks. A group that was lost has nothing left to close."""
+        try:
+            self.run_all(_close_session, self._session.key)
+        except WorkerLost as loss:
+            logger.warning("%s, after the last snapshot", loss)
+
+    def in_background(self) -> "DrivenRanks":
+        """Return the same ranks for another thread."""
+        return DrivenRanks(self._group, self._session, in_background=True)
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Run ``decision`` here."""
+        return decision()
+
+    def decide_slowly(self, work: Callable[[], T]) -> T:
+        """Run ``work`` here."""
+        return work()
+
+    def here(self, fn: Callable[[], T]) -> list[T]:
+        """Run ``fn`` here."""
+        return [fn()]
+
+    def flags(self, ask: Callable[[], int]) -> int:
+        """Run ``ask`` here."""
+        return ask()
+
+
+_SESSIONS: dict[str, Any] = {}
+"""Sessions of driven ranks, in the process of each: a driver can name a session, but cannot hold it."""
+
+
+def _open_session(holder: Any, key: str, make: Callable[..., Any], *args: Any) -> None:
+    _close_session(holder, key)
+    _SESSIONS[key] = make(holder, *args)
+
+
+def _run_session(holder: Any, key: str, method: Callable[..., T], *args: Any) -> T:
+    return method(_known(_SESSIONS.get(key)), holder, *args)
+
+
+def _close_session(holder: Any, key: str) -> None:
+    if (session := _SESSIONS.pop(key, None)) is not None:
+        session.close()
+
+
+def _known(session: Any) -> Any:
+    if session is None:
+        raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
+    return session
+
+
+Ranks = LocalRanks | DrivenRanks
+
+
+def ranks_of(
+    engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
+) -> Ranks:
+    """Return `DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks` with the engines that it has."""
+    if isinstance(engine, RankGroup):
+        return DrivenRanks(engine, session)
+    target = rank_target(engine)
+    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group, session)

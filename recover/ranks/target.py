@@ -1,0 +1,188 @@
+"""Engines and user objects of one rank. Models and optimizers of other trainers are adapted to engines here."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...engine.api import Stateful
+from ...engine.dcp.state import DCPState, replicated
+from ...engine.hf.load import names_as_in
+from ...engine.lora.layers import adapted_layers, base_view, transformers_model
+from ...engine.memory.tensors import clean_name
+from ...engine.model.model_folder import find_source_folder
+from ...utils.compat.torch_private import without_compile
+from ...utils.distributed import get_rank
+from ...utils.errors import CheckpointError, ConfigError
+from ...utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class RankTarget:
+    """Engines and user objects of one rank.
+
+    Attributes:
+        engines: name -> engine, as `as_engine` accepts it. The name becomes a folder of the generation.
+        stateful: name -> user object of this rank.
+        group: process group for engines without one. None means the default group.
+    """
+
+    engines: dict[str, Any]
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise ConfigError("there is no engine to snapshot; pass at least one")
+        if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
+            raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+        self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
+
+    def state(self, name: str) -> DCPState:
+        """Return the state of an engine that is saved and restored."""
+        engine = self.engines[name]
+        if not isinstance(engine, DCPState):
+            engine = engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+        if engine.group is None:
+            engine.group = self.group_of(name)
+        return engine
+
+    def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """Return the control group (gloo) of an engine. Without a name, of the first engine."""
+        engine = next(iter(self.engines.values())) if name is None else self.engines[name]
+        return getattr(engine, "control_group", None) or self.group
+
+
+def rank_target(holder: Any) -> RankTarget:
+    """Find the engines of ``holder``.
+
+    Args:
+        holder: a `RankTarget`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
+            attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful`` (a dict of user objects).
+
+    Raises:
+        ConfigError: ``holder`` has no engine.
+    """
+    if isinstance(holder, RankTarget):
+        return holder
+    if isinstance(holder, Mapping):
+        return RankTarget(dict(holder))
+    engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
+    if None not in engines.values():
+        return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+    if shows_engine(holder):
+        return RankTarget({"default": holder})
+    raise ConfigError(
+        f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
+        "snapshot it"
+    )
+
+
+@dataclass(frozen=True)
+class HostEngine:
+    """The model, optimizer and schedule of another trainer, seen as an engine.
+
+    Attributes:
+        model: unsharded, in DistributedDataParallel, or sharded with FSDP2.
+        optimizer: None saves the model alone.
+        lr_scheduler: learning-rate scheduler, if there is one.
+        control_group: gloo group of the ranks. None means the group of the handler.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    control_group: dist.ProcessGroup | None = None
+
+    def dcp_state(self, with_optim: bool = True) -> DCPState:
+        """Return the state to save. For a model with adapters, without the base weights found in its folder."""
+        group = self.control_group
+        left_out = names_from_folder(self.model, group) if has_adapters(self.model) else False
+        if not with_optim:
+            return DCPState(self.model, trainable_only=left_out, group=group)
+        return DCPState(self.model, self.optimizer, self.lr_scheduler, trainable_only=left_out, group=group)
+
+
+def shows_engine(thing: Any) -> bool:
+    """Whether `as_engine` accepts ``thing``."""
+    if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
+        return True
+    if isinstance(thing, Sequence):
+        return 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module)
+    return isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer")
+
+
+def as_engine(thing: Any) -> Any:
+    """Return ``thing`` itself if it is an engine or a `DCPState`, else a `HostEngine` for it.
+
+    Args:
+        thing: an engine, a `DCPState`, a tuple ``(model, optimizer, lr_scheduler)`` whose last entries are optional, or
+            an object with the attributes ``model`` and ``optimizer``, as transformers' Trainer and AReaL's engines have
+            them. Its ``lr_scheduler`` and its ``control_group`` (AReaL: ``cpu_group``) are used if present.
+
+    Raises:
+        ConfigError: ``thing`` is none of these.
+    """
+    if not shows_engine(thing):
+        raise ConfigError(
+            f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a tuple (model, "
+            "optimizer, lr_scheduler), or an object with the attributes 'model' and 'optimizer'"
+        )
+    if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
+        return thing
+    if isinstance(thing, Sequence):
+        return HostEngine(*thing)
+    group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
+    return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
+
+
+_found: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers model with PEFT adapters."""
+    model = without_compile(replicated(model))
+    base = transformers_model(model)
+    return isinstance(base, PreTrainedModel) and (base is not model or bool(adapted_layers(model)))
+
+
+def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
+    """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
+
+    The first call for a model reads that folder once, usually from the page cache. Later calls return the same names.
+
+    Args:
+        model: a model for which `has_adapters` is true.
+        group: ranks that hold the model.
+    """
+    model = without_compile(replicated(model))
+    if model not in _found:
+        frozen = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        same = _from_folder(base_view(transformers_model(model)), group)
+        _found[model] = frozenset(name for name, param in frozen.items() if id(param) in same)
+        if get_rank(group) == 0 and (others := sorted(frozen.keys() - _found[model])):
+            logger.warning(
+                "%s (%d of %d frozen parameters) does not come from the folder of the base model as it is: snapshots "
+                "hold it", others[0], len(others), len(frozen),
+            )  # fmt: skip
+    return _found[model]
+
+
+def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[int]:
+    folder = find_source_folder(base.config)
+    if folder is None or getattr(base.config, "quantization_config", None) is not None:
+        return set()
+    try:
+        names = names_as_in(folder, base, group)
+    except (CheckpointError, OSError) as error:
+        logger.info("the base model cannot be compared with its folder: %s", error)
+        return set()
+    return {id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names}
