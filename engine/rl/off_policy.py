@@ -186,7 +186,7 @@ ROLLOUT_RS = {
     if (level, k) != ("seq_max", "k1")
 }
 """Name in ``rollout_rs`` -> level, agg and metric."""
-_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
+_VERL_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
 
 
 def rejection_from_rollout_keys(
@@ -205,7 +205,7 @@ def rejection_from_rollout_keys(
         ConfigError: an unknown name, several at once, or a threshold that is missing or not a number.
     """
     require_choice("rollout_is", rollout_is, (None, "token", "sequence"))
-    weight = _WEIGHTS[rollout_is]
+    weight = _VERL_WEIGHTS[rollout_is]
     upper = None if rollout_is is None else rollout_is_threshold
     if rollout_rs is None and rollout_rs_threshold is not None:
         raise ConfigError(f"config key 'rollout_rs_threshold' is {rollout_rs_threshold!r}, but 'rollout_rs' is null")

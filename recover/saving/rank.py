@@ -22,7 +22,7 @@ from ...engine.dcp.save import DCPSaver
 from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
-from ...engine.hf.write import exportable_tensors, write_hf
+from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.layers import adapted_layers, transformers_model
 from ...engine.memory.tensors import flatten
 from ...engine.staging.staged_model import check_mesh, staged_model

@@ -35,7 +35,7 @@ from holdfast.engine import (
     TrainEngineConfig,
 )
 from holdfast.engine.model import initial_model
-from holdfast.engine.training import model
+from holdfast.engine.training import weights
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
 from tests.engine.hf.test_load_plan import MULTIMODAL, TEXT, write_multimodal
@@ -205,7 +205,7 @@ def test_the_old_model_is_gone_before_a_second_initialize_takes_memory(
 
     def give_memory(*args: Any) -> list[str]:
         alive.append(sum(ref() is not None for ref in old))
-        return model.give_memory(*args)
+        return weights.give_memory(*args)
 
     monkeypatch.setattr(initial_model, "give_memory", give_memory)
     engine.initialize(None, SPEC)
