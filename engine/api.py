@@ -204,9 +204,11 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, made of tensors and plain values."""
+        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
+        ...
 
 
 class InferenceServer(Protocol):
@@ -214,6 +216,7 @@ class InferenceServer(Protocol):
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load the Hugging Face folder ``path`` and return the version served from now on."""
+        ...
 
 
 @runtime_checkable
@@ -222,6 +225,7 @@ class BroadcastServer(InferenceServer, Protocol):
 
     def update_weights_from_distributed(self, path: str, version: int) -> int:
         """Receive the weights of the Hugging Face folder ``path``. Return the version served from now on."""
+        ...
 
 
 @runtime_checkable
@@ -230,9 +234,11 @@ class AdapterServer(InferenceServer, Protocol):
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         """Load the PEFT folder ``path``. Return the version that answers new requests."""
+        ...
 
     def folders_in_use(self) -> set[str]:
         """Folders of adapters that the server may read again. They must not be deleted yet."""
+        ...
 
 
 class TrainEngine(Protocol):
@@ -241,37 +247,49 @@ class TrainEngine(Protocol):
     @property
     def data_parallel_rank(self) -> int:
         """Index of this rank among the ranks with different data."""
+        ...
 
     @property
     def data_parallel_world_size(self) -> int:
         """Number of ranks with different data."""
+        ...
 
     def get_version(self) -> int:
         """Policy version of the weights."""
+        ...
 
     def register_state(self, name: str, thing: Stateful) -> None:
         """Save and restore an object with the optimizer. Its state is plain values, the same on every rank."""
+        ...
 
     def train(self, mode: bool = True) -> "TrainEngine":
         """Switch to training mode."""
+        ...
 
     def eval(self) -> "TrainEngine":
         """Switch to evaluation mode."""
+        ...
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """Take one optimizer step on this rank's share of a batch."""
+        ...
 
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
         """The loss that `train_batch` would report, without gradients."""
+        ...
 
     def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
         """Per-token results ``[batch, seqlen]`` without gradients."""
+        ...
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Inside the block the engine uses the base model without its adapters. ConfigError if it has none."""
+        ...
 
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one, if the optimizer has stepped since the last call."""
+        ...
 
     def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over the data-parallel ranks."""
+        ...
