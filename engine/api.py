@@ -208,6 +208,7 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
+        ...
 
 
 class InferenceServer(Protocol):
@@ -259,6 +260,7 @@ class TrainEngine(Protocol):
 
     def register_state(self, name: str, thing: Stateful) -> None:
         """Save and restore an object with the optimizer. Its state is plain values, the same on every rank."""
+        ...
 
     def train(self, mode: bool = True) -> "TrainEngine":
         """Switch to training mode."""
@@ -286,6 +288,7 @@ class TrainEngine(Protocol):
 
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one, if the optimizer has stepped since the last call."""
+        ...
 
     def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over the data-parallel ranks."""

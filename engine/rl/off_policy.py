@@ -177,16 +177,16 @@ def approximation_errors(
     return {f"{name}_error": (prox_logp - each).abs() for name, each in approximations.items()}
 
 
-_METRICS = {"k1": "ratio", "k2": "kl_k2", "k3": "kl_k3_behave"}
-_LEVELS = {"token": ("token", "mean"), "seq_sum": ("sequence", "sum"), "seq_mean": ("sequence", "mean")}
+_ROLLOUT_METRICS = {"k1": "ratio", "k2": "kl_k2", "k3": "kl_k3_behave"}
+_ROLLOUT_LEVELS = {"token": ("token", "mean"), "seq_sum": ("sequence", "sum"), "seq_mean": ("sequence", "mean")}
 ROLLOUT_RS = {
     f"{level}_{k}": (*found, metric)
-    for level, found in (_LEVELS | {"seq_max": ("sequence", "max")}).items()
-    for k, metric in _METRICS.items()
+    for level, found in (_ROLLOUT_LEVELS | {"seq_max": ("sequence", "max")}).items()
+    for k, metric in _ROLLOUT_METRICS.items()
     if (level, k) != ("seq_max", "k1")
 }
 """Name in ``rollout_rs`` -> level, agg and metric."""
-_VERL_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
+_ROLLOUT_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
 
 
 def rejection_from_rollout_keys(
@@ -205,7 +205,7 @@ def rejection_from_rollout_keys(
         ConfigError: an unknown name, several at once, or a threshold that is missing or not a number.
     """
     require_choice("rollout_is", rollout_is, (None, "token", "sequence"))
-    weight = _VERL_WEIGHTS[rollout_is]
+    weight = _ROLLOUT_WEIGHTS[rollout_is]
     upper = None if rollout_is is None else rollout_is_threshold
     if rollout_rs is None and rollout_rs_threshold is not None:
         raise ConfigError(f"config key 'rollout_rs_threshold' is {rollout_rs_threshold!r}, but 'rollout_rs' is null")
