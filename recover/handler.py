@@ -125,9 +125,8 @@ class RecoverHandler:
         """Return the last step of the generation that `load` would restore. None for a fresh run or mode ``off``.
 
         For a host that must know the step before it builds an engine. Changes nothing, takes no lock, and works before
-        torch.distributed is initialised. After that, every rank calls it, and rank 0 decides. Generations here and at
-        the mirror are judged by names, sizes and ``recover_info.json``. A later `load` raises if their digests do not
-        match, or if it would resume at another step.
+        torch.distributed is initialised (afterwards every rank calls it). Generations here and at the mirror are judged
+        by names, sizes and ``recover_info.json``. A later `load` raises if it finds wrong bytes or another step.
 
         Raises:
             CheckpointCorruptError, CheckpointNotFoundError, CheckpointMismatchError: as `load`.

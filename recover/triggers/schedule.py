@@ -33,15 +33,7 @@ class Wanted(IntFlag):
 
 
 class Triggers:
-    """Schedule, pace and stop requests of one run.
-
-    Args:
-        config: frequencies, ``stop_signals`` and ``must_save_by`` are used.
-        notices: see `StopRequests`.
-
-    Raises:
-        ConfigError: see `SnapshotSchedule` and `StopRequests`.
-    """
+    """Schedule, pace and stop requests of one run. A bad value in the configuration raises `ConfigError`."""
 
     def __init__(self, config: RecoverConfig, notices: Sequence[Callable[[], StopNotice | None]]) -> None:
         self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
@@ -52,10 +44,7 @@ class Triggers:
     def after_step(self, ranks: Ranks, step_info: StepInfo, ask: Callable[[], Wanted]) -> tuple[Wanted, str | None]:
         """Agree on the actions after a step. Costs one small tensor if there are none.
 
-        Args:
-            ranks: ranks that agree.
-            step_info: the step that was just trained.
-            ask: returns further flags. Called in every caller, and a failure in one is raised in all.
+        ``ask`` returns further flags. It is called in every caller, and a failure in one is raised in all.
 
         Returns:
             the flags, and the reason to stop, if there is one. Both are the same on all ranks: a signal may reach only
@@ -84,16 +73,8 @@ class Triggers:
 class SnapshotSchedule:
     """Decides by epochs, steps and seconds, whichever comes first. None of its state needs to be saved.
 
-    With all frequencies None no snapshot is ever due.
-
-    Args:
-        freq_epochs: snapshot after the last step of every ``freq_epochs``-th epoch.
-        freq_steps: snapshot after every ``freq_steps``-th step. With 10: steps 9, 19, 29 ...
-        freq_secs: snapshot when this many seconds have passed since the last one. 0 means every step.
-        clock: monotonic clock in seconds.
-
-    Raises:
-        ConfigError: a frequency is out of range.
+    The frequencies are those of `RecoverConfig`. With ``freq_steps`` 10, steps 9, 19, 29 ... are due. With 0 for
+    ``freq_secs`` every step is due, without any frequency none is. A value out of range raises `ConfigError`.
     """
 
     def __init__(

@@ -432,7 +432,7 @@ def _group_breaks(rank: int, world_size: int, root: str) -> tuple[str, str]:
     background = handler._saver._background
     assert background is not None and background.job.wait(30) is JobState.FAILED
     error, told = (str(task.error()) for task in background.tasks.values())
-    with pytest.raises(RuntimeError):
+    with pytest.raises(CheckpointWriteError, match="could not reach each other"):
         handler.wait()
     torch.distributed.barrier()
     handler.close(wait=False)
