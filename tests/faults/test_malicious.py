@@ -21,6 +21,7 @@ from holdfast.engine import DCPState, load_dcp
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.errors import HoldfastError
 from holdfast.utils.manifest import MANIFEST_NAME
+from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.faults.attacks import (
     BOMB_BYTES,
     STATE,
@@ -147,26 +148,13 @@ def test_no_name_leads_out_of_the_folder_no_size_takes_memory(
     _run("name or size that lies", list(odd_attacks()), good, victim, older, tmp_path, tally, progress)
 
 
-def _peak_growth_bytes(action: Callable[[], object]) -> int:
-    """Measure the growth of this process's memory during ``action``."""
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _status_bytes("VmRSS")
-    action()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) << 10
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="cannot reset the peak of memory")
+@pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
 def test_a_small_file_that_unpacks_large_is_refused_before_it_does(
     good: Path, victim: Victim, older: str, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
 ) -> None:
-    assert _peak_growth_bytes(lambda: torch.zeros(BOMB_BYTES, dtype=torch.uint8).fill_(1)) > ALLOWED_BYTES
+    assert peak_growth_bytes(lambda: torch.zeros(BOMB_BYTES, dtype=torch.uint8).fill_(1)) > ALLOWED_BYTES
     for attack in bomb_attacks():
-        grown = _peak_growth_bytes(
+        grown = peak_growth_bytes(
             lambda attack=attack: _run("zip bomb", [attack], good, victim, older, tmp_path, tally, progress)
         )
         assert grown < ALLOWED_BYTES, f"{attack.name}: took {grown} bytes"

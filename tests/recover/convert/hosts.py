@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.engine.dcp.state import DCPState
 
@@ -30,6 +30,24 @@ def tiny_config(tied: bool = True) -> Qwen3Config:
         attention_dropout=0.1,
     )
     config.architectures = ["Qwen3ForCausalLM"]
+    return config
+
+
+def tiny_experts() -> Qwen3MoeConfig:
+    """A model whose experts are one tensor in memory and many in its files."""
+    config = Qwen3MoeConfig(
+        vocab_size=33,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,  # type: ignore[call-arg]
+    )
+    config.architectures = ["Qwen3MoeForCausalLM"]
     return config
 
 

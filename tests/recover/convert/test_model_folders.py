@@ -14,36 +14,18 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.convert import convert
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
-from tests.recover.convert.hosts import Host, assert_same, tiny_config
+from tests.recover.convert.hosts import Host, assert_same, tiny_config, tiny_experts
 
 pytestmark = pytest.mark.timeout(120)
 
 Tensors = dict[str, torch.Tensor]
-
-
-def tiny_experts() -> Qwen3MoeConfig:
-    """A model whose experts are one tensor in memory and many in its files."""
-    config = Qwen3MoeConfig(
-        vocab_size=33,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,  # type: ignore[call-arg]
-    )
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    return config
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:

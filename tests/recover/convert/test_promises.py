@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from holdfast.engine.api import FinetuneSpec
 from holdfast.engine.dcp.load import load_dcp
@@ -37,7 +37,7 @@ from holdfast.utils.errors import (
 from holdfast.utils.manifest import file_entries, write_manifest
 from tests.helpers import run_ranks
 from tests.limits import stretched
-from tests.recover.convert.hosts import Host, assert_same, tiny_config
+from tests.recover.convert.hosts import Host, assert_same, tiny_config, tiny_experts
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -246,18 +246,7 @@ def test_a_generation_of_ours_goes_to_every_format(tmp_path: Path) -> None:
 
 
 def test_fused_experts_go_from_a_model_folder_to_parameters_and_back(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=33,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,  # type: ignore[call-arg]
-    )
+    config = tiny_experts()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
