@@ -116,7 +116,7 @@ def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> d
     """Split the time into phases. ``start`` is the start of all processes with their imports."""
     loss = attempt["loss"]
     rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
-    build_s = _logged(r"initialized \S+ \d+ parameters, in ([\d.]+) s", log)
+    build_s = _logged(r"initialized \S+ in ([\d.]+) s", log)
     phases = {
         "detect": loss["detected_at"] - killed,
         "tear down": loss["torn_down_s"],
