@@ -85,7 +85,7 @@ class RecoverableLoader:
 
     @property
     def epoch(self) -> int:
-        """Current epoch, or that of the next iteration."""
+        """Current epoch, or the epoch of the next iteration."""
         return self._epoch + (self._restored is not None and self._is_over)
 
     @property

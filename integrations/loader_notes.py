@@ -113,9 +113,7 @@ class LoaderNotes:
         }
 
     def other_dataset(self, state: dict[str, Any]) -> str:
-        """Return an error message if the dataset differs from that of the state, or "" if it is equal or cannot be
-        compared.
-        """
+        """Return an error message if the dataset is not the saved one, or "" if it is equal or cannot be compared."""
         saved = state.get("dataset", "")
         own = [", xxh3_128:" not in each for each in (saved, self._dataset)]  # a user's own `fingerprint`
         if not (saved and self._dataset) or saved == self._dataset or own[0] != own[1]:
@@ -276,7 +274,7 @@ def _streams(dataset: Any) -> Iterator[Any]:
 
 
 def _share(loader: Any) -> int:
-    """Number of the sampler's batches per batch of the loader: those of all ranks if accelerate dispatches them."""
+    """Number of the sampler's batches in one batch of the loader. With accelerate's dispatching it covers all ranks."""
     return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 

@@ -217,7 +217,7 @@ class TrainerRun:
         return trained
 
     def _cut(self) -> dict[str, int]:
-        """Arguments that decide which samples are in which batch of which rank."""
+        """Arguments that assign samples to batches and ranks."""
         args = self._trainer.args
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
@@ -234,7 +234,7 @@ class TrainerRun:
                 self._saved["place"]["cut"], self._cut(),
             )  # fmt: skip
 
-    # Where the run is
+    # Current place of the run
 
     @property
     def _open_handler(self) -> RecoverHandler:

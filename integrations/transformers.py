@@ -176,7 +176,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _is_misplaced(trainer: Any) -> bool:
-    """Return whether accelerate's `skip_first_batches` would skip to another place than that of the run."""
+    """Return whether accelerate's `skip_first_batches` would skip to a wrong place."""
     config = trainer.args.accelerator_config
     streams = not hasattr(trainer.train_dataset, "__len__")
     return bool(config.dispatch_batches and not config.split_batches and get_world_size() > 1 and not streams)

@@ -32,7 +32,7 @@ PROTOCOL = (
     "there at all, but a step is resumed only once the tracker names it, the tracker itself is written in place, and "
     "what a rollout has sampled is sampled again"
 )
-"""Guarantees that a checkpoint manager cannot give, because of the order in which verl's trainer writes."""
+"""Limits of every checkpoint manager of verl, because its trainer writes several files one after another."""
 
 _HF = "huggingface"
 

@@ -27,14 +27,16 @@ def place_of(saved: Path) -> tuple[Path, int, str] | None:
 
 
 def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
-    """Remove older steps of a role (``actor``, ``critic``) that Holdfast has written, and half-removed ones.
+    """Remove older steps of a role (``actor``, ``critic``) that Holdfast has written.
 
-    A folder that cannot be removed is logged, because the save has succeeded.
+    Folders that a killed process has removed in part go too. A folder that cannot be removed is logged, because the
+    save has succeeded.
 
     Args:
         saved: complete folder ``global_step_<N>/<role>``, or ``global_step_<N>`` of an SFT run.
         n_keep: number of steps to keep, including this one. None or less than 1 keeps all.
-        named: step that verl's tracker names, which stays.
+        named: step in verl's file ``latest_checkpointed_iteration.txt``, which stays in addition. None if there is
+            none.
     """
     place = place_of(saved)
     if not n_keep or n_keep < 1 or place is None:

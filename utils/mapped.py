@@ -9,12 +9,12 @@ _MAP_NORESERVE = 0x4000  # reserve no memory, because nothing is written
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:
     """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
 
-    Loading first is needed because a later access that the disk refuses, or behind the end of the file, ends the
-    process. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
+    They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
+    process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
 
     Returns:
         None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map.
-        Reading the file then tells the reason.
+        Read the file then. If it is damaged, that raises the error.
     """
     first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:

@@ -31,15 +31,18 @@ def write_lazily(
     options: HFExportOptions,
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
 ) -> None:
-    """Write ``tensors`` as ``save_pretrained`` of ``model`` with these values would, and fsync the files.
+    """Write the files that ``save_pretrained`` of ``model`` would write for ``tensors``, block by block, and fsync
+    them.
 
     Args:
-        model: on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names. CheckpointMismatchError if they
-            do not fit the model, or if its file format cannot hold them.
+        model: model on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names.
         folder: an empty folder that exists.
         options: see `HFExportOptions`.
-        seen: called with the key, the first element and the values of every block that is written.
+        seen: called for every block with the key, the index of the block's first element and its values.
+
+    Raises:
+        CheckpointMismatchError: ``tensors`` do not fit the model, or safetensors cannot hold them.
     """
     folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)

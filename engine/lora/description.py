@@ -38,9 +38,13 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
 
 
 def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Name of an adapted layer -> ``scaling`` (adapter -> alpha / rank) and ``merged`` (adapters in its weight now).
+    """Return the settings of each adapted layer, by its name in the model.
 
-    Raises ConfigError if merged adapters keep more than their tensors (DoRA does).
+    Each is a dict with ``scaling`` (name of the adapter -> alpha / rank) and ``merged`` (names of the adapters that are
+    merged into the layer's weight now).
+
+    Raises:
+        ConfigError: merged adapters keep further values that a checkpoint does not hold, as those of DoRA do.
     """
     found = {}
     for name, layer in _tuned_layers(model).items():

@@ -163,9 +163,12 @@ def approximation_errors(
     alpha: torch.Tensor,
     loss_mask: torch.Tensor,
 ) -> Stats:
-    """Absolute errors of approximations of the proximal log-probabilities, as ``<name>_error``.
+    """Compare approximations of the proximal policy's log-probabilities with the recomputed ones.
 
-    Names: ``loglinear`` (`interpolate`), ``linear`` (interpolated probabilities) and ``rollout`` (the sampler's).
+    Returns:
+        absolute error of each entry, in the shape of ``prox_logp``: ``loglinear_error`` (see `interpolate`),
+        ``linear_error`` (between the probabilities of sampler and trainer) and ``rollout_error`` (the sampler's
+        log-probabilities).
     """
     mask = loss_mask.bool()
     prox_logp, behave_logp, logprobs = (

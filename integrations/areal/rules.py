@@ -99,4 +99,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "PPOActorConfig": (weights_of_one, bounds_of_nothing, one_minibatch, deviation),
     "RecoverConfig": (nothing_saved,),
 }
-"""Rules of each class, in the order in which they apply."""
+"""Rules of each class, in the order of their use."""

@@ -58,10 +58,10 @@ def compare(what: str, source: Checkpoint, written: dict[str, str], target: Chec
 
     Args:
         what: name of the target for messages.
-        source: the source, for the aliases of tied tensors.
-        written: name -> digest of the tensors that were read from ``source``.
+        source: the converted checkpoint, which knows the aliases of tied tensors.
+        written: name -> digest of each tensor, taken from ``source`` while the target was written.
         target: the target as it was read back.
-        digests: a new, empty object.
+        digests: an empty `Digests` for the tensors of the target.
     """
     for name, tensor in tensors_of(target):
         for first, values in tensor.blocks():
