@@ -145,7 +145,7 @@ class StepWriter:
             assert len(parts) == ranks.world_size, "a generation without a rank's shards would be no generation"
             facts = combine_ranks([part.samples for part in parts])
 
-            def commit() -> tuple[Generation, int, float]:
+            def commit() -> tuple[Generation, int]:
                 check_fresh(self.last_facts, facts)
                 entries = [entry for part in parts for entry in part.entries]
                 info = RecoverInfo(
@@ -169,16 +169,14 @@ class StepWriter:
                         if capture.data is not None:
                             entries.append(write_entry(staging, DATA_STATE, capture.data))
                     generation = store.commit(staging, step, entries, manifest_facts(info))
-                committed = generation, sum(entry.bytes for entry in entries), time.monotonic() - capture.began_s
-                _log_commit(*committed)
-                self._copy_and_delete(generation)
-                return committed
+                return generation, sum(entry.bytes for entry in entries)
 
-            generation, n_bytes, seconds = ranks.decide(commit)
+            generation, n_bytes = ranks.decide(commit)
             undo.pop_all()
-        if not ranks.is_leader:
-            _log_commit(generation, n_bytes, seconds)
         self.last_facts = facts
+        seconds = time.monotonic() - capture.began_s
+        logger.info("step %d: committed %s, %d bytes in %.3f s", generation.step, generation.path, n_bytes, seconds)
+        ranks.decide(partial(self._copy_and_delete, generation))
         return seconds
 
     def _copy_and_delete(self, generation: Generation) -> None:
@@ -240,10 +238,6 @@ class StepWriter:
         for export in exports.generations():
             if export.step > after:
                 exports.quarantine(export, f"the run went back to before step {export.step}")
-
-
-def _log_commit(generation: Generation, n_bytes: int, seconds: float) -> None:
-    logger.info("step %d: committed %s, %d bytes in %.3f s", generation.step, generation.path, n_bytes, seconds)
 
 
 def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts]) -> None:

@@ -20,6 +20,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging import background_job, staged_state
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import rank as rank_saving
+from holdfast.recover.saving.background import BackgroundStep
 from holdfast.recover.saving.rank import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from holdfast.utils.rng import RngState, capture_rng
@@ -86,13 +87,21 @@ def test_training_goes_on_while_a_snapshot_of_staged_values_is_written(tmp_path:
     assert restored(tmp_path) == staged != tiny.digest()
 
 
-def test_a_due_snapshot_waits_for_the_one_before(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_due_snapshot_waits_for_the_one_before(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny, handler = Tiny(), make(tmp_path)
     handler.load(tiny.state)
+    wait = BackgroundStep.wait
+
+    def open_and_wait(step: BackgroundStep) -> None:
+        gate.open_in(0.2)
+        wait(step)
+
+    monkeypatch.setattr(BackgroundStep, "wait", open_and_wait)
     with caplog.at_level(logging.INFO):
         for step in range(2):
             tiny.step()
-            gate.open_in(0.2)
             assert handler.dump(tiny.state, step_info(step))
     stats = handler.save_stats
     assert stats.waited == 1 and 0.1 < stats.waited_s <= stats.blocked_s and stats.skipped == 0
