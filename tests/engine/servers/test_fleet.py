@@ -289,8 +289,8 @@ def test_a_server_that_comes_and_goes_is_logged_in_full_once(
         told = len(server.told)
         server.restart()
         wait_until(lambda told=told: len(server.told) > told and states(fleet) == [PAUSED])
+    wait_until(lambda: caplog.text.count("scripted is paused as before (it was ") == 2)  # logged after the state is set
     assert caplog.text.count("version 1 cannot be loaded") == 1
-    assert caplog.text.count("scripted is paused as before (it was ") == 2
 
 
 def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Path, make_fleet: MakeFleet) -> None:
