@@ -61,7 +61,8 @@ class CallPool:
             work = pickle.dumps((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the object
             raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, _name(fn))
+        name = getattr(fn, "__qualname__", repr(fn))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, name)
 
     def close(self) -> None:
         """End all processes, and their calls with them."""
@@ -154,7 +155,3 @@ class _Process:
         self._process.kill()
         self._process.join(1.0)
         self._pipe.close()
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", repr(fn))
