@@ -22,8 +22,7 @@ logger = get_logger(__name__)
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # a fork would copy locks held by other threads
 _ATTEMPTS = 2
-_START_S = 120.0
-"""Time limit for a process to start and to import the function."""
+_START_S = 120.0  # time limit for a process to start and to import the function
 
 
 class CallPool:
@@ -31,12 +30,8 @@ class CallPool:
 
         reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
-    Args:
-        n_processes: number of concurrent calls.
-        timeout_s: time limit of a call, without the start of its process.
-
-    Attributes:
-        n_lost: number of attempts that hung or ended their process.
+    ``n_processes`` calls run at a time. The limit ``timeout_s`` of a call excludes the start of its process. Attribute
+    ``n_lost`` counts attempts that hung or ended their process.
     """
 
     def __init__(self, n_processes: int = 4, timeout_s: float = 15.0) -> None:
@@ -121,12 +116,10 @@ class CallPool:
 
 
 class _Lost(Exception):
-    """A call without an answer. The message is the reason."""
+    """A call without an answer."""
 
 
 class _Process:
-    """A process for one call at a time."""
-
     def __init__(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=serve, args=(theirs,), name="call-pool", daemon=True)

@@ -225,9 +225,7 @@ class RolloutExecutor:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ledger before the first `set_version`, which starts its unfinished tickets and the too stale ones.
 
-        Raises:
-            CheckpointMismatchError: see `Ledger.load_state_dict`.
-            ConfigError: this executor has handed out tickets already.
+        CheckpointMismatchError as in `Ledger.load_state_dict`. ConfigError if tickets were handed out already.
         """
         with self._changed:
             if self._ledger.version is not None:
@@ -238,7 +236,6 @@ class RolloutExecutor:
     # Tickets, in the caller's thread
 
     def _end_of_steps(self) -> int:
-        """The first step that may not start yet."""
         assert self._ledger.version is not None
         end = self._ledger.version + self.config.max_head_offpolicyness + 1
         return end if self.config.total_steps is None else min(end, self.config.total_steps)

@@ -3,8 +3,6 @@
 These are the steps from ``version`` to ``version + max_head_offpolicyness``, because version v of the weights exists
 after v steps. A finished ticket keeps its trajectory, because no server would sample it again bit for bit. A rejected
 ticket stays on record, and another one replaces it in the next round.
-
-The order of `Ledger.hand_out` alone decides which dataset sample a ticket gets. The caller locks.
 """
 
 from collections import Counter
@@ -59,13 +57,12 @@ class Entry:
 
 
 class Ledger:
-    """Tickets and their outcomes.
+    """Tickets and their outcomes. The caller locks.
 
     Attributes:
-        batch_size, seed: number of tickets per step, and the seed that their seeds are derived from.
         version: last version of the weights. None: not set yet.
         next_number, next_step: number of the next ticket, first step without tickets.
-        drawn: dataset indices from the loader that have no ticket yet.
+        drawn: dataset indices from the loader that have no ticket yet. Their order alone decides which ticket gets one.
         finished, rejected: number of tickets with this outcome in the whole run.
     """
 

@@ -14,16 +14,14 @@ RewardFn = Callable[..., float]
 """``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`` with AReaL's arguments: texts (None if there is
 no tokenizer), token ids, and the sample of the dataset. It must be a top-level function, because it is pickled."""
 
-_CALLS_TO_JUDGE_BY = 16
-"""If the first calls all fail, this many, the function itself is wrong."""
+_CALLS_TO_JUDGE_BY = 16  # if the first calls all fail, this many, the function itself is wrong
 
 
 class Rewards:
-    """Call a reward function and survive its failures.
+    """Call a reward function and survive its failures. Without ``pool``, the calls run in a new one.
 
     A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or ends its process
     twice. A failure is logged as a warning and counted in `stats`. The run ends only if the first 16 calls all fail.
-    Without ``pool``, the calls run in a new one.
     """
 
     def __init__(self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float) -> None:
