@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itself and those before it
 MAY_IMPORT_RAY = {
     "utils/compat/ray_private.py",
+    "engine/workers/actor.py",
+    "engine/workers/answers.py",
+    "engine/workers/group.py",
     "engine/workers/nodes.py",
     "engine/workers/placement.py",
-    "engine/workers/ray_adapter.py",
-    "engine/workers/group.py",
     "engine/workers/termination.py",
     "recover/supervisor.py",
 }

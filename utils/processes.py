@@ -1,5 +1,6 @@
-"""Processes: exact identity, certain end, and death together with the parent. Linux only; elsewhere none counts as
-alive.
+"""Processes: exact identity, certain end, and death together with the parent or when a lease ends.
+
+Linux only. Elsewhere no process counts as alive, and leases never end.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from functools import cache
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_SIGEV_SIGNAL = 0
+_TIMER_ABSTIME = 1
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,21 @@ class ProcessId:
 
 
 def _start_time(pid: int) -> str | None:
-    """Clock ticks from boot to the start of ``pid`` (proc(5), field 22 of stat), or None when it does not run."""
+    """Clock ticks from boot to the start of ``pid`` (field 22), or None when it does not run."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[19]
+
+
+def _stat(process: int | str) -> list[str] | None:
+    """The fields of proc(5) stat from the third on. None if the process ended, or ``/proc`` is missing."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def process_started_at() -> float:
-    """Return the Unix time of this process's start, to about 10 ms and equal at every call.
-
-    Without ``/proc`` it is the time of the first call.
-    """
+    """Return the Unix time of this process's start, to 10 ms and equal at every call. Elsewhere, of the first call."""
     return _started_at(os.getpid())
 
 
@@ -66,12 +71,8 @@ def _started_at(pid: int) -> float:
 
 
 def thread_cpu_s(native_id: int) -> float | None:
-    """Return the processor time of a thread of this process in seconds, to 10 ms, or None if it ended or ``/proc`` is
-    missing.
-    """
-    try:
-        fields = Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    """Return the processor time of a thread of this process in seconds, to 10 ms. None if it ended."""
+    if (fields := _stat(f"self/task/{native_id}")) is None:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime: fields 14 and 15
 
@@ -94,11 +95,7 @@ def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: flo
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send this process SIGKILL when its parent ends.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Ask the kernel to send this process SIGKILL when its parent ends. OSError if the kernel refuses."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
@@ -106,3 +103,54 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent`` of sigevent(3type). The rest of its 64 bytes is for threads."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_char * 48),
+    ]
+
+
+class _Spec(ctypes.Structure):
+    """``struct itimerspec``: interval and first expiry, each in seconds and nanoseconds."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "at_s", "at_ns")]
+
+
+class Lease:
+    """Kernel timer that kills this process at a set time unless it is extended. OSError if the kernel refuses it.
+
+    A rank whose node lost its connection to the driver is then gone when the driver has waited long enough, even if the
+    rank is stopped, waits for a dead file server, or holds the interpreter lock.
+    """
+
+    def __init__(self) -> None:
+        self._timer: ctypes.c_void_p | None = None
+        if sys.platform.startswith("linux"):
+            self._timer = ctypes.c_void_p()
+            event = _Event(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
+            _call("timer_create", time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer))
+
+    def now(self) -> float:
+        """Return seconds on the lease's clock, which continues while the machine sleeps."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def put_off(self, until: float) -> None:
+        """Move the time at which the process is killed to ``until``, on the lease's clock."""
+        if self._timer is not None:  # the first timer of a process may have the id 0
+            whole_s = int(until)
+            spec = _Spec(0, 0, whole_s, int((until - whole_s) * 1e9))
+            _call("timer_settime", self._timer, _TIMER_ABSTIME, ctypes.byref(spec), None)
+
+
+def _call(name: str, *args: object) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, name):  # glibc before 2.34
+        library = ctypes.CDLL("librt.so.1", use_errno=True)
+    if getattr(library, name)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{name} failed: {os.strerror(ctypes.get_errno())}")

@@ -2,41 +2,36 @@
 
 import time
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 @contextmanager
 def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
-    """Store the duration of the block in ``seconds[phase]``, also if the block raises."""
+    """Add the duration of the block to ``seconds[phase]``, also if the block raises."""
     started = time.monotonic()
     try:
         yield
     finally:
-        seconds[phase] = time.monotonic() - started
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started
 
 
 class PhaseTimes:
     """Seconds per phase of a step, for a run's statistics. ``holdfast top`` shows keys that end with ``_s``.
 
-    Args:
-        phases: names that every step reports (``sampling``, ``training`` ...), with 0 s if they did not run.
+    Every step reports ``phases`` (``sampling``, ``training`` ...), with 0 s if they did not run.
     """
 
     def __init__(self, *phases: str) -> None:
         self._phases = phases
         self._seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to ``name``, also if the block raises. A step may repeat a name."""
-        spent: dict[str, float] = {}
-        try:
-            with timed(spent, name):
-                yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + spent[name]
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Add the duration of a block to ``name``, also if the block raises. A step may repeat a name."""
+        return timed(self._seconds, name)
 
     def take(self) -> dict[str, float]:
         """Return ``<phase>_s`` -> seconds since the last call, and start again."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
-        return {f"{name}_s": seconds for name, seconds in taken.items()}
+        taken = {f"{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        self._seconds.update(dict.fromkeys(self._phases, 0.0))
+        return taken

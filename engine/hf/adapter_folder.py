@@ -1,8 +1,8 @@
 """PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
 ``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: every rank
-gathers or reads all of them. Names are the names of PEFT. So all methods of PEFT that adapt layers can be saved (LoRA,
-DoRA, IA3, ``modules_to_save``), from any ``PeftModel``, but only plain LoRA can be loaded.
+gathers or reads all of them. All methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``),
+from any ``PeftModel``, but only plain LoRA can be loaded.
 """
 
 import copy
@@ -46,6 +46,8 @@ def save_adapters(
 ) -> None:
     """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
+        save_adapters(model, "exports/step_100", HFExportOptions(tokenizer=tokenizer))
+
     Args:
         model: with layers of peft, sharded or not, or a ``PeftModel``.
         path: the folder to create, not a URL (ConfigError). It must not exist, or be empty (CheckpointExistsError).
@@ -71,27 +73,30 @@ def write_adapters(
     group: dist.ProcessGroup | None = None,
     gather_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Write the files of `save_adapters` into a folder that the caller commits. Raises as `save_adapters` does.
-
-    Returns the files that this rank describes in a manifest: on rank 0 all files, fsynced.
-    """
+    """Write the files of `save_adapters` into a folder that the caller commits. Returns the files to describe."""
     with all_ranks_succeed(f"preparing {folder}", group):
         tensors = adapter_tensors(model)
     whole = {name: whole_tensor(tensor, gather_group) for name, tensor in tensors.items()}
     with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
         if get_rank(group) != 0:
             return []
-        write_adapter_weights(folder, {name: _cast(one, options.dtype) for name, one in whole.items()})
-        _write_sidecars(folder, model, options)
+        for name, tensor in whole.items() if options.dtype is not None else ():
+            if tensor.is_floating_point():  # counters in ``modules_to_save`` keep their dtype
+                whole[name] = tensor.to(options.dtype)
+        config = copy.deepcopy(_peft_config(model))
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        for part in (options.tokenizer, options.processor):
+            if part is not None:
+                part.save_pretrained(folder)
+        for name in walk_files(folder):
+            fsync_file(folder / name)
+        write_adapter_weights(folder, whole)
         return list(walk_files(folder))
 
 
 def require_adapters(model: PreTrainedModel) -> None:
-    """Check that only adapters are trained, so that they can be published alone.
-
-    Raises ConfigError if there are none, or if other parameters are trained. Raises CheckpointMismatchError if they are
-    not plain LoRA, or if several are active.
-    """
+    """Raise ConfigError unless plain LoRA is trained and nothing else, so that it can be published alone."""
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
         raise ConfigError(f"{what} {type(model).__name__} has none (config key 'use_lora'); publish by type 'disk'")
@@ -106,30 +111,8 @@ def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> 
     fsync_file(folder / WEIGHTS)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Cast floating-point values. Counters in ``modules_to_save`` keep their dtype."""
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _write_sidecars(folder: Path, model: nn.Module, options: HFExportOptions) -> None:
-    config = copy.deepcopy(_peft_config(model))
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
-    for part in (options.tokenizer, options.processor):
-        if part is not None:
-            part.save_pretrained(folder)
-    for name in walk_files(folder):
-        if name != WEIGHTS:
-            fsync_file(folder / name)
-
-
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in a PEFT folder -> live (sharded) tensor, for all tensors that PEFT stores of a model.
-
-    Raises:
-        CheckpointMismatchError: the model has no adapters, several active ones, a prompt instead, or trained parameters
-            that PEFT does not store.
-    """
+    """Name in a PEFT folder -> live (sharded) tensor. CheckpointMismatchError if trained tensors cannot be stored."""
     config = _peft_config(model)
     if config.is_prompt_learning:
         raise CheckpointMismatchError(
@@ -186,7 +169,7 @@ def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def load_adapters(
     model: PreTrainedModel, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a PEFT folder into the adapters of a model. Every rank of ``group`` calls this.
+    """Load a PEFT folder into the adapters of a model: ``load_adapters(model, "exports/step_100")``, on every rank.
 
     Raises:
         ConfigError: ``path`` is a URL.
@@ -198,27 +181,21 @@ def load_adapters(
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):
         adapters = _named_adapters(model)
-        values = _read(folder)
-        _check(folder, model, adapters, values)
+        values = _read(folder, model, adapters)
     with changing_weights(model), torch.no_grad():
         for name, tensor in adapters.items():
             keep_own_shard(tensor, values[name])
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
+def _read(folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
+
     try:
-        return load_file(folder / WEIGHTS)
+        values = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{folder} has no {WEIGHTS}; expected a folder of PEFT") from error
     except SafetensorError as error:
         raise CheckpointCorruptError(f"{folder / WEIGHTS}: {error}") from error
-
-
-def _check(
-    folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-) -> None:
-    from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
-
     if strangers := sorted(adapters.keys() ^ values.keys()):
         whose = "the folder" if strangers[0] in values else "the model"
         raise CheckpointMismatchError(f"{folder}: only {whose} has {strangers[0]} ({len(strangers)} differ)")
@@ -241,3 +218,4 @@ def _check(
             f"{folder}: adapters count {scaling:g} (alpha {config.lora_alpha}, rank {config.r}), here "
             f"{next(iter(own)):g}"
         )
+    return values

@@ -22,20 +22,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...utils.compat.transformers_private import build_from_config, float32_patterns
 from ...utils.errors import CheckpointNotFoundError
 from ..training.unsharded import unsharded_class
-from .file_io import WeightReader
+from .weight_files import WeightReader
 
 _TWIN_DTYPES = "_holdfast_twin_dtypes"
-_ASKED = torch.float64
-"""A dtype that no model has by itself."""
+_ASKED = torch.float64  # a dtype that no model has by itself
 
 
 def file_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in an export: ``state_dict`` key -> dtype.
-
-    ``dtype`` is the argument of ``from_pretrained``. None keeps the dtype of each tensor, as ``save_pretrained`` does.
-    """
+    """``state_dict`` key -> dtype in an export. Without ``dtype`` tensors keep theirs, as in ``save_pretrained``."""
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
         return found
@@ -53,19 +49,15 @@ def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
 
 
 def unknown_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
-    """The ``keys`` that the ``state_dict`` of a new model of this class and config does not have.
-
-    Empty if the class needs more than a config, because no new model can be built.
-    """
+    """The ``keys`` that a new model of this class and config does not have. Empty if none can be built."""
     known = _twin_dtypes(model)
     return [key for key in keys if key not in known] if known else []
 
 
 def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, for a model of the same class and config on meta, built with `_ASKED`.
+    """``state_dict`` key -> dtype, for a new model on meta, built with `_ASKED`. Empty if a config does not suffice.
 
-    Kept on the model, so that an export in the background need not build a model during training. Empty if the class
-    needs more than a config.
+    Kept on the model, so that an export in the background need not build a model during training.
     """
     if (known := getattr(model, _TWIN_DTYPES, None)) is not None:
         return known

@@ -8,7 +8,7 @@ export would gather: in blocks of rows, or as a whole for transposes and for con
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -26,12 +26,12 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
-from .file_io import WeightReader
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
 from .origins import FileTensor
 from .quantized import refuse_quantized
 from .safetensors_layout import Slots
 from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
+from .weight_files import WeightReader
 
 
 def load_hf(
@@ -110,7 +110,7 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
     """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf` would read.
 
     Changes nothing, and does not communicate. Cost: one read of this rank's part. Tensors that a load converts by more
-    than slices are left out. Raises CheckpointError or OSError if the folder cannot be read, or does not fit the model.
+    than slices are left out. CheckpointError or OSError if the folder cannot be read, or does not fit the model.
     """
     with WeightReader(folder) as reader:
         slots = reader.layout()
@@ -132,7 +132,6 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
 
 @contextmanager
 def _half_loaded(folder: Path) -> Iterator[None]:
-    """Add to errors in the block that the model is now half loaded."""
     problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
     try:
         yield
@@ -147,8 +146,7 @@ def _choose(
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
     """Choose one file tensor for each tied weight that the folder stores under several names.
 
-    Returns ``state_dict`` key -> chosen tensor, without the tied keys that files leave out, and pairs of a chosen
-    tensor and another one for the same key.
+    Returns ``state_dict`` key -> chosen tensor, and pairs of a chosen tensor and another one for the same key.
     """
     chosen, copies = dict[str, FileTensor](), []
     for key in sorted(loading.filled, key=lambda key: key in tied):
@@ -179,13 +177,17 @@ def _missing(
 def _refuse_unexpected(
     model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
 ) -> None:
-    """Refuse unexpected tensors, and tensors that would be loaded over others."""
     # The folder is of a multimodal model, and the model is its language model.
     partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
     names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
+
+    def in_other_module(name: str) -> bool:
+        first, *rest = name.split(".")
+        return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
+
     unexpected = [name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)]
-    if unexpected := [name for name in unexpected if not (partial and _is_in_other_module(name, used))]:
+    if unexpected := [name for name in unexpected if not (partial and in_other_module(name))]:
         raise CheckpointMismatchError(
             f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
             f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
@@ -197,13 +199,6 @@ def _refuse_unexpected(
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_in_other_module(name: str, used: Collection[str]) -> bool:
-    """Whether a tensor is outside the modules ``used``: names, of one or two parts, of modules that tensors are loaded
-    into."""
-    first, *rest = name.split(".")
-    return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
 
 
 def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -> None:
@@ -236,7 +231,6 @@ def _compare_copies(
 def _read_blocks(
     reader: WeightReader, transfers: TransferPlan, slots: Slots, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read the tensors under ``gathered`` block by block, and keep this rank's part of each."""
     for source, spans in transfers.gathered.items():
         tensor = state[source]
         assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
@@ -256,7 +250,6 @@ def _read_unmapped(
     slots: Slots,
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Read file tensors as a whole, convert them, and keep this rank's part of each model tensor."""
     sources = _sources(tensors)
     elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))

@@ -10,8 +10,7 @@ Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter, itemgetter
@@ -40,11 +39,10 @@ _MOST_RUNS = 4096
 
 
 def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The live (sharded) tensors that files store, by ``state_dict`` key, and the tied keys that files leave out.
+    """The live (sharded) tensors that files store, by ``state_dict`` key, and tied key left out -> key stored instead.
 
-    The second mapping is from a key to the key stored in its place. Raises CheckpointMismatchError if tensors share
-    memory but are not declared as tied, if there are adapters or quantized weights, or if an entry is no tensor with
-    memory (``on_meta`` allows tensors without).
+    CheckpointMismatchError if tensors share memory but are not declared as tied, if there are adapters or quantized
+    weights, or if an entry is no tensor with memory (``on_meta`` allows tensors without).
     """
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
@@ -97,9 +95,9 @@ def element_map(
 ) -> dict[str, torch.Tensor]:
     """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
-    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The numbers count their elements,
-    flattened and concatenated in this order. Returns file key -> int64 ``[numel]``: the number of each element of the
-    flattened file tensor.
+    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The int64 numbers count their
+    elements, flattened and concatenated in this order. CheckpointMismatchError if the conversion does more than
+    rearrange elements.
     """
     numbers, end = _element_numbers(shapes)
     with torch.no_grad():
@@ -117,7 +115,6 @@ def element_map(
 
 
 def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
-    """Tensors of these shapes filled with consecutive numbers, one per element, and the number of elements."""
     numbers, end = {}, 0
     for key, shape in shapes.items():
         start, end = end, end + math.prod(shape)
@@ -174,9 +171,8 @@ def loaded_elements(
 ) -> dict[str, torch.Tensor]:
     """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per element.
 
-    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The numbers count their elements,
-    flattened and concatenated in this order. Returns key -> int64 of the shape of the model tensor: the number of each
-    element. Raises CheckpointMismatchError if the conversion does more than rearrange elements.
+    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The result has the shapes of the model
+    tensors, and the numbers count as in `element_map`.
     """
     numbers, end = _element_numbers(shapes)
     twin = _twin(model)
@@ -210,8 +206,13 @@ def _load_twin(
     materialize: Callable[[str, torch.dtype | None], torch.Tensor],
 ) -> Any:
     """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of transformers."""
-    with _no_progress_bar():
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
         info = load_state(twin, {key: _StandIn(key, materialize) for key in shapes})
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
     for key, found, wanted in sorted(info.mismatched_keys):
         raise CheckpointMismatchError(f"{key} has shape {list(found)}, the model needs {list(wanted)}")
     for key, error in info.conversion_errors.items():
@@ -235,17 +236,6 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
 
 def _memoryless(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
@@ -278,10 +268,7 @@ def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
 
 
 def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | None:
-    """Turn blocks of file tensors that fill runs of ``key`` into runs of file tensors that fill blocks of ``key``.
-
-    None if there would be too many runs.
-    """
+    """Turn blocks of files that fill runs of ``key`` into runs of files that fill blocks of ``key``. None: too many."""
     runs: list[tuple[str, Span]] = []
     for span in spans:
         steps = torch.empty(span.shape, device="meta").stride()

@@ -137,13 +137,10 @@ class Origins(TorchDispatchMode):
         return spans
 
 
-_MOST_PIECES = 4096
-"""A tensor joined of more pieces is not traced: `element_map` finds its elements."""
+_MOST_PIECES = 4096  # a tensor joined of more pieces is not traced: `element_map` finds its elements
 
 
 class _JoinedPart(NamedTuple):
-    """One input of a join."""
-
     start: int  # first element of the joined storage that it fills
     tensor: torch.Tensor  # its elements, in row-major order
 
@@ -189,10 +186,7 @@ def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = Tr
 
 
 def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
-    """The view of ``copied`` with the elements of ``view``, or None if their dims do not correspond.
-
-    ``view`` is a view from element ``rest`` on of a contiguous copy of ``copied``.
-    """
+    """The view of ``copied`` like ``view``, which is from element ``rest`` of its contiguous copy, if there is one."""
     offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)

@@ -15,7 +15,6 @@ from ..model.model_folder import read_raw_config
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Method -> the config class of transformers that dequantizes on load."""
 
-_KEYS = ("quantization_config", "compression_config")
 _NAMES = {
     "mxfp4": r"_proj_(blocks|scales)$",
     "fp8": r"\.weight_scale_inv$",
@@ -28,7 +27,8 @@ _NAMES = {
 
 def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
     """Raise ConfigError if ``config.json`` or the names of ``tensors`` show quantized weights in ``folder``."""
-    method = _declared(read_raw_config(folder)) or _named(tensors)
+    named = (method for name in tensors for method, pattern in _NAMES.items() if re.search(pattern, name))
+    method = _declared(read_raw_config(folder)) or next(named, None)
     if method is None:
         return
     problem = f"{folder} holds weights that are quantized with {method}; expected plain ones, in bfloat16 or float32"
@@ -49,15 +49,10 @@ def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
 
 
 def _declared(config: Any) -> str | None:
-    """The quantization method that a config, or a config nested in it, names."""
     if not isinstance(config, Mapping):
         return None
-    for key in _KEYS:
+    for key in ("quantization_config", "compression_config"):
         if isinstance(found := config.get(key), Mapping) and found:
             bits = found.get("load_in_4bit") or found.get("load_in_8bit")
             return str(found.get("quant_method") or ("bitsandbytes" if bits else key))
     return next((method for value in config.values() if (method := _declared(value)) is not None), None)
-
-
-def _named(tensors: Iterable[str]) -> str | None:
-    return next((m for name in tensors for m, pattern in _NAMES.items() if re.search(pattern, name)), None)

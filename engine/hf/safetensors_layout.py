@@ -29,7 +29,6 @@ MAX_SHARD_SIZE_BYTES = 50 * 10**9
 """Size at which ``save_pretrained`` begins a second file."""
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones too
-_METADATA = {"format": "pt"}
 
 # In the order of safetensors' Dtype enum. Files list tensors from the last dtype to the first.
 DTYPE_CODES: dict[torch.dtype, str] = {
@@ -51,7 +50,6 @@ DTYPE_CODES: dict[torch.dtype, str] = {
     torch.uint64: "U64",
 }
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-_RANKING = {dtype: rank for rank, dtype in enumerate(DTYPE_CODES)}
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ class WeightFile:
 class Layout:
     """All weight files of a folder."""
 
-    files: Sequence[WeightFile]  # the files
-    index: dict[str, Any] | None  # the document of ``model.safetensors.index.json``. None for a single file
+    files: Sequence[WeightFile]
+    index: bytes | None  # contents of ``model.safetensors.index.json``. None for a single file
 
     @property
     def slots(self) -> dict[str, TensorSlot]:
@@ -118,12 +116,10 @@ class Layout:
 
 
 def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_parameters: int) -> Layout:
-    """Deal tensors to files as ``save_pretrained(max_shard_size=...)`` does.
+    """Deal tensors, in the order of ``save_pretrained``, to files as ``save_pretrained(max_shard_size=...)`` does.
 
-    Args:
-        tensors: in the order of ``save_pretrained``. safetensors must know their dtypes (CheckpointMismatchError).
-        max_shard_size_bytes: a larger file holds a single tensor (or block).
-        total_parameters: ``model.num_parameters()``, for the index.
+    A larger file holds a single tensor (or block). The index has ``total_parameters``, ``model.num_parameters()``.
+    CheckpointMismatchError if safetensors does not know a dtype.
     """
     if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
         raise CheckpointMismatchError(
@@ -141,18 +137,15 @@ def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_
     index = None
     if split.is_sharded:
         metadata = {"total_parameters": total_parameters, **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        document = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        index = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
     return Layout(files, index)
 
 
-def encode_index(index: dict[str, Any]) -> bytes:
-    """The bytes of the index file."""
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
 def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
-    ordered = sorted(tensors, key=lambda tensor: (-_RANKING[tensor.dtype], tensor.key.encode()))
-    entries: dict[str, Any] = {"__metadata__": _METADATA}
+    ranking = list(DTYPE_CODES).index
+    ordered = sorted(tensors, key=lambda tensor: (-ranking(tensor.dtype), tensor.key.encode()))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.nbytes
@@ -171,13 +164,11 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
 def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, TensorSlot]:
     """Find every tensor of an existing folder. Reads only headers and the index, and checks sizes.
 
-    ``open_file`` opens a file by name. The caller keeps it open, so that values come from the file whose header was
-    read.
+    ``open_file`` opens a file by name. The caller keeps it open, to read values from the file with this header.
 
-    Raises:
-        CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
-        CheckpointCorruptError: a file is missing, truncated, not safetensors, or disagrees with the index.
-        CheckpointMismatchError: torch does not know the dtype of a tensor.
+    CheckpointNotFoundError if there is no such folder, or it has no safetensors weights. CheckpointCorruptError if a
+    file is missing, truncated, not safetensors, or disagrees with the index. CheckpointMismatchError if torch does not
+    know a dtype.
     """
     root = Path(folder)
     if not root.is_dir():

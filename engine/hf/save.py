@@ -40,34 +40,29 @@ from ..lora.layers import plain_adapters, plain_view, transformers_model
 from ..training.unsharded import unsharded_class
 from . import upload
 from .dtypes import file_dtypes, unknown_keys
-from .file_io import WeightWriter
 from .name_mapping import element_map, file_tensors, stored_tensors
-from .origins import Span
 from .safetensors_layout import (
     INDEX_NAME,
     MAX_SHARD_SIZE_BYTES,
     Layout,
-    TensorSlot,
     WeightFile,
     plan_layout,
 )
 from .shard_ranges import (
-    LocalPart,
     MergedWeights,
     TransferPlan,
     gathered_block,
-    overlap,
     own_share,
     plan_transfers,
     row_blocks,
     whole_tensor,
 )
 from .sidecars import write_sidecars
+from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
-_MAX_SHARE_BYTES = 5 * 10**9
-"""Size limit of a file if the number of files follows the number of ranks."""
+_MAX_SHARE_BYTES = 5 * 10**9  # size limit of a file if the number of files follows the number of ranks
 
 
 def save_hf(
@@ -165,18 +160,10 @@ def write_hf(
     gather_group: dist.ProcessGroup | None = None,
     share_bytes: int | None = None,
 ) -> list[str]:
-    """Write the files of `save_hf` into a folder that the caller commits.
+    """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the caller commits.
 
-    Args:
-        folder: an empty folder that exists and that every rank sees.
-        share_bytes: see `plan_export`, and for the other arguments `save_hf`.
-
-    Returns:
-        The files that this rank describes in a manifest, or uploads. Every file of the folder is named by exactly one
-        rank. All files are written and fsynced on all ranks. The commit must fsync the directories.
-
-    Raises:
-        See `save_hf`. Files may be left in ``folder``.
+    Returns the files that this rank describes in a manifest, or uploads: every file is named by exactly one rank. The
+    commit must fsync the directories. For ``share_bytes`` see `plan_export`.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=share_bytes)
@@ -199,7 +186,7 @@ def plan_export(
 
     If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
     that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. Else files are as large as those
-    of ``save_pretrained``. Raises as `exportable_tensors` does.
+    of ``save_pretrained``.
     """
     stored = exportable_tensors(model)
     model = plain_view(model)
@@ -214,11 +201,7 @@ def plan_export(
 
 @torch.no_grad()
 def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """`stored_tensors` of a model with or without adapters, under the names of its architecture.
-
-    Raises:
-        CheckpointMismatchError: the files of the architecture have no place for a trained parameter.
-    """
+    """`stored_tensors` of a model with or without adapters. CheckpointMismatchError if files cannot hold a tensor."""
     inside = {id(param) for param in transformers_model(model).parameters()}
     if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
         raise CheckpointMismatchError(
@@ -260,7 +243,6 @@ def _write_planned(
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
 ) -> list[str]:
-    """`write_hf` for a plan."""
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
     merged, model = MergedWeights(model, gather_group), plain_view(model)
     slots, small_files = layout.slots, list[str]()
@@ -274,17 +256,13 @@ def _write_planned(
             for tensor, span in transfers.direct:
                 columns = math.prod(plan.stored[span.source].shape[1:])
                 part = merged.part(span.source, transfers.parts[span.source], columns)
-                _write_share(files, slots[tensor.key], span, part)
+                if (share := own_share(span, part)) is not None:
+                    files.write(slots[tensor.key], *share)
             if not (transfers.gathered or transfers.unmapped):
                 files.sync()
         if transfers.gathered or transfers.unmapped:
             _write_gathered(files, folder, model, plan, merged, group, gather_group)
     return [file.name for file in deal_files(layout.files, get_world_size(group))[rank]] + small_files
-
-
-def _write_share(files: WeightWriter, slot: TensorSlot, span: Span, part: LocalPart) -> None:
-    if (held := overlap(span, part)) is not None:
-        files.write(slot, *own_share(held, part))
 
 
 def _write_gathered(
@@ -307,7 +285,8 @@ def _write_gathered(
             block = merged.part(source, block, math.prod(tensor.shape[1:]))
             with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
                 for file_tensor, span in wanted:
-                    _write_share(files, slots[file_tensor.key], span, block)
+                    if (share := own_share(span, block)) is not None:
+                        files.write(slots[file_tensor.key], *share)
     for tensors in plan.transfers.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
         wholes = (merged.whole(source, whole_tensor(stored[source], gather_group)) for source in sources)

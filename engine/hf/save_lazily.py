@@ -5,7 +5,8 @@ transformers that is not slices needs all tensors that it joins.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,12 +16,12 @@ from ...utils.errors import CheckpointMismatchError
 from ..api import HFExportOptions
 from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
-from .file_io import WeightWriter
 from .name_mapping import element_map, file_tensors, stored_tensors
 from .origins import FileTensor, Span
-from .safetensors_layout import MAX_SHARD_SIZE_BYTES, Slots, plan_layout
+from .safetensors_layout import MAX_SHARD_SIZE_BYTES, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
+from .weight_files import WeightWriter
 
 
 @torch.no_grad()
@@ -31,23 +32,22 @@ def write_lazily(
     options: HFExportOptions,
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
 ) -> None:
-    """Write the files that ``save_pretrained`` of ``model`` would write for ``tensors``, block by block, and fsync
-    them.
+    """Write and fsync the files that ``save_pretrained`` of ``model`` would write for ``tensors``, block by block.
 
     Args:
         model: model on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names. CheckpointMismatchError if they
+            do not fit the model, or safetensors cannot hold them.
         folder: an empty folder that exists.
         options: see `HFExportOptions`.
         seen: called for every block with the key, the index of the block's first element and its values.
-
-    Raises:
-        CheckpointMismatchError: ``tensors`` do not fit the model, or safetensors cannot hold them.
     """
     folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)
     sources = _match(model, stored, tied, tensors)
-    _set_dtypes(model, sources)
+    for key, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if key in sources:  # config.json takes its dtype from them
+            tensor.data = torch.empty(tensor.shape, dtype=sources[key].dtype, device="meta")
     stored, _ = stored_tensors(model, on_meta=True)
     dtypes = file_dtypes(model, stored, options.dtype)
     sources = {key: tensor.to(dtypes[key]) for key, tensor in sources.items()}
@@ -69,7 +69,14 @@ def write_lazily(
             files.create(file)
         write_sidecars(model, folder, options, layout)
         for key, source in sources.items():
-            _write_spans(files, slots, source, read(key), wanted[key])
+            blocks = read(key)
+            if not all(span.within_rows(source.row_elements) for _, span in wanted[key]):
+                blocks = [(0, torch.cat([values for _, values in blocks]))]
+            for first, values in blocks:
+                part = whole_part(values, first // source.row_elements)
+                for file_tensor, span in wanted[key]:
+                    if (held := overlap(span, part)) is not None:
+                        files.write(slots[file_tensor.key], *held)
         for together in transfers.unmapped:
             keys = sorted({key for tensor in together for key in tensor.sources})
             flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])
@@ -85,7 +92,6 @@ def _match(
     tied: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
-    """Map each stored ``state_dict`` key to its values. Raises unless names and shapes fit the model."""
     found = {tied.get(key, key): tensor for key, tensor in tensors.items()}
     found |= {key: tensor for key, tensor in tensors.items() if key in stored}
     name = type(model).__name__
@@ -99,27 +105,3 @@ def _match(
                 f"{key} has shape {list(found[key].shape)}; {name} needs {list(tensor.shape)}: is it of another config?"
             )
     return {key: found[key] for key in stored}
-
-
-def _set_dtypes(model: PreTrainedModel, sources: Mapping[str, LazyTensor]) -> None:
-    """Give parameters and buffers on meta the dtypes of ``sources``, because config.json takes its dtype from them."""
-    for named in (model.named_parameters(), model.named_buffers()):
-        for key, tensor in named:
-            if key in sources:
-                tensor.data = torch.empty(tensor.shape, dtype=sources[key].dtype, device="meta")
-
-
-def _write_spans(
-    files: WeightWriter,
-    slots: Slots,
-    source: LazyTensor,
-    blocks: Iterator[tuple[int, torch.Tensor]],
-    wanted: Sequence[tuple[FileTensor, Span]],
-) -> None:
-    if not all(span.within_rows(source.row_elements) for _, span in wanted):
-        blocks = iter([(0, torch.cat([values for _, values in blocks]))])
-    for first, values in blocks:
-        part = whole_part(values, first // source.row_elements)
-        for file_tensor, span in wanted:
-            if (held := overlap(span, part)) is not None:
-                files.write(slots[file_tensor.key], *held)

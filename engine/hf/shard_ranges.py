@@ -37,10 +37,7 @@ class LocalPart:
 
 
 def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
-    """This rank's part of ``tensor``. None, on all ranks, if the parts are not runs of elements.
-
-    ``tensor`` is a DTensor, or a plain tensor that every rank has in full.
-    """
+    """This rank's part of a DTensor, or of a plain tensor that all ranks have. None on all ranks if it is no run."""
     if not isinstance(tensor, DTensor):
         return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
     local, mesh = tensor.to_local().detach(), tensor.device_mesh
@@ -69,7 +66,7 @@ def _replica_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
-    """Intersect a span with this rank's part: the first element of the file tensor, and a view of the live values.
+    """Intersect a span with a part: first element of the file tensor, and a view of the live values.
 
     The span must fulfil `Span.within_rows`: a run of elements, or inside one row.
     """
@@ -85,8 +82,10 @@ def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
     return span.at, flat.as_strided(span.shape, span.stride, offset)
 
 
-def own_share(held: tuple[int, torch.Tensor], part: LocalPart) -> tuple[int, torch.Tensor]:
-    """This rank's share of an `overlap` that all replicas hold: an equal part for each."""
+def own_share(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
+    """This rank's share of the `overlap`, which all replicas hold: an equal part for each."""
+    if (held := overlap(span, part)) is None:
+        return None
     at, values = held
     rows, row_elements = values.shape[0], math.prod(values.shape[1:])
     first, last = (rows * number // part.replicas for number in (part.replica, part.replica + 1))
@@ -215,8 +214,8 @@ def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 class MergedWeights:
     """Weights plus their adapters, W + s B A, computed for the rows that a rank is about to write.
 
-    The constructor gathers A and B: a collective over their mesh, or over ``gather_group``. Extra memory: all A and B,
-    which are small, and a copy of one rank's part of one tensor.
+    The constructor gathers A and B, which are small (see `whole_tensor`). Extra memory: a copy of one rank's part of
+    one tensor.
     """
 
     def __init__(self, model: nn.Module, gather_group: dist.ProcessGroup | None = None) -> None:
@@ -227,8 +226,7 @@ class MergedWeights:
         self._last: tuple[str, LocalPart, LocalPart] | None = None
 
     def part(self, key: str, part: LocalPart, columns: int) -> LocalPart:
-        """``part`` plus its adapters. It holds whole rows, of ``columns`` elements each, of the tensor ``key`` in the
-        plain model."""
+        """``part``, whole rows of ``columns`` elements of the tensor ``key`` in the plain model, plus its adapters."""
         if key not in self._adapters or part.start == part.stop:
             return part
         if self._last is None or self._last[0] != key or self._last[1] is not part:

@@ -20,7 +20,7 @@ from ...utils.manifest import MANIFEST_NAME
 from ..api import HFExportOptions
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
-from .safetensors_layout import INDEX_NAME, Layout, encode_index
+from .safetensors_layout import INDEX_NAME, Layout
 
 logger = get_logger(__name__)
 
@@ -28,8 +28,7 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json"),
     ".pkl",  # generators, as Accelerate keeps them
 )
-_NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")
-"""Files that a run leaves in the folder of a model."""
+_NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")  # files that a run leaves in the folder of a model
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
@@ -57,7 +56,7 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
     for name in names:
         fsync_file(folder / name)
     if layout.index is not None:
-        write_durably(folder / INDEX_NAME, encode_index(layout.index))
+        write_durably(folder / INDEX_NAME, layout.index)
         names.append(INDEX_NAME)
     return names
 
@@ -65,11 +64,10 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
 def adopt_base(
     model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
 ) -> torch.dtype:
-    """Learn from the folder of ``model`` how to export it. Every rank of ``group`` calls this.
+    """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of ``group`` calls this.
 
-    The model gets the generation config of the folder (stop tokens, sampling), as in ``from_pretrained``. Returns
-    `base_dtype` of the folder on rank 0: all ranks need the same, because the layout of the files depends on it. If the
-    generation config cannot be read, this rank raises OSError, and the others PeerError.
+    Returns `base_dtype` on rank 0: all ranks need the same, because the layout of the files depends on it. OSError if
+    this rank cannot read the generation config, and PeerError if another one cannot.
     """
     with all_ranks_succeed(f"reading {folder}", group):
         _adopt_generation_config(model, Path(folder))
@@ -78,9 +76,7 @@ def adopt_base(
 
 
 def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Read the generation config of the folder into the model.
-
-    If transformers does not read it, or would not write it again (contradicting options), exports copy the file byte
+    """If transformers does not read the file, or would not write it again (contradicting options), exports copy it byte
     for byte, as long as ``model.generation_config`` is not changed.
     """
     path = folder / GENERATION_CONFIG_NAME

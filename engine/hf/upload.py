@@ -4,10 +4,9 @@ Stores have no rename. ``config.json`` makes the export count, because nothing l
 when the store reports all other files with their sizes. A marker ``.exporting``, uploaded first and removed last, shows
 that an export failed or was killed. Only files of such an export are overwritten. A URL has one writer at a time.
 
-The next export to the same URL with the same staging folder removes what a killed export left there. Cost: room for one
-export on that disk, checked before the write, and one write and read of the weights there, spread over the ranks. All
-nodes must see the folder, because the rows of all ranks go into one file. Memory: one upload of the backend per rank
-(s3fs: ``max_concurrency`` parts of 50 MB).
+Cost: room for one export on the disk of the staging folder, which all nodes must see (the rows of all ranks go into one
+file), one write and read of the weights there, and per rank the memory of one upload (s3fs: ``max_concurrency`` parts
+of 50 MB). The next export to the same URL removes what a killed one left in the folder.
 """
 
 import os

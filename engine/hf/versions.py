@@ -3,13 +3,11 @@
 A version is a folder ``v00000121`` with a manifest, in the format of Hugging Face or, for adapters alone, of PEFT. It
 is renamed into place when all ranks have written it. A new version first removes newer versions, because they belong to
 steps that a crash took back, and the leftovers of killed publishers. A folder has one writer at a time.
-`holdfast.engine.servers.publish` tells the servers.
 """
 
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,6 @@ _MIN_FILE_BYTES = 64 << 20
 """Larger weights get one file per rank, so that all ranks compute digests and servers read files in parallel."""
 
 
-@dataclass(frozen=True)
-class WrittenVersion:
-    """A version that is complete on disk."""
-
-    path: Path  # its folder
-    seconds: Mapping[str, float]  # ``write`` (gather, cast, write, fsync) and ``digest`` (read, manifest) here
-
-
 def version_path(root: str | os.PathLike[str], version: int) -> Path:
     """The folder of a version: ``<root>/v00000121``."""
     return Path(root) / f"v{version:08d}"
@@ -64,20 +54,15 @@ def write_version(
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
-) -> WrittenVersion:
+) -> dict[str, float]:
     """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
 
-    Args:
-        model: sharded model.
-        meta: ``type``, ``path`` and ``dtype`` are used.
-        version: number of the folder.
-        group: control group.
-        base_model_path: folder whose tokenizer and other files are copied with the weights.
-        base_dtype: dtype of the stored weights if ``meta.dtype`` is None. If both are None, dtypes stay. The manifest
-            of adapters names both, because a server computes in the dtype of their base.
-        extra_files: name -> contents of files that the manifest also covers. Those of rank 0 are written.
+    The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and their own dtype,
+    because a server computes in the dtype of their base. Returns the seconds of ``write`` (gather, cast, write, fsync)
+    and ``digest`` (read again, manifest) on this rank.
     """
-    final, seconds, facts = version_path(meta.path, version), {}, {"weight_version": version}
+    final, facts = version_path(meta.path, version), {"weight_version": version}
+    seconds: dict[str, float] = {}
     if meta.type == "adapter":
         base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)
         facts |= {"base_dtype": base, "dtype": meta.dtype}
@@ -97,7 +82,7 @@ def write_version(
             entries = gather_objects(own, group)
             if get_rank(group) == 0:
                 write_manifest(staging, [entry for rank in entries for entry in rank], facts)
-    return WrittenVersion(final, seconds)
+    return seconds
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:

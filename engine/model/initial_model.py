@@ -17,10 +17,10 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..config import TrainEngineConfig
 from ..dcp.base_model import BaseFolder
 from ..hf.dtypes import base_dtype, file_dtypes
-from ..hf.file_io import WeightReader
 from ..hf.load import load_hf
 from ..hf.name_mapping import plan_loading
 from ..hf.quantized import refuse_quantized
+from ..hf.weight_files import WeightReader
 from ..lora.build import add_adapters, draw_adapters
 from ..lora.layers import plain_view
 from ..training.head import ScoringHead, find_scoring_head

@@ -4,11 +4,11 @@ from .call_pool import CallPool as CallPool
 from .config import RolloutConfig as RolloutConfig
 from .executor import PromptLoader as PromptLoader
 from .executor import RolloutExecutor as RolloutExecutor
-from .multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
-from .rlvr import RLVRWorkflow as RLVRWorkflow
+from .ledger import Ticket as Ticket
 from .shared import SharedRollouts as SharedRollouts
-from .ticket import Ticket as Ticket
 from .trajectory import Trajectory as Trajectory
 from .trajectory import rewards_differ as rewards_differ
 from .workflow import EpisodeEngine as EpisodeEngine
+from .workflow import MultiTurnWorkflow as MultiTurnWorkflow
+from .workflow import RLVRWorkflow as RLVRWorkflow
 from .workflow import RolloutWorkflow as RolloutWorkflow

@@ -22,8 +22,7 @@ logger = get_logger(__name__)
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # a fork would copy locks held by other threads
 _ATTEMPTS = 2
-_START_S = 120.0
-"""Time limit for a process to start and to import the function."""
+_START_S = 120.0  # time limit for a process to start and to import the function
 
 
 class CallPool:
@@ -31,12 +30,8 @@ class CallPool:
 
         reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
-    Args:
-        n_processes: number of concurrent calls.
-        timeout_s: time limit of a call, without the start of its process.
-
-    Attributes:
-        n_lost: number of attempts that hung or ended their process.
+    ``n_processes`` calls run at a time. The limit ``timeout_s`` of a call excludes the start of its process. Attribute
+    ``n_lost`` counts attempts that hung or ended their process.
     """
 
     def __init__(self, n_processes: int = 4, timeout_s: float = 15.0) -> None:
@@ -61,7 +56,8 @@ class CallPool:
             work = pickle.dumps((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the object
             raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, _name(fn))
+        name = getattr(fn, "__qualname__", repr(fn))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, name)
 
     def close(self) -> None:
         """End all processes, and their calls with them."""
@@ -120,12 +116,10 @@ class CallPool:
 
 
 class _Lost(Exception):
-    """A call without an answer. The message is the reason."""
+    """A call without an answer."""
 
 
 class _Process:
-    """A process for one call at a time."""
-
     def __init__(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=serve, args=(theirs,), name="call-pool", daemon=True)
@@ -154,7 +148,3 @@ class _Process:
         self._process.kill()
         self._process.join(1.0)
         self._pipe.close()
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", repr(fn))

@@ -29,15 +29,14 @@ from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
 from ..api import Batch
 from .config import RolloutConfig
-from .ledger import Ledger
-from .loop_thread import LoopThread
+from .ledger import Ledger, Ticket
 from .requests import RequestSender, Servers, TicketEngine
-from .ticket import Ticket
 from .trajectory import Trajectory, check_trajectory, concat_trajectories, sampled_versions
 from .workflow import RolloutWorkflow
 
 logger = get_logger(__name__)
 
+_BLOCKED_S = 60.0
 _CLOSE_S = 5.0
 _BEAT_EVERY_S = 1.0
 
@@ -102,7 +101,7 @@ class RolloutExecutor:
         self._waiting: list[tuple[int, int, Ticket, Any]] = []  # a heap: earlier steps first
         self._tasks: set[asyncio.Task[None]] = set()
         self._waited_s, self._staleness = 0.0, torch.zeros(0)
-        self._loop = LoopThread("rollouts")
+        self._loop = _LoopThread()
         self._restored = self._closed = False
 
     def set_version(self, version: int) -> None:
@@ -112,7 +111,7 @@ class RolloutExecutor:
 
         Raises:
             ConfigError: the version is older than the last one, or a step before it was not trained.
-            RolloutError: the loop is blocked, see `LoopThread.call`.
+            RolloutError: a workflow has blocked the loop for a minute.
         """
         self._require_open()
         with self._changed:
@@ -177,12 +176,12 @@ class RolloutExecutor:
     def pause(self) -> None:
         """Send no new request until `resume`, such as during an update. Requests in flight go on."""
         self._require_open()
-        self._loop.call(self._sender.pause)
+        self._loop.call(self._sender.open.clear)
 
     def resume(self) -> None:
         """Send requests again."""
         self._require_open()
-        self._loop.call(self._sender.resume)
+        self._loop.call(self._sender.open.set)
 
     def stats(self) -> dict[str, float]:
         """Statistics under ``rollouts/``, and those from ``stats()`` of the workflow if it has this method.
@@ -208,7 +207,7 @@ class RolloutExecutor:
     def close(self) -> None:
         """Cancel all episodes. The workflow and the servers stay open. Later calls do nothing."""
         self._closed = True
-        self._loop.close(_CLOSE_S)
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,9 +225,7 @@ class RolloutExecutor:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ledger before the first `set_version`, which starts its unfinished tickets and the too stale ones.
 
-        Raises:
-            CheckpointMismatchError: see `Ledger.load_state_dict`.
-            ConfigError: this executor has handed out tickets already.
+        CheckpointMismatchError as in `Ledger.load_state_dict`. ConfigError if tickets were handed out already.
         """
         with self._changed:
             if self._ledger.version is not None:
@@ -239,7 +236,6 @@ class RolloutExecutor:
     # Tickets, in the caller's thread
 
     def _end_of_steps(self) -> int:
-        """The first step that may not start yet."""
         assert self._ledger.version is not None
         end = self._ledger.version + self.config.max_head_offpolicyness + 1
         return end if self.config.total_steps is None else min(end, self.config.total_steps)
@@ -255,8 +251,10 @@ class RolloutExecutor:
     def _start(self) -> None:
         with self._changed:
             new = self._ledger.not_started(range(self._end_of_steps()))
-            work = [(ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index]) for ticket in new]
-            self._ledger.note_started(new)
+            tickets = [entry.ticket for entry in new]
+            work = [(ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index]) for ticket in tickets]
+            for entry in new:
+                entry.started = True
         self._loop.call(self._enqueue, work)
 
     def _require_startable(self, step: int) -> None:
@@ -325,11 +323,9 @@ class RolloutExecutor:
             self._fail(ticket, error)  # also for SystemExit, which would end the loop, and CancelledError
             return
         with self._changed:
-            if trajectory is None:
-                self._ledger.reject(ticket.number)
-            else:
-                kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trajectory.items()}
-                self._ledger.finish(ticket.number, kept)
+            if trajectory is not None:
+                trajectory = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trajectory.items()}
+            self._ledger.settle(ticket.number, trajectory)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
 
@@ -340,3 +336,40 @@ class RolloutExecutor:
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
+
+
+class _LoopThread:
+    """A running asyncio loop on a daemon thread, for callers that block."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def call(self, fn: Callable[..., object], *args: Any) -> None:
+        async def called() -> None:
+            fn(*args)
+
+        try:
+            asyncio.run_coroutine_threadsafe(called(), self._loop).result(_BLOCKED_S)
+        except TimeoutError as error:
+            raise RolloutError(
+                f"the loop of {self._thread.name!r} has done nothing for {_BLOCKED_S:g} s: a workflow blocks it. Await "
+                "what takes long, or call it in a CallPool"
+            ) from error
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread. After `_CLOSE_S` the thread is abandoned."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stop()))
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()

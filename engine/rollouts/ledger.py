@@ -3,8 +3,6 @@
 These are the steps from ``version`` to ``version + max_head_offpolicyness``, because version v of the weights exists
 after v steps. A finished ticket keeps its trajectory, because no server would sample it again bit for bit. A rejected
 ticket stays on record, and another one replaces it in the next round.
-
-The order of `Ledger.hand_out` alone decides which dataset sample a ticket gets. The caller locks.
 """
 
 from collections import Counter
@@ -13,11 +11,31 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+import xxhash
+
 from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError
-from .ticket import Ticket, derive_seed
 from .trajectory import Trajectory, check_trajectory, sampled_versions
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One episode that a step waits for: a prompt with a number, so that a batch does not depend on arrival order."""
+
+    number: int  # counts tickets in the order of hand-out, from 0
+    index: int  # index of the prompt in the dataset
+    seed: int  # seed of its samples, see `derive_seed`
+    step: int  # step that trains on it
+    round: int = 0  # 1 for the replacement of a rejected ticket of round 0, and so on
+
+    def __str__(self) -> str:
+        return f"ticket {self.number} of step {self.step} (dataset index {self.index})"
+
+
+def derive_seed(*parts: int) -> int:
+    """Hash ``parts``, in order, to a seed from 0 to 2**31 - 1, which every server accepts."""
+    return xxhash.xxh3_64_intdigest(",".join(map(str, parts)).encode()) >> 33
 
 
 class Outcome(StrEnum):
@@ -39,16 +57,12 @@ class Entry:
 
 
 class Ledger:
-    """Tickets and their outcomes.
-
-    Args:
-        batch_size: number of tickets per step.
-        seed: seed that the seeds of the tickets are derived from.
+    """Tickets and their outcomes. The caller locks.
 
     Attributes:
         version: last version of the weights. None: not set yet.
         next_number, next_step: number of the next ticket, first step without tickets.
-        drawn: dataset indices from the loader that have no ticket yet.
+        drawn: dataset indices from the loader that have no ticket yet. Their order alone decides which ticket gets one.
         finished, rejected: number of tickets with this outcome in the whole run.
     """
 
@@ -78,15 +92,15 @@ class Ledger:
         self._n_outstanding[step] += count
         self.next_step = max(self.next_step, step + 1)
 
-    def finish(self, number: int, trajectory: Trajectory) -> None:
-        """Keep the trajectory of an outstanding ticket."""
-        self._settle(number, Outcome.FINISHED, trajectory)
-        self.finished += 1
-
-    def reject(self, number: int) -> None:
-        """Reject an outstanding ticket."""
-        self._settle(number, Outcome.REJECTED, None)
-        self.rejected += 1
+    def settle(self, number: int, trajectory: Trajectory | None) -> None:
+        """Keep the trajectory of an outstanding ticket. None rejects the ticket."""
+        entry = self._entries[number]
+        assert entry.outcome is Outcome.OUTSTANDING, f"{entry.ticket} is {entry.outcome} already"
+        entry.outcome = Outcome.REJECTED if trajectory is None else Outcome.FINISHED
+        entry.trajectory = trajectory
+        self.rejected += trajectory is None
+        self.finished += trajectory is not None
+        self._n_outstanding[entry.ticket.step] -= 1
 
     def of_step(self, step: int) -> list[Entry]:
         """The tickets of a step, by number."""
@@ -97,14 +111,10 @@ class Ledger:
         tickets = (e.ticket for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)
         return [ticket for ticket in tickets if ticket.step in steps]
 
-    def not_started(self, steps: Iterable[int]) -> list[Ticket]:
+    def not_started(self, steps: Iterable[int]) -> list[Entry]:
         """The `outstanding` tickets that were not started in this process."""
-        return [ticket for ticket in self.outstanding(steps) if not self._entries[ticket.number].started]
-
-    def note_started(self, tickets: Iterable[Ticket]) -> None:
-        """Note that the episodes of these tickets run."""
-        for ticket in tickets:
-            self._entries[ticket.number].started = True
+        entries = (self._entries[ticket.number] for ticket in self.outstanding(steps))
+        return [entry for entry in entries if not entry.started]
 
     def decided(self, step: int) -> bool:
         """Whether no ticket of ``step`` is outstanding."""
@@ -135,12 +145,6 @@ class Ledger:
                 f"weights after step {step} cannot be: {self.missing(step)} of its {self.batch_size} tickets are not "
                 f"finished, among {tickets[0].ticket}. Train on next_batch({step}) first"
             )
-
-    def _settle(self, number: int, outcome: Outcome, trajectory: Trajectory | None) -> None:
-        entry = self._entries[number]
-        assert entry.outcome is Outcome.OUTSTANDING, f"{entry.ticket} is {entry.outcome} already"
-        entry.outcome, entry.trajectory = outcome, trajectory
-        self._n_outstanding[entry.ticket.step] -= 1
 
     def _count(self) -> None:
         outstanding = (e.ticket.step for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)

@@ -13,7 +13,7 @@ from ...utils.errors import BusyServerError, NoServerError, RolloutError, Server
 from ...utils.logging import get_logger
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse
 from .config import RolloutConfig
-from .ticket import Ticket, derive_seed
+from .ledger import Ticket, derive_seed
 
 logger = get_logger(__name__)
 
@@ -24,9 +24,10 @@ _LOOK_AGAIN_S = 0.1
 
 
 class RequestSender:
-    """Send the requests of all episodes, on one asyncio loop. ``retried`` counts the repeated ones.
+    """Send the requests of all episodes, on one asyncio loop.
 
-    An episode stays at one server, because that server caches its prefix.
+    An episode stays at one server, because that server caches its prefix. ``retried`` counts the repeated requests.
+    While ``open`` is not set, no new request is sent.
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
@@ -34,16 +35,8 @@ class RequestSender:
         self._servers, self._config = servers, config
         self._in_flight: Counter[int] = Counter()
         self._absent: set[int] = set()
-        self._open = asyncio.Event()
-        self._open.set()
-
-    def pause(self) -> None:
-        """Send no new request until `resume`."""
-        self._open.clear()
-
-    def resume(self) -> None:
-        """Send requests again."""
-        self._open.set()
+        self.open = asyncio.Event()
+        self.open.set()
 
     async def send(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         """Return the answer of a server. See `TicketEngine.agenerate`."""
@@ -76,7 +69,9 @@ class RequestSender:
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 response = await server.agenerate(request)
-            self._note_answer(server)
+            if id(server) in self._absent:
+                self._absent.remove(id(server))
+                logger.info("%s answers requests again", _name(server))
             episode.check(response)
         except TimeoutError as error:
             episode.failed = server
@@ -85,8 +80,9 @@ class RequestSender:
             ) from error
         except ServerError as error:
             episode.failed = server
-            if isinstance(error, NoServerError):
-                self._note_absence(server, error)
+            if isinstance(error, NoServerError) and id(server) not in self._absent:
+                self._absent.add(id(server))
+                logger.warning("requests wait for %s, or go to others: %s", _name(server), error)
             raise
         finally:
             self._in_flight[id(server)] -= 1
@@ -94,27 +90,17 @@ class RequestSender:
 
     async def _choose(self, episode: "TicketEngine") -> GenerationServer:
         """The server of the episode, else the one with the fewest requests. Avoids the one that failed last."""
-        await self._open.wait()
+        await self.open.wait()
         given_up_s = time.monotonic() + self._config.server_wait_s
         while not (serving := list(self._servers() if callable(self._servers) else self._servers)):
             if time.monotonic() > given_up_s:
                 raise RolloutError(f"no server could be used for {self._config.server_wait_s:g} s")
             await asyncio.sleep(_LOOK_AGAIN_S)
-            await self._open.wait()
+            await self.open.wait()
         others = [server for server in serving if server is not episode.failed] or serving
         if any(server is episode.server for server in others):
             return episode.server
         return min(others, key=lambda server: self._in_flight[id(server)])
-
-    def _note_absence(self, server: GenerationServer, error: NoServerError) -> None:
-        if id(server) not in self._absent:
-            self._absent.add(id(server))
-            logger.warning("requests wait for %s, or go to others: %s", _name(server), error)
-
-    def _note_answer(self, server: GenerationServer) -> None:
-        if id(server) in self._absent:
-            self._absent.remove(id(server))
-            logger.info("%s answers requests again", _name(server))
 
     def _count(self, attempt: RetryCallState) -> None:
         self.retried += 1

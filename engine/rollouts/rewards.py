@@ -7,7 +7,6 @@ from typing import Any
 from ...utils.errors import CallLost, ConfigError, RolloutError
 from ...utils.logging import get_logger
 from .call_pool import CallPool
-from .workflow import decode
 
 logger = get_logger(__name__)
 
@@ -15,21 +14,18 @@ RewardFn = Callable[..., float]
 """``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`` with AReaL's arguments: texts (None if there is
 no tokenizer), token ids, and the sample of the dataset. It must be a top-level function, because it is pickled."""
 
-_CALLS_TO_JUDGE_BY = 16
-"""If the first calls all fail, this many, the function itself is wrong."""
+_CALLS_TO_JUDGE_BY = 16  # if the first calls all fail, this many, the function itself is wrong
 
 
 class Rewards:
-    """Call a reward function and survive its failures.
+    """Call a reward function and survive its failures. Without ``pool``, the calls run in a new one.
 
     A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or ends its process
     twice. A failure is logged as a warning and counted in `stats`. The run ends only if the first 16 calls all fail.
-    Without ``pool``, the calls run in a new one.
     """
 
     def __init__(self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float) -> None:
-        self.pool = pool or CallPool()
-        self.lost_reward = lost_reward
+        self.pool, self.lost_reward = pool or CallPool(), lost_reward
         self._reward_fn, self._tokenizer = reward_fn, tokenizer
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
@@ -37,7 +33,9 @@ class Rewards:
         """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the function all fail."""
         texts = decode(prompt_ids, self._tokenizer), decode(completion_ids, self._tokenizer)
         try:
-            reward = _finite(await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data))
+            reward = float(await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data))
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward is {reward}; expected a finite number")
         except ConfigError:
             raise
         except Exception as error:  # a user's function may raise anything
@@ -61,8 +59,6 @@ class Rewards:
         return {f"rewards/{name}": float(self._counts[name]) for name in ("raised", "lost")}
 
 
-def _finite(reward: Any) -> float:
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}; expected a finite number")
-    return value
+def decode(ids: list[int], tokenizer: Any) -> str | None:
+    """The text of ``ids``, or None if there is no tokenizer."""
+    return None if tokenizer is None else tokenizer.decode(ids)

@@ -1,11 +1,20 @@
-"""Protocol of a workflow, with AReaL's names (``areal/api/workflow_api.py``), and helpers of the included ones."""
+"""Workflows: the protocol, with AReaL's names (``areal/api/workflow_api.py``), and two that are included.
 
-from collections.abc import Mapping
+A conversation is one growing sequence of tokens. Sampled tokens are never decoded and encoded again, so their
+log-probabilities belong to the tokens that are trained on. Answers of tools are in the sequence, but not in the loss.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from ...utils.errors import ConfigError
-from ..servers.api import ModelRequest, ModelResponse
-from .trajectory import Trajectory
+from ...utils.config import require_range
+from ...utils.errors import CallLost, ConfigError
+from ..servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from .call_pool import CallPool
+from .rewards import RewardFn, Rewards, decode
+from .trajectory import TokenSequence, Trajectory, to_trajectory
 
 
 class EpisodeEngine(Protocol):
@@ -43,16 +52,130 @@ class RolloutWorkflow(Protocol):
         ...
 
 
-def encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of a prompt: ``messages`` in the chat template, or ``input_ids`` if there is no tokenizer."""
+ToolFn = Callable[..., Sequence[int] | str | None]
+"""``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``, a top-level function.
+
+It gets the last completion and everything before. It returns the tool's answer in the format of the model, followed by
+the start of the model's next turn: token ids, or a text if there is a tokenizer. None ends the episode."""
+
+
+class MultiTurnWorkflow:
+    """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per prompt.
+
+        workflow = MultiTurnWorkflow(reward_fn, tool_fn, GenerationHyperparameters(n_samples=8), tokenizer, max_turns=4)
+
+    An episode ends if the tool returns None, if a completion or the conversation reaches its length limit
+    (``truncated``), or after ``max_turns``. The reward function gets everything after the prompt as the completion. If
+    a tool call hangs or ends its process twice, the episode ends with ``lost_reward``.
+
+    Args:
+        reward_fn: see `RewardFn`.
+        tool_fn: see `ToolFn`. It runs in the pool.
+        gconfig: sampling parameters. ``max_new_tokens`` applies to each turn.
+        tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for the functions. None: the
+            samples have ``input_ids``.
+        max_turns: most completions of an episode.
+        max_tokens: longest conversation, including the prompt. None: no limit, and the server must never reach its own.
+        pool: pool for rewards and tools. None: a new one with default limits.
+        lost_reward: reward if a tool or reward call fails.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        tool_fn: ToolFn,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any = None,
+        *,
+        max_turns: int = 8,
+        max_tokens: int | None = None,
+        pool: CallPool | None = None,
+        lost_reward: float = 0.0,
+    ) -> None:
+        require_range("max_turns", max_turns, low=1)
+        require_range("max_tokens", max_tokens, low=1)
+        self._tool_fn, self._gconfig, self._tokenizer = tool_fn, gconfig, tokenizer
+        self._max_turns, self._max_tokens = max_turns, max_tokens
+        self._rewards = Rewards(reward_fn, tokenizer, pool, lost_reward)
+
+    async def arun_episode(self, engine: EpisodeEngine, data: Mapping[str, Any]) -> Trajectory:
+        """See `RolloutWorkflow`. The samples of a prompt are one trajectory."""
+        prompt = _encode_prompt(data, self._tokenizer)
+        conversations = (self._converse(engine, prompt, number, data) for number in range(self._gconfig.n_samples))
+        samples = await asyncio.gather(*conversations)
+        return to_trajectory([sequence for sequence, _ in samples], [reward for _, reward in samples])
+
+    async def _converse(
+        self, engine: EpisodeEngine, prompt: list[int], number: int, data: Mapping[str, Any]
+    ) -> tuple[TokenSequence, float]:
+        sequence = TokenSequence()
+        sequence.extend_given(prompt)
+        for turn in range(self._max_turns):
+            before, room = list(sequence.input_ids), self._gconfig.max_new_tokens
+            if self._max_tokens is not None:
+                room = min(room, self._max_tokens - len(before))
+            if room < max(1, self._gconfig.min_new_tokens):
+                sequence.truncated = True
+                break
+            gconfig = replace(self._gconfig, max_new_tokens=room)
+            response = await engine.agenerate(ModelRequest(before, gconfig, seed=number * self._max_turns + turn))
+            sequence.extend_sampled(response)
+            if sequence.truncated or turn == self._max_turns - 1:
+                break
+            try:
+                said = await self._ask_tool(before, response.output_tokens, data)
+            except CallLost as error:
+                return sequence, self._rewards.lose(error)
+            if said is None:
+                break
+            sequence.extend_given(said)
+        return sequence, await self._rewards.reward(prompt, sequence.input_ids[len(prompt) :], data)
+
+    async def _ask_tool(self, before: list[int], completion: list[int], data: Mapping[str, Any]) -> list[int] | None:
+        texts = decode(before, self._tokenizer), decode(completion, self._tokenizer)
+        said = await self._rewards.pool.call(self._tool_fn, *texts, before, completion, **data)
+        if not isinstance(said, str):
+            return None if said is None else list(said)
+        if self._tokenizer is None:
+            raise ConfigError(f"the tool said {said!r}, but there is no tokenizer; it must return token ids")
+        return self._tokenizer.encode(said, add_special_tokens=False)
+
+    def stats(self) -> dict[str, float]:
+        """See `Rewards.stats`."""
+        return self._rewards.stats()
+
+    def close(self) -> None:
+        """End the processes of the pool."""
+        self._rewards.pool.close()
+
+
+class RLVRWorkflow(MultiTurnWorkflow):
+    """Sample a prompt ``gconfig.n_samples`` times, with a verifiable reward for each completion.
+
+        workflow = RLVRWorkflow(reward_fn, GenerationHyperparameters(n_samples=8, max_new_tokens=1024), tokenizer)
+
+    The arguments are those of `MultiTurnWorkflow`: this is its case of one turn.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any = None,
+        pool: CallPool | None = None,
+        lost_reward: float = 0.0,
+    ) -> None:
+        super().__init__(reward_fn, _no_tool, gconfig, tokenizer, max_turns=1, pool=pool, lost_reward=lost_reward)
+
+
+def _no_tool(*_: object, **__: object) -> None:
+    raise AssertionError("a conversation of one turn calls no tool")
+
+
+def _encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
     key = "input_ids" if tokenizer is None else "messages"
     if key not in data:
         raise ConfigError(f"the sample has no {key!r}; it has {sorted(data)}")
     if tokenizer is None:
         return [int(token) for token in data[key]]
     return tokenizer.apply_chat_template(data[key], add_generation_prompt=True, tokenize=True, return_dict=False)
-
-
-def decode(ids: list[int], tokenizer: Any) -> str | None:
-    """The text of ``ids``, or None if there is no tokenizer."""
-    return None if tokenizer is None else tokenizer.decode(ids)

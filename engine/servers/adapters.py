@@ -1,8 +1,7 @@
 """Adapters on a server: one name per version, and which adapters requests use.
 
-A request names its adapter and keeps it to its end, whatever is loaded meanwhile. So an update pauses nothing and drops
-no cache, and the name says which version sampled a token. The name holds the digest of the published folder: a version
-that is published again with other contents is another adapter.
+A request names its adapter and keeps it to its end. So an update pauses nothing and drops no cache, and the name says
+which version sampled a token. The name holds the digest of the published folder, so other contents have another name.
 
 A server may read an adapter again while requests use it, if it had to make room in memory. The folder stays until then.
 """
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -53,35 +51,19 @@ def adapter_label(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def listed_adapters(models: dict[str, Any]) -> list[str]:
-    """Names of the adapters in the answer of ``GET /v1/models``."""
-    return [card["id"] for card in models["data"] if card.get("parent") is not None]
-
-
-def refuse_adapters(folder: str | os.PathLike[str]) -> None:
-    """Raise PublishError if a folder holds adapters alone, before a server is asked to load all weights from it."""
-    if (Path(folder) / WEIGHTS).exists():
-        raise PublishError(f"{folder} holds adapters alone; tell servers of it by update_adapters_from_disk")
-
-
 class AdaptersInUse:
-    """The adapters that one client uses on its server. Any thread may call any method."""
+    """The adapters that one client uses on its server, ``current`` (None: the base) for new requests. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._current: str | None = None
+        self.current: str | None = None
         self._folders: dict[str, str] = {}
         self._requests: Counter[str] = Counter()
-
-    @property
-    def current(self) -> str | None:
-        """Name of the adapter for new requests. None: the base answers them."""
-        return self._current
 
     def switch(self, name: str | None, folder: str = "") -> None:
         """Use the adapter ``name``, loaded from ``folder``, for new requests. None: the base."""
         with self._lock:
-            self._current = name
+            self.current = name
             if name is not None:
                 self._folders[name] = folder
 
@@ -89,7 +71,7 @@ class AdaptersInUse:
     def request(self) -> Iterator[str | None]:
         """Yield the adapter for one request and keep it in use until the block ends."""
         with self._lock:
-            name = self._current
+            name = self.current
             if name is not None:
                 self._requests[name] += 1
         try:
@@ -113,4 +95,5 @@ class AdaptersInUse:
             return set(self._folders.values())
 
     def _used(self) -> set[str]:
-        return {self._current} - {None} | {name for name, count in self._requests.items() if count > 0}  # type: ignore[return-value]
+        used = {name for name, count in self._requests.items() if count > 0}
+        return used if self.current is None else used | {self.current}

@@ -1,11 +1,12 @@
-"""Requests, responses and client protocols for inference servers of any kind.
+"""Requests, responses, states and client protocols of inference servers of any kind.
 
 The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for AReaL reads the same.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -102,15 +103,10 @@ class GenerationServer(Protocol):
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A server's report on itself.
+    """A server's report on itself."""
 
-    Attributes:
-        label: `weights_label` of the served weights. None: no published weights, as after a start.
-        paused: whether the server holds requests back.
-    """
-
-    label: str | None
-    paused: bool
+    label: str | None  # `weights_label` of the served weights. None: no published weights, as after a start
+    paused: bool  # whether the server holds requests back
 
 
 @runtime_checkable
@@ -130,6 +126,43 @@ class ObservableServer(InferenceServer, Protocol):
     def status(self) -> ServerStatus:
         """Ask the server, or raise ServerError if it does not answer as expected."""
         ...
+
+
+class ServerState(StrEnum):
+    """Whether a server may generate, and the reason if not."""
+
+    SERVING = "serving"
+    """The server confirmed the weights published last. During a publication, it confirmed the weights before."""
+    BEHIND = "behind"
+    """The server answers, but serves other weights or failed to load the published ones."""
+    PAUSED = "paused"
+    """The server answers and completes nothing: an update failed, or its publisher was killed."""
+    GONE = "gone"
+    """The server does not answer."""
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """Report on one server of a fleet."""
+
+    name: str  # name in logs
+    state: ServerState = ServerState.BEHIND  # last known state
+    label: str | None = None  # `weights_label` of the served weights. None: unknown
+    error: str | None = "it has not been told of any weights yet"  # last error. None once the server serves
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of each phase of the last update, and in ``total``
+
+    def __str__(self) -> str:
+        detail = f" {self.label}" if self.state is ServerState.SERVING else f" ({self.error})" if self.error else ""
+        return f"{self.name} is {self.state}{detail}"
+
+
+def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
+    """Statistics: ``servers_<state>`` (number of servers) and ``update_<phase>_s`` (seconds of the slowest server)."""
+    reports = list(reports)
+    counts = {f"servers_{state}": float(sum(report.state is state for report in reports)) for state in ServerState}
+    phases = sorted({phase for report in reports for phase in report.seconds})
+    slowest = {phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases}
+    return counts | {f"update_{phase}_s": seconds for phase, seconds in slowest.items()}
 
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:

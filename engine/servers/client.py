@@ -6,10 +6,11 @@ prompt before they send it. The subclasses hold the HTTP calls of one kind of se
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import ClassVar
 
@@ -25,18 +26,17 @@ from ...utils.errors import (
 )
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
+from ..hf.adapter_folder import WEIGHTS
 from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
-from .api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
-from .completions import samples_plainly, untempered
+from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, weights_label
+from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, untempered
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
-from .prompts import PromptLimits, folder_vocab_size, stated_limits
 
 logger = get_logger(__name__)
 
 _UPDATE_TIMEOUT_S = 300.0
-_WITHDRAW_LIMIT_S = 10.0
-"""A limit separate from the update's, which may be used up by then."""
+_WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
 _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it with the base model that "
@@ -52,15 +52,16 @@ _NO_ROOM = (
 class ServerClient(ABC):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling keeps only these.
 
-    Raises:
-        ConfigError: ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given. Or a
-            limit is not positive, or ``dtype`` is unknown.
+    ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given, if a
+    limit is not positive, or ``dtype`` is unknown.
     """
 
     checks_content: ClassVar[bool] = True
     """The client needs a `WeightsProbe` in the published folders."""
     _how_to_temper: ClassVar[str]
     """How to start the server so that its log-probabilities take the temperature into account."""
+    _key_advice: ClassVar[str] = ""
+    """Remedy if the server refuses a request that needs only the key."""
 
     url: str
     _: KW_ONLY
@@ -109,12 +110,9 @@ class ServerClient(ABC):
         self._allowed_s = timeout_s
 
     def status(self) -> ServerStatus:
-        """Ask the server which weights it serves.
+        """Ask the server which weights it serves, or raise ServerError.
 
         The label names adapters if the server still has the adapters that this client loaded last.
-
-        Raises:
-            ServerError: the server could not be reached, or did not answer as expected.
         """
         with self._calls("", self.status_timeout_s, ServerError) as calls:
             status, name = self._status(calls), self._adapters.current
@@ -123,6 +121,38 @@ class ServerClient(ABC):
             return status
 
     # Updates
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
+
+        Raises:
+            UnreachableServerError: the server could not be reached, or the connection broke.
+            SlowServerError: the update exceeded ``timeout_s``.
+            PoisonedServerError: the load failed. The server stays paused until a load succeeds.
+            WrongContentError: other weights answered. The server was paused again.
+            PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
+                it as it was.
+        """
+        return self._serve(path, version, self._load_weights)
+
+    def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:
+        """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
+        if (Path(path) / WEIGHTS).exists():
+            raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
+        label, probe = weights_label(path, version), self._read_probe(path)
+        with self._update(path, version) as calls:
+            load(calls, os.fspath(path), label)
+            if (status := self._status(calls)) != ServerStatus(label, paused=False):
+                raise self._withdrawn(
+                    calls,
+                    f"after it, the server says {status}; expected the label {label}, not paused. If another job "
+                    "publishes to it, nobody knows whose weights it has",
+                )
+            self._check_content(calls, path, probe)
+            if self._adapters.current is not None:  # the new weights answer new requests
+                self._adapters.switch(None)
+                self._retire(calls)
+        return version
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         """Load the adapters in ``path``, verify them, and use them for new requests. Returns ``version``.
@@ -189,12 +219,6 @@ class ServerClient(ABC):
                 "pieces; resume it by hand, or restart it"
             )
 
-    def _leave_adapters(self, calls: Calls) -> None:
-        """Answer new requests with the full weights that the server has just loaded."""
-        if self._adapters.current is not None:
-            self._adapters.switch(None)
-            self._retire(calls)
-
     def _retire(self, calls: Calls) -> None:
         """Unload published adapters without requests. A failure is logged, and the next update tries again."""
         try:
@@ -202,15 +226,6 @@ class ServerClient(ABC):
                 self._unload_adapter(calls, name)
         except ServerError as error:
             logger.warning("%s", error)
-
-    def _require_label(self, calls: Calls, label: str) -> None:
-        """Check the status after an update to weights with this label."""
-        if (status := self._status(calls)) != ServerStatus(label, paused=False):
-            raise self._withdrawn(
-                calls,
-                f"after it, the server says {status}; expected the label {label}, not paused. If another job publishes "
-                "to it, nobody knows whose weights it has",
-            )
 
     def _read_probe(self, path: str) -> WeightsProbe | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
@@ -233,7 +248,6 @@ class ServerClient(ABC):
     def _withdrawn(
         self, calls: Calls, problem: str, error: type[ServerError] | None = None, adapter: str | None = None
     ) -> ServerError:
-        """Withdraw the weights or the adapter, and return the error to raise."""
         try:
             with self._calls(", to be withdrawn after wrong content", _WITHDRAW_LIMIT_S) as last_calls:
                 self._withdraw(last_calls, adapter)
@@ -257,14 +271,23 @@ class ServerClient(ABC):
             if not samples_plainly(gconfig) and (problem := untempered(plain, self._top_logprobs(calls, 0.5))):
                 raise calls.refuse(f"{problem}; {self._how_to_temper}")
 
-    async def _complete(self, path: str, body: Json) -> Json:
-        return await self._connections.ask(path, body, self.generation_timeout_s)
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
 
-    def _reading(self, of: str) -> AbstractContextManager[None]:
-        return readable(f"{self.name}: {of}", ServerError)
+        Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
+
+        Raises:
+            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
+            ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
+        """
+        await self._require_fit(request)
+        with self._adapters.request() as adapter:
+            path, body = self._completion(request, adapter)
+            answer = await self._connections.ask(path, body, self.generation_timeout_s)
+        with readable(f"{self.name}: a completion", ServerError):
+            return self._read_completion(request, answer, adapter)
 
     async def _require_fit(self, request: ModelRequest) -> None:
-        """Raise PromptError if the server cannot complete the prompt, and ServerError if its limits are unknown."""
         try:
             (self._limits or await self._ask_limits()).require(request, self.name)
         except PromptError:  # the limits may stem from a server that ran here before
@@ -281,23 +304,33 @@ class ServerClient(ABC):
         self._limits = stated_limits(models, self._vocab_size)
         return self._limits
 
+    def _loaded_adapters(self, calls: Calls) -> list[str]:
+        models = calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)
+        with calls.reading("its list of models"):
+            return [card["id"] for card in models["data"] if card.get("parent") is not None]
+
     # HTTP calls of one kind of server
+
+    @abstractmethod
+    def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
 
     @abstractmethod
     def _status(self, calls: Calls) -> ServerStatus: ...
 
-    @abstractmethod
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        """Raise PublishError if the server was started without room for such adapters."""
-
-    @abstractmethod
-    def _loaded_adapters(self, calls: Calls) -> list[str]: ...
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:  # noqa: B027
+        """Raise PublishError if the server was started without room for adapters that it would not refuse itself."""
 
     @abstractmethod
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
 
     @abstractmethod
     def _unload_adapter(self, calls: Calls, name: str) -> None: ...
+
+    @abstractmethod
+    def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]: ...
+
+    @abstractmethod
+    def _read_completion(self, request: ModelRequest, answer: Json, adapter: str | None) -> ModelResponse: ...
 
     @abstractmethod
     def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:

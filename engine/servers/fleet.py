@@ -24,14 +24,20 @@ from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import AdapterServer, BroadcastServer
 from ..hf.versions import holds_adapters
-from .api import weights_label
-from .member import FleetMember, PublishedFolder, S
-from .states import ServerReport, ServerState, server_stats
+from .api import ServerReport, ServerState, server_stats, weights_label
+from .fleet_member import FleetMember, PublishedFolder, S
 
 logger = get_logger(__name__)
 
-_SILENCE_S = 10.0
-"""A server is gone if a status request takes longer. A busy server may take some seconds."""
+_SILENCE_S = 10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
+_NEEDED: dict[str, tuple[type, str]] = {
+    "broadcast": (BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"),
+    "adapter": (
+        AdapterServer,
+        "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
+    ),
+}
+"""Type of an update -> the protocol of a server that supports it, and the problem if it does not."""
 
 
 class ServerFleet(Generic[S]):
@@ -103,10 +109,9 @@ class ServerFleet(Generic[S]):
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
         if broadcast:
-            self.require_receivers()
+            self.require_support("broadcast")
         folder = _published(path, version, broadcast, timeout_s)
-        if folder.adapters:
-            self.require_adapter_servers()
+        self.require_support(folder.type)
         with self._updating:
             deadline = time.monotonic() + timeout_s
             self._folder = folder
@@ -120,7 +125,12 @@ class ServerFleet(Generic[S]):
             try:
                 confirmed, errors = _wait(told, awaited, needed, deadline)
             finally:
-                self._give_up(folder, awaited, time.monotonic() >= deadline, timeout_s)
+                late = time.monotonic() >= deadline
+                for member in self._members:
+                    if late:
+                        member.give_up(folder, ServerState.GONE, f"it did not load {path} within {timeout_s:g} s")
+                    elif member in awaited:
+                        member.give_up(folder, ServerState.BEHIND, f"it has not loaded {path} yet")
                 self._probe_soon()
             if confirmed >= needed:
                 took_s = time.monotonic() - deadline + timeout_s
@@ -141,16 +151,12 @@ class ServerFleet(Generic[S]):
                 for member in self._members:
                     member.want(None)
 
-    def require_receivers(self) -> None:
-        """Raise ConfigError if a server is no `BroadcastServer`."""
-        self._require_all(BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'")
-
-    def require_adapter_servers(self) -> None:
-        """Raise ConfigError if a server is no `AdapterServer`."""
-        self._require_all(
-            AdapterServer,
-            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
-        )
+    def require_support(self, update_type: str) -> None:
+        """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`."""
+        protocol, problem = _NEEDED.get(update_type, (object, ""))
+        for member in self._members:
+            if not isinstance(member.server, protocol):
+                raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
 
     def may_check_content(self) -> bool:
         """Whether a client checks contents. True without servers, because the folder may be loaded elsewhere."""
@@ -189,18 +195,6 @@ class ServerFleet(Generic[S]):
         if min_servers is not None and min_servers > len(self._members):
             raise ConfigError(f"min_servers is {min_servers}, but there are {len(self._members)} inference servers")
         return len(self._members) if min_servers is None else min_servers
-
-    def _require_all(self, protocol: type, problem: str) -> None:
-        for member in self._members:
-            if not isinstance(member.server, protocol):
-                raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
-
-    def _give_up(self, folder: PublishedFolder, awaited: set[FleetMember], late: bool, timeout_s: float) -> None:
-        for member in self._members:
-            if late:
-                member.give_up(folder, ServerState.GONE, f"it did not load {folder.path} within {timeout_s:g} s")
-            elif member in awaited:
-                member.give_up(folder, ServerState.BEHIND, f"it has not loaded {folder.path} yet")
 
     def _failure(self, folder: PublishedFolder, confirmed: int, needed: int) -> PublishError:
         reports = [report for report in self.states() if report.state is not ServerState.SERVING]
@@ -241,7 +235,8 @@ def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout
             f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
             "it out, or publish merged weights"
         )
-    return PublishedFolder(fspath(path), version, weights_label(path, version), broadcast, adapters, timeout_s)
+    update_type = "broadcast" if broadcast else "adapter" if adapters else "disk"
+    return PublishedFolder(fspath(path), version, weights_label(path, version), update_type, timeout_s)
 
 
 def _wait(

@@ -11,7 +11,7 @@ is not repeated, because the server may have acted on it.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from tenacity import (
 
 from ...utils.errors import BusyServerError, NoServerError, ServerError, SlowServerError, UnreachableServerError
 from ...utils.remote import without_secrets
+from ...utils.timing import timed
 
 Json = dict[str, Any]
 
@@ -36,10 +37,8 @@ _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection is lost."""
-_BODY_CHARS = 300
-"""Longest excerpt of a refusal's body in an error."""
-_BUSY_S = 1.0
-"""Pause before a busy server is asked again, if the server states none."""
+_BODY_CHARS = 300  # longest excerpt of a refusal's body in an error
+_BUSY_S = 1.0  # pause before a busy server is asked again, if the server states none
 
 
 class Calls:
@@ -51,7 +50,6 @@ class Calls:
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
         self.url, self._what, self._limit_s, self._error = url, what, limit_s, error
         self._end = time.monotonic() + limit_s
-        # vLLM closes a kept connection after an error without notice.
         self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))
         self.seconds: dict[str, float] = {}
 
@@ -61,18 +59,14 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def get(self, phase: str, path: str, **options: Any) -> Json:
-        """GET. See `call`."""
-        return self.call(phase, "GET", path, **options)
+    def get(self, phase: str, path: str, *, key: str | None = None, advice: str = "", **options: Any) -> Json:
+        """Send a GET request. Arguments, result and errors as for `post`."""
+        answer = self._send(phase, "GET", path, key, **options)
+        return _parsed(answer, f"{self._what}: GET {path}", self._error, advice)
 
-    def post(self, phase: str, path: str, body: Json | None = None, **options: Any) -> Json:
-        """POST. See `call`."""
-        return self.call(phase, "POST", path, body, **options)
-
-    def call(
+    def post(
         self,
         phase: str,
-        method: str,
         path: str,
         body: Json | None = None,
         *,
@@ -81,36 +75,31 @@ class Calls:
         error: type[ServerError] | None = None,
         advice: str = "",
     ) -> Json:
-        """Send one request and return the JSON object of the answer, or an empty one if the answer has no body.
+        """Send a POST request and return the JSON object of the answer, or an empty one if the answer has no body.
 
-        Args:
-            phase: key of ``seconds`` that the call adds to.
-            method, path, body, params: the request.
-            key: bearer token.
-            error: raised for a refusal instead of the error of this object.
-            advice: remedy that the error of a refusal names.
+        ``phase`` is the key of ``seconds`` that the call adds to, ``key`` a bearer token. A refusal raises ``error``
+        instead of the error of this object, and its message ends with ``advice``.
 
         Raises:
             UnreachableServerError: no connection, or a broken one.
             SlowServerError: no answer before the deadline.
             ServerError: a refusal, or an answer without a JSON object.
         """
-        answer = self._send(phase, method, path, json=body, params=params, headers=bearer(key))
-        return _parsed(answer, f"{self._what}: {method} {path}", error or self._error, advice)
+        answer = self._send(phase, "POST", path, key, json=body, params=params)
+        return _parsed(answer, f"{self._what}: POST {path}", error or self._error, advice)
 
     def tell(self, phase: str, path: str, body: Json, *, key: str | None = None) -> None:
-        """POST and accept any successful answer, whatever its text. Arguments and errors as for `call`."""
-        answer = self._send(phase, "POST", path, json=body, headers=bearer(key))
+        """Send a POST request and accept any successful answer, whatever its text. Otherwise as `post`."""
+        answer = self._send(phase, "POST", path, key, json=body)
         _require_success(answer, f"{self._what}: POST {path}", self._error, "")
 
-    def _send(self, phase: str, method: str, path: str, **options: Any) -> httpx2.Response:
-        started = time.monotonic()
+    def _send(self, phase: str, method: str, path: str, key: str | None, **options: Any) -> httpx2.Response:
         try:
-            return Retrying(**_trying(self._end - started, *_NOT_CONNECTED))(self._receive, method, path, **options)
+            with timed(self.seconds, phase):
+                again = Retrying(**_trying(self._end - time.monotonic(), *_NOT_CONNECTED))
+                return again(self._receive, method, path, headers=bearer(key), **options)
         except httpx2.RequestError as failure:
             raise _broken(failure, f"{self._what}: {method} {path}", self._limit_s) from failure
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
 
     def _receive(self, method: str, path: str, **options: Any) -> httpx2.Response:
         # The read limit of httpx starts again with every byte, so the deadline is also checked here.
@@ -123,11 +112,9 @@ class Calls:
                     raise httpx2.ReadTimeout(f"only {len(body)} bytes came", request=answer.request)
         return httpx2.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
 
-    @contextmanager
-    def reading(self, of: str) -> Iterator[None]:
-        """Read the answer named ``of`` in this block. A missing entry is raised as a refusal."""
-        with readable(f"{self._what}: {of}", self._error):
-            yield
+    def reading(self, of: str) -> AbstractContextManager[None]:
+        """Read the answer named ``of`` in a block. A missing entry is raised as a refusal."""
+        return readable(f"{self._what}: {of}", self._error)
 
     def refuse(self, problem: str, error: type[ServerError] | None = None) -> ServerError:
         """Return (not raise) the error for an answer with this ``problem``."""
@@ -170,7 +157,9 @@ class Connections:
         except httpx2.RequestError as failure:
             raise _broken(broke_off[-1] if broke_off else failure, what, limit_s) from failure
         if answer.status_code == 429 or (answer.status_code == 503 and "Retry-After" in answer.headers):
-            raise BusyServerError(f"{what} was answered with {answer.status_code}: it is busy", _wait_s(answer))
+            told = answer.headers.get("Retry-After", "")  # may be a date too
+            again_s = float(told) if told.isdecimal() else _BUSY_S
+            raise BusyServerError(f"{what} was answered with {answer.status_code}: it is busy", again_s)
         return _parsed(answer, what, ServerError, "")
 
     def _pool(self) -> httpx2.AsyncClient:
@@ -227,11 +216,6 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
     if isinstance(failure, _NOT_CONNECTED):
         return NoServerError(f"{what} found no server there ({reason}); start it, or look at the network")
     return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
-
-
-def _wait_s(answer: httpx2.Response) -> float:
-    told = answer.headers.get("Retry-After", "")  # may be a date too
-    return float(told) if told.isdecimal() else _BUSY_S
 
 
 def _require_success(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> None:

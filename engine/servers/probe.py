@@ -13,6 +13,7 @@ The trainer computes log-probabilities of a fixed pseudo-random prompt and write
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,6 @@ import torch
 from ...utils.config import require_choice
 from ...utils.errors import PublishError
 from ...utils.manifest import read_manifest
-from ..api import Batch
 from ..hf.versions import holds_adapters
 from ..training.logprobs import token_logprobs
 
@@ -34,23 +34,16 @@ PROBE_NAME = "weights_probe.json"
 _LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest mean difference of log-probabilities that other kernels explain, by dtype. Finer dtypes come first."""
 DTYPES = tuple(_LIMITS)
-_TOKENS = 32
-"""More tokens give no steadier mean, and on a CPU their forward takes longer than writing the weights."""
+_TOKENS = 32  # more tokens give no steadier mean, and on a CPU their forward takes longer than writing the weights
 
 
 @dataclass(frozen=True)
 class WeightsProbe:
-    """A prompt and its log-probabilities by the trainer.
-
-    Attributes:
-        prompt_ids: token ids.
-        logprobs: log-probability of each token but the first, given the tokens before it, at temperature 1.
-        dtype: dtype that the trainer computes in.
-    """
+    """A prompt and its log-probabilities by the trainer."""
 
     prompt_ids: Sequence[int]
-    logprobs: Sequence[float]
-    dtype: str
+    logprobs: Sequence[float]  # of each token but the first, given the tokens before it, at temperature 1
+    dtype: str  # dtype that the trainer computes in
 
     def encode(self) -> bytes:
         """Contents of the file `PROBE_NAME`."""
@@ -58,11 +51,7 @@ class WeightsProbe:
 
 
 def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
-    """Read the probe of a published folder, or return None if the folder has none.
-
-    Raises:
-        PublishError: the file does not come from `WeightsProbe.encode`.
-    """
+    """Read the probe of a published folder. None if there is none, and PublishError if it is damaged."""
     path = Path(folder) / PROBE_NAME
     try:
         probe = WeightsProbe(**json.loads(path.read_bytes()))
@@ -75,16 +64,10 @@ def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
 
 
 def probe_weights(engine: Any) -> WeightsProbe | None:
-    """Compute the probe of the current weights. All ranks of the engine call it, and every rank gets the result.
+    """Compute the probe of the weights of an `FSDPEngine`. All its ranks call this, and each gets the result.
 
     It costs one forward of 32 tokens, which are the same at every call. No random generator advances, and the model
-    keeps its mode.
-
-    Args:
-        engine: an `FSDPEngine`.
-
-    Returns:
-        the probe, or None for a critic, because no server computes values.
+    keeps its mode. None for a critic, because no server computes values.
     """
     if engine.config.is_critic:
         return None
@@ -96,14 +79,13 @@ def probe_weights(engine: Any) -> WeightsProbe | None:
     ids = torch.randint(low, max(3 * low, low + 1), (1, tokens), generator=generator)
     training = engine.model.training
     try:
-        logprobs = engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, _at_temperature_one)
+        logprobs = engine.forward_batch(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            lambda output, data: token_logprobs(output, data["input_ids"], data["cu_seqlens"], temperature=1.0)[0],
+        )
     finally:
         engine.train(training)
     return WeightsProbe(ids[0].tolist(), logprobs[0, 1:].tolist(), engine.config.dtype)
-
-
-def _at_temperature_one(output: Any, data: Batch) -> torch.Tensor:
-    return token_logprobs(output, data["input_ids"], data["cu_seqlens"], 1.0)[0]
 
 
 @dataclass(frozen=True)
@@ -119,10 +101,9 @@ class CheckedAnswer:
 def checked_answer(
     folder: str | os.PathLike[str], probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
 ) -> CheckedAnswer:
-    """Prepare a server's answer for `content_problem`.
+    """Prepare a server's log-probabilities of the prompt in ``probe`` for `content_problem`.
 
-    ``logprobs`` are its log-probabilities of the prompt in ``probe``, without the first token. The server computes in
-    ``dtype``, or in the stored dtype of the published ``folder``.
+    The server computes in ``dtype``, or in the stored dtype of the published ``folder``.
     """
     manifest = read_manifest(folder)
     digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
@@ -132,34 +113,27 @@ def checked_answer(
 
 def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | None:
     """Describe the problem of an answer, or return None. ``before`` is the server's last answer without a problem."""
-    difference = _mean_difference(now.logprobs, now.probe.logprobs)
-    if not difference <= _LIMITS[now.dtype]:
+    pairs = list(zip(now.logprobs, now.probe.logprobs, strict=False))
+    complete = len(now.logprobs) == len(now.probe.logprobs)
+    difference = sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs) if complete else math.nan
+    if not difference <= _LIMITS[now.dtype]:  # also if it is NaN
         return (
             f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on average, in "
             f"{now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other weights, or computes in another dtype "
             "(start it with the dtype of the folder, or give the client its dtype)"
         )
-    if before and _stale(before, now):
+    if (
+        before
+        and list(now.logprobs) == list(before.logprobs)
+        and now.digests != before.digests
+        and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
+        and list(now.probe.logprobs) != list(before.probe.logprobs)
+    ):
         return (
             "its answer to the probe is bit for bit that of the version before, although the weights are others: "
             "it has kept the old ones"
         )
     return None
-
-
-def _stale(before: CheckedAnswer, now: CheckedAnswer) -> bool:
-    return (
-        list(now.logprobs) == list(before.logprobs)
-        and now.digests != before.digests
-        and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
-        and list(now.probe.logprobs) != list(before.probe.logprobs)
-    )
-
-
-def _mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    if len(ours) != len(theirs):
-        return float("nan")  # exceeds every limit
-    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:

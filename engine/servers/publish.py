@@ -19,10 +19,10 @@ from ...utils.logging import get_logger
 from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
 from ..hf.adapter_folder import require_adapters
-from ..hf.versions import delete_old, write_version
+from ..hf.versions import delete_old, version_path, write_version
+from .api import ServerReport, server_stats
 from .fleet import ServerFleet
 from .probe import PROBE_NAME, probe_weights
-from .states import ServerReport, server_stats
 
 logger = get_logger(__name__)
 
@@ -85,21 +85,22 @@ def publish_weights(
     with timed(seconds, "total"):
         with all_ranks_succeed("naming the inference servers", group):
             fleet = open_fleet(servers, group, probe_interval_s=None)
-            if broadcast := meta.type == "broadcast":
-                fleet.require_receivers()
             if meta.type == "adapter":
                 require_adapters(model)
-                fleet.require_adapter_servers()
+            fleet.require_support(meta.type)
         fleet.withdraw(version)
-        written = write_version(
+        seconds |= write_version(
             model, meta, version, group, base_model_path=base_model_path, base_dtype=base_dtype, extra_files=extra_files
         )
-        told = (written.path, version, meta.timeout_s, meta.min_servers)
+        path = version_path(meta.path, version)
         with timed(seconds, "tell"):
-            reports = rank_zero_decides_slowly(lambda: fleet.update(*told, broadcast=broadcast), group)
+            broadcast = meta.type == "broadcast"
+            reports = rank_zero_decides_slowly(
+                lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers, broadcast=broadcast), group
+            )
         rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.folders_in_use()), group)
-    logger.info("published weight version %d to %s in %.3f s", version, written.path, seconds["total"])
-    return PublishedWeights(written.path, version, {**written.seconds, **seconds}, tuple(reports))
+    logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
+    return PublishedWeights(path, version, seconds, tuple(reports))
 
 
 def open_fleet(

@@ -10,16 +10,14 @@ Adapters are loaded next to the base, one name per version, while requests go on
 of the adapter, so the client asks for it only after that request.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from ...utils.errors import PoisonedServerError, PublishError
-from .adapters import AdapterFacts, listed_adapters, refuse_adapters
-from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
+from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version
 from .client import ServerClient
-from .completions import adapter_spans, response_of
+from .generation import adapter_spans, response_of
 from .http import Calls, Json
 
 _POISONED = (
@@ -34,6 +32,9 @@ _KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
 class SGLangServer(ServerClient):
     """A client of one SGLang server. It updates weights and adapters, reports the status, and completes prompts.
 
+    With SGLang, the seed of a request counts only if the server was started with
+    ``--enable-deterministic-inference``. Log-probabilities include the temperature, and leave out top-p and top-k.
+
     It can be pickled. A copy does not know which adapters were loaded, so use one client to load them and to generate.
 
         server = SGLangServer("http://10.0.0.5:30000", api_key=key, admin_key=admin_key)
@@ -45,6 +46,7 @@ class SGLangServer(ServerClient):
     """
 
     _how_to_temper: ClassVar[str] = "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    _key_advice: ClassVar[str] = _KEYS
     _: KW_ONLY
     admin_key: str | None = None
 
@@ -52,54 +54,34 @@ class SGLangServer(ServerClient):
         super().__post_init__()
         self._paused = False
 
-    def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
+    def _load_weights(self, calls: Calls, path: str, label: str) -> None:
+        self._paused = True
+        self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
+        load: Json = {"model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False}
+        loaded = self._administer(
+            calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
+        )
+        if loaded.get("success") is not True:
+            raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
+        self._administer(calls, "resume", "/continue_generation", {})
+        self._paused = False
 
-        Raises:
-            PoisonedServerError: the load or the flush failed. The server stays paused until a load succeeds.
-            PublishError: see `VLLMServer.update_weights_from_disk`.
-        """
-        refuse_adapters(path)
-        label, probe = weights_label(path, version), self._read_probe(path)
-        with self._update(path, version) as calls:
-            self._paused = True
-            self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
-            load: Json = {"model_path": os.fspath(path), "weight_version": label}
-            load |= {"flush_cache": True, "abort_all_requests": False}
-            loaded = self._administer(
-                calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
-            )
-            if loaded.get("success") is not True:
-                raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
-            self._administer(calls, "resume", "/continue_generation", {})
-            self._paused = False
-            self._require_label(calls, label)
-            self._check_content(calls, path, probe)
-            self._leave_adapters(calls)
-        return version
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
-
-        The seed counts only if the server was started with ``--enable-deterministic-inference``. Log-probabilities
-        include the temperature, and leave out top-p and top-k. Raises the errors of `VLLMServer.agenerate`.
-        """
-        await self._require_fit(request)
+    def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body = _generation(request.input_ids, _sampling_params(request))
         if request.rid:
             body["rid"] = request.rid
-        with self._adapters.request() as adapter:
-            if adapter is not None:
-                body["lora_path"] = adapter
-            answer = await self._complete("/generate", body)
-        with self._reading("a completion"):
-            meta = answer["meta_info"]
-            spans = meta["weight_versions"]
-            if adapter is not None:  # the answer names no adapter, but SGLang refuses an unknown one
-                spans = adapter_spans(adapter, adapter, spans)
-            tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
-            logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-            return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
+        if adapter is not None:
+            body["lora_path"] = adapter
+        return "/generate", body
+
+    def _read_completion(self, request: ModelRequest, answer: Json, adapter: str | None) -> ModelResponse:
+        meta = answer["meta_info"]
+        spans = meta["weight_versions"]
+        if adapter is not None:  # the answer names no adapter, but SGLang refuses an unknown one
+            spans = adapter_spans(adapter, adapter, spans)
+        tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+        return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
 
     def _status(self, calls: Calls) -> ServerStatus:
         # SGLang does not report whether it is paused, so this client remembers how it left the server.
@@ -126,14 +108,6 @@ class SGLangServer(ServerClient):
         answer = self._generate(calls, [1], temperature, top_logprobs_num=5)
         with calls.reading("its log-probabilities"):
             return {token: logprob for logprob, token, *_ in answer["meta_info"]["output_top_logprobs"][0]}
-
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        """Do nothing: SGLang refuses to load adapters that it has no room for."""
-
-    def _loaded_adapters(self, calls: Calls) -> list[str]:
-        models = calls.get("look", "/v1/models", key=self.api_key, advice=_KEYS)
-        with calls.reading("its list of models"):
-            return listed_adapters(models)
 
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
         self._tell_adapter(calls, "load", "/load_lora_adapter", {"lora_name": name, "lora_path": path})

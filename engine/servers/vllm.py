@@ -19,31 +19,29 @@ a folder is gone. It computes with ``--max-loras`` adapters at once, and request
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers.md.
 """
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
 from ...utils.threads import on_daemon_thread
-from .adapters import AdapterFacts, listed_adapters, refuse_adapters
-from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version, weights_label
+from .adapters import AdapterFacts
+from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version
+from .broadcast import WeightSender
 from .client import ServerClient
-from .completions import adapter_spans, response_of
+from .generation import adapter_spans, response_of
 from .http import Calls, Json
-from .sending import WeightSender
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
-_NO_LABEL = "default"
-"""Label of a server that has just been started."""
+_NO_LABEL = "default"  # label of a server that has just been started
 _TRANSFERS = (None, "holdfast_disk")
 """Ways to load a folder: vLLM's own, or a weight-transfer backend of ``plugins/vllm``."""
-_BROADCAST = "holdfast_broadcast"
-"""Backend of ``plugins/vllm`` that receives weights."""
+_BROADCAST = "holdfast_broadcast"  # backend of ``plugins/vllm`` that receives weights
 _POISONED = (
     "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
     "the folder, and tell it again; if that fails too, restart it"
@@ -52,11 +50,9 @@ _NO_PLUGIN = (
     "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
     """'{{"backend": "{}"}}'; without it publish by type "disk", and leave out transfer"""
 )
-_REFUSED = "refused, the weights stay as they are"
-"""Answer of the plugin if it refuses weights before it loads any."""
+_REFUSED = "refused, the weights stay as they are"  # answer of the plugin if it refuses weights before it loads any
 _HEAD = "lm_head"
-_NOT_SEEN = "No adapter found"
-"""Answer of vLLM, with status 404, if the folder does not exist."""
+_NOT_SEEN = "No adapter found"  # answer of vLLM, with status 404, if the folder does not exist
 
 
 @dataclass(eq=False, repr=False)
@@ -95,61 +91,43 @@ class VLLMServer(ServerClient):
 
     # Updates of all weights
 
-    def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
-
-        Raises:
-            UnreachableServerError: the server could not be reached, or the connection broke.
-            SlowServerError: the update exceeded ``timeout_s``.
-            PoisonedServerError: the load failed. The server stays paused until a load succeeds.
-            WrongContentError: other weights answered. The server was paused again.
-            PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
-                it as it was.
-        """
-        label = weights_label(path, version)
-        return self._serve(path, version, label, lambda calls: self._load_folder(calls, path, label))
-
     def update_weights_from_distributed(self, path: str, version: int) -> int:
         """Send the weights to a server that does not see the folder. Otherwise like `update_weights_from_disk`.
 
         The server must run the backend ``holdfast_broadcast`` of ``plugins/vllm``, and reach any port of this host.
         """
-        label = weights_label(path, version)
-        return self._serve(path, version, label, lambda calls: self._send_folder(calls, path))
+        return self._serve(path, version, self._send_weights)
 
-    def _serve(self, path: str, version: int, label: str, load: Callable[[Calls], None]) -> int:
-        refuse_adapters(path)
-        probe = self._read_probe(path)
-        with self._update(path, version) as calls:
-            calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
-            load(calls)
-            self._reset_prefix_cache(calls)
-            calls.post("label", "/update_weight_version", {"new_version": label})
-            calls.post("resume", "/resume")
-            self._require_label(calls, label)
-            self._check_content(calls, path, probe)
-            self._leave_adapters(calls)
-        return version
+    @contextmanager
+    def _replacing_weights(self, calls: Calls, label: str) -> Iterator[None]:
+        """Replace the weights in this block. After an error the server stays paused."""
+        calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
+        yield
+        self._reset_prefix_cache(calls)
+        calls.post("label", "/update_weight_version", {"new_version": label})
+        calls.post("resume", "/resume")
 
-    def _load_folder(self, calls: Calls, path: str, label: str) -> None:
-        if self.transfer is None:
-            load: Json = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
-            calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
-        else:
-            _open_transfer(calls, self.transfer)
-            _transfer(calls, {"path": os.fspath(path), "manifest": label.partition("-")[2]})
+    def _load_weights(self, calls: Calls, path: str, label: str) -> None:
+        with self._replacing_weights(calls, label):
+            if self.transfer is None:
+                load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+                calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+            else:
+                _open_transfer(calls, self.transfer)
+                _transfer(calls, {"path": path, "manifest": label.partition("-")[2]})
 
-    def _send_folder(self, calls: Calls, path: str) -> None:
+    def _send_weights(self, calls: Calls, path: str, label: str) -> None:
         timeout_s = self._update_limit_s
-        _open_transfer(calls, _BROADCAST)
-        workers = int(calls.get("load", "/get_world_size")["world_size"])
-        sender = WeightSender(path, calls.url, workers, timeout_s)
-        joined = on_daemon_thread(sender.connect, "weight sender")
-        calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
-        _require_done(calls, joined, timeout_s)
-        sent = on_daemon_thread(sender.send, "weight sender")
-        _transfer(calls, sender.update_info)
-        _require_done(calls, sent, timeout_s)
+        with self._replacing_weights(calls, label):
+            _open_transfer(calls, _BROADCAST)
+            workers = int(calls.get("load", "/get_world_size")["world_size"])
+            sender = WeightSender(path, calls.url, workers, timeout_s)
+            joined = on_daemon_thread(sender.connect, "weight sender")
+            calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
+            _require_done(calls, joined, timeout_s)
+            sent = on_daemon_thread(sender.send, "weight sender")
+            _transfer(calls, sender.update_info)
+            _require_done(calls, sent, timeout_s)
 
     def _reset_prefix_cache(self, calls: Calls) -> None:
         for attempt in range(5):
@@ -204,11 +182,6 @@ class VLLMServer(ServerClient):
                     f"adapters are of {', '.join(modules)}; start it with {flags}"
                 )
 
-    def _loaded_adapters(self, calls: Calls) -> list[str]:
-        models = calls.get("look", "/v1/models", key=self.api_key)
-        with calls.reading("its list of models"):
-            return listed_adapters(models)
-
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
         try:
             calls.tell("load", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, key=self.api_key)
@@ -228,34 +201,25 @@ class VLLMServer(ServerClient):
 
     # Generation
 
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
-
-        Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
-
-        Raises:
-            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
-            ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
-        """
-        await self._require_fit(request)
+    def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body: Json = {"token_ids": list(request.input_ids), "sampling_params": _sampling_params(request)}
         if request.rid:
             body["request_id"] = request.rid
-        with self._adapters.request() as adapter:
-            if adapter is not None:  # cached blocks are found under its name and folder only
-                body["model"] = adapter
-            elif self._salt is not None:  # hides cached blocks that other weights computed
-                body["cache_salt"] = self._salt
-            answer = await self._complete("/inference/v1/generate", body)
-        with self._reading("a completion"):
-            choice = answer["choices"][0]
-            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            spans = choice["weight_versions"]
-            own = spans if adapter is None else adapter_spans(adapter, answer["model"], spans)
-            response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
-            if adapter is None:
-                self._salt = spans[-1]["version"]
-            return response
+        if adapter is not None:  # cached blocks are found under its name and folder only
+            body["model"] = adapter
+        elif self._salt is not None:  # hides cached blocks that other weights computed
+            body["cache_salt"] = self._salt
+        return "/inference/v1/generate", body
+
+    def _read_completion(self, request: ModelRequest, answer: Json, adapter: str | None) -> ModelResponse:
+        choice = answer["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        spans = choice["weight_versions"]
+        own = spans if adapter is None else adapter_spans(adapter, answer["model"], spans)
+        response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
+        if adapter is None:
+            self._salt = spans[-1]["version"]
+        return response
 
     def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
         body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}

@@ -1,4 +1,4 @@
-"""The process of one rank in a `WorkerGroup`: joining the others, and running the worker. Knows no Ray."""
+"""The process of one rank in a `WorkerGroup`: joining the others, and running the worker."""
 
 import os
 import socket
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
 from ...utils.devices import CUDA_BACKEND
 from ...utils.errors import ConfigError
 from ...utils.heartbeat import beat, seconds_since_beat
-from ...utils.lease import Lease
-from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
+from ...utils.processes import Lease, ProcessId, die_with_parent, thread_cpu_s
 
 COMPUTES = 0.01
 """Share of its time that a thread must spend computing to count as busy. A thread that waits and polls uses less."""
@@ -33,11 +33,20 @@ class Rendezvous:
     timeout_s: float
 
 
+@dataclass(frozen=True)
+class RankProcess:
+    """Process of a rank: its id, the address and Ray's name of its node, and torch's index of its GPU."""
+
+    id: ProcessId
+    host: str
+    node_id: str
+    device: int | None
+
+
 def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
     """Torch's index for the first of ``gpus`` (Ray's names), where ``visible`` is CUDA_VISIBLE_DEVICES or AMD's HIP_...
 
-    It is 0 if Ray narrowed that variable to the process's GPUs, which RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
-    prevents.
+    0 if Ray narrowed that variable to them (unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set).
     """
     names = [str(gpu) for gpu in gpus]
     if visible is None:
@@ -54,32 +63,26 @@ class RankActor:
         # meanwhile write files while the restarted job does the same.
         die_with_parent()
         self._worker: Any = None
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._device: torch.device | None = None
         self._alone = False
         self._calls: set[_Call] = set()
         self._lease: Lease | None = None
 
-    def process(self) -> ProcessId:
-        """Id of this process."""
-        return ProcessId.current()
-
-    def serve_store(self, host: str) -> int:
-        """Serve the store of the rendezvous, and return its port.
-
-        Port 0 lets the kernel choose. Searching for a free port and binding it later would be a race.
-        """
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._store = store
-        return store.port
+    def start(self, serve_store: bool) -> tuple[RankProcess, int]:
+        """Describe this process, and return the port of the store that it serves (0 without one)."""
+        host, gpus = ray.util.get_node_ip_address(), ray.get_gpu_ids()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        device = device_index(gpus, visible) if gpus else None
+        if serve_store:  # at a port that the kernel chooses: to search for one and bind it later would be a race
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        where = RankProcess(ProcessId.current(), host, ray.get_runtime_context().get_node_id(), device)
+        return where, 0 if self._store is None else self._store.port
 
     def join(self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None) -> None:
-        """Become rank ``env["RANK"]``, in a process group if there is a rendezvous.
+        """Become rank ``env["RANK"]``, in a process group if there is a rendezvous. ConfigError if torch sees no GPU.
 
         CUDA has not been used yet, so a CUDA_VISIBLE_DEVICES in ``env`` still takes effect.
-
-        Raises:
-            ConfigError: the rank was given GPUs that torch does not see.
         """
         os.environ.update(env)
         torch.set_num_threads(threads)
@@ -131,9 +134,8 @@ class RankActor:
     def ping(self) -> float:
         """Seconds since the last `beat`. Answers as long as the process can run Python, even if the worker is busy.
 
-        Without a process group, computing counts as progress, because no peer waits for this rank and a call may take
-        an hour. In a process group it does not, because a rank that computes forever or waits for NCCL (which uses
-        processor time) blocks the others.
+        Computing counts as progress only without a process group: in one, a rank that computes forever, or waits for
+        NCCL (which uses processor time), blocks the others.
         """
         if self._alone and any(call.computes() for call in list(self._calls)):
             beat()
@@ -148,7 +150,6 @@ class RankActor:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Count the begin and the end of a call as progress."""
         beat()
         call = _Call(threading.get_native_id())
         self._calls.add(call)

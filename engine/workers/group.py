@@ -4,7 +4,7 @@ This file starts the ranks (rendezvous without a port race), calls a method on a
 means:
 
 - A process died, or missed the deadline: every survivor is killed, then `WorkerLost` is raised.
-- A process is stopped, or makes no progress (an endless loop): the same. See `hang_detection`.
+- A process is stopped, or makes no progress (an endless loop): the same. See `answers`.
 - A collective timed out on some ranks: the ranks with a pending call hang, so the same.
 - A rank raised another error: it is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a dead
   rank fail before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`. Neighbours of a stopped
@@ -29,11 +29,10 @@ from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
-from .actor import Rendezvous
-from .hang_detection import Patience, ping, wait_watching
+from .actor import RankActor, RankProcess, Rendezvous
+from .answers import Answers, Patience, cause_of, culprit, headline, ping, raise_cause, require_ray, wait_watching
 from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
-from .ray_adapter import Answers, RankProcess, RayActor, cause_of, culprit, headline, raise_cause, require_ray
 from .remote_server import RemoteServer
 from .termination import LeaseKeeper, end_on_nodes
 
@@ -150,7 +149,10 @@ class WorkerGroup:
             built = [actor.build.remote(worker_cls, tuple(args), dict(kwargs or {})) for actor in self._actors]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
             self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
-            self._begin_leases()
+            # Ranks on this node end with its raylet, which ends with the driver. Others may be cut off from both.
+            elsewhere = {r: self._actors[r] for r, at in enumerate(self._processes) if at.node_id != self._node_id}
+            if elsewhere and hang_timeout_s is not None:
+                self._leases = LeaseKeeper(elsewhere, hang_timeout_s)
         except BaseException:
             self._close()
             raise
@@ -166,7 +168,7 @@ class WorkerGroup:
             concurrency_groups={"health": 1, "background": 1},
             scheduling_strategy=self.placement.slot(rank),
             **options,
-        )(RayActor).remote()
+        )(RankActor).remote()
 
     def _start(
         self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
@@ -196,12 +198,6 @@ class WorkerGroup:
         joined_s = time.monotonic() - began - started_s
         logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
 
-    def _begin_leases(self) -> None:
-        """Ranks on this node end with its raylet, which ends with the driver. Others may be cut off from both."""
-        elsewhere = {r: self._actors[r] for r, at in enumerate(self._processes) if at.node_id != self._node_id}
-        if elsewhere and self._hang_timeout_s is not None:
-            self._leases = LeaseKeeper(elsewhere, self._hang_timeout_s)
-
     def call_all(
         self,
         method: str,
@@ -223,10 +219,9 @@ class WorkerGroup:
             WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of another group.
             Exception: the worker raised it. If several ranks failed, an error that is not just a `PeerError`.
         """
-        shares = self._shares(per_rank)
-        self._check_usable()
-        refs = {r: a.call.remote(method, (*args, *shares[r]), kwargs) for r, a in enumerate(self._actors)}
-        return self._gather(f"{method}()", refs, deadline)
+        return self._call_each(
+            method, per_rank, lambda actor, share: actor.call.remote(method, (*args, *share), kwargs), deadline
+        )
 
     def call(self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
         """Call ``worker.method(*args, **kwargs)`` on one rank. Raises like `call_all`."""
@@ -236,10 +231,7 @@ class WorkerGroup:
 
     def run_all(self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None) -> list[Any]:
         """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
-        shares = self._shares(per_rank)
-        self._check_usable()
-        refs = {r: a.run.remote(fn, (*args, *shares[r])) for r, a in enumerate(self._actors)}
-        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
+        return self._call_each(fn, per_rank, lambda actor, share: actor.run.remote(fn, (*args, *share)))
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` on a separate thread in every worker, while other calls continue.
@@ -247,9 +239,8 @@ class WorkerGroup:
         May be called from another thread, one at a time. Collectives in ``fn`` need their own process group. If the
         group is lost meanwhile, both callers get the error.
         """
-        self._check_usable()
-        refs = {r: a.run.options(concurrency_group="background").remote(fn, args) for r, a in enumerate(self._actors)}
-        return self._gather(f"{getattr(fn, '__name__', fn)}()", refs, None)
+        in_background = {"concurrency_group": "background"}
+        return self._call_each(fn, None, lambda actor, _: actor.run.options(**in_background).remote(fn, args))
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """Ranks that are dead or do not answer in time. A busy worker does not delay the answer."""
@@ -296,8 +287,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill every process, and return when they are gone on every node. The placement stays.
 
-        Raises:
-            HoldfastError: a process still runs ``kill_timeout_s`` after SIGKILL.
+        HoldfastError if a process still runs ``kill_timeout_s`` after SIGKILL.
         """
         if self._loss is None:
             self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
@@ -332,15 +322,21 @@ class WorkerGroup:
         if self._loss is not None:
             raise WorkerLost(self.name, self._loss.ranks, self._loss.cause)
 
-    def _shares(self, per_rank: Sequence[tuple] | None) -> Sequence[tuple]:
-        if per_rank is None:
-            return [()] * self.world_size
-        if len(per_rank) != self.world_size:
-            raise ConfigError(f"per_rank has {len(per_rank)} entries; {self.name!r} has {self.world_size} ranks")
-        return per_rank
+    def _call_each(
+        self,
+        called: Any,
+        per_rank: Sequence[tuple] | None,
+        send: Callable[[Any, tuple], Any],
+        deadline: float | None = None,
+    ) -> list[Any]:
+        shares = [()] * self.world_size if per_rank is None else per_rank
+        if len(shares) != self.world_size:
+            raise ConfigError(f"per_rank has {len(shares)} entries; {self.name!r} has {self.world_size} ranks")
+        self._check_usable()
+        refs = {rank: send(actor, shares[rank]) for rank, actor in enumerate(self._actors)}
+        return self._gather(f"{getattr(called, '__name__', called)}()", refs, deadline)
 
     def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
-        """Answers of the ranks in ``refs``, or the verdict on a failure (see the module's docstring)."""
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
@@ -351,7 +347,8 @@ class WorkerGroup:
             raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
-        lost = {*answers.lost, *self._dead_ranks(), *(self._on_ended_nodes() if answers.pending else ())}
+        lost = {*answers.lost, *(self._on_ended_nodes() if answers.pending else ())}
+        lost |= {r for r, at in enumerate(self._processes) if at.node_id == self._node_id and not at.id.alive()}
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
@@ -385,10 +382,6 @@ class WorkerGroup:
         if first:
             logger.warning("%s; every process was gone %.3f s later", loss, time.monotonic() - start)
         return WorkerLost(*loss.args)
-
-    def _dead_ranks(self) -> list[int]:
-        here = [(rank, at.id) for rank, at in enumerate(self._processes) if at.node_id == self._node_id]
-        return [rank for rank, process in here if not process.alive()]
 
     def _on_ended_nodes(self) -> list[int]:
         ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})

@@ -24,14 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...utils.compat.ray_private import draining_deadlines
 from ...utils.logging import get_logger
-from .ray_adapter import headline
+from .answers import headline
 
 PROBE_S = 2.0
 """Seconds after which the node of an unanswering raylet counts as silent. A healthy raylet takes a millisecond."""
 PROBES_AT_A_TIME = 64
 """Number of raylets contacted in parallel."""
-_NODES_EVERY_S = 1.0
-"""Seconds between checks for dead nodes while waiting for their tasks."""
+_NODES_EVERY_S = 1.0  # seconds between checks for dead nodes while waiting for their tasks
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """First bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
 
@@ -56,10 +55,7 @@ def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
 
 
 def ended_nodes(nodes: Iterable[str]) -> set[str]:
-    """The nodes whose raylet has ended, together with its workers. Empty if Ray does not know the addresses.
-
-    Ray itself reports the loss of such workers only after two seconds.
-    """
+    """The nodes whose raylet has ended with its workers, which Ray reports two seconds later. Empty if Ray is away."""
     try:
         return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
     except (RayError, RuntimeError) as error:  # RuntimeError: the interpreter is ending and starts no threads
@@ -98,11 +94,7 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
 
 
 def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
-    """Nodes that Ray is draining: node id -> unix time of their end, None if unknown.
-
-    Empty if Ray does not answer in time. Ray exposes this only to its own libraries (Serve, Train), so a version with
-    another interface gives a warning and an empty result.
-    """
+    """Nodes that Ray is draining: node id -> unix time of their end, None if unknown. Empty if Ray cannot say."""
     try:
         deadlines = draining_deadlines(timeout_s)
     except RayError as error:
@@ -120,8 +112,7 @@ def _warn_of_no_drain_notices() -> None:
 
 
 class NodeTasks:
-    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args``: Ray's name of a node ->
-    arguments."""
+    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args`` are by Ray's name of a node."""
 
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
         self._refs: dict[Any, str] = {}

@@ -25,19 +25,16 @@ from ...utils.compat.ray_private import free_by_node, started_here
 from ...utils.config import require_choice
 from ...utils.errors import ConfigError, ResourcesUnavailable, WorkerLost
 from ...utils.logging import get_logger
+from .answers import headline
 from .nodes import alive_nodes, nodes_to_avoid
-from .ray_adapter import headline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own node."""
-_ROUND_S = 2
-"""Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds."""
+_ROUND_S = 2  # Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds.
 _LOCAL_WAIT_S = 30.0
 """Seconds to wait in a cluster that no node can join. Busy resources there are free soon, or never."""
-_RETRY_S = 1.0
-"""Seconds before retrying after a group was placed on a bad node."""
-_REPORT_EVERY_S = 30.0
-"""Seconds between log messages about missing resources."""
+_RETRY_S = 1.0  # seconds before retrying after a group was placed on a bad node
+_REPORT_EVERY_S = 30.0  # seconds between log messages about missing resources
 _KNOWS_LABELS = "bundle_label_selector" in inspect.signature(placement_group).parameters
 
 logger = get_logger(__name__)
@@ -58,17 +55,10 @@ class WorkerResources:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """Request of a worker group to the cluster.
+    """Request of a worker group to the cluster: a bundle with ``resources`` for each of ``world_size`` ranks.
 
-    Attributes:
-        name: name of the group.
-        world_size: number of ranks, with one bundle each.
-        resources: resources of each rank.
-        strategy: one of `STRATEGIES`.
-        min_world_size: smallest acceptable number of ranks. None: all are needed.
-
-    Raises:
-        ConfigError: the request is empty, or accepts fewer ranks with a strategy that places all or none.
+    ``strategy`` is one of `STRATEGIES`. With ``min_world_size`` (None: all ranks) fewer ranks are acceptable, unless
+    the strategy places all or none. ConfigError if the request is empty or impossible.
     """
 
     name: str
@@ -107,8 +97,7 @@ class PlacementRequest:
 class Placement:
     """Bundles reserved in Ray, one per rank of a worker group. Several groups can be built on them in turn.
 
-    ``groups`` are reserved for the ranks that can start, ``rest`` has the bundles of the other ranks and is not
-    reserved yet.
+    ``groups`` are reserved for the ranks that can start. ``rest``, for the other ranks, is only requested.
     """
 
     def __init__(
@@ -203,7 +192,12 @@ def place(
                 if (placement := _place_fewer(request, avoided)) is not None:
                     return placement
             if waited_s >= timeout_s:
-                raise ResourcesUnavailable(_too_late(request, avoided, timeout_s))
+                raise ResourcesUnavailable(
+                    f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} "
+                    f"s: {_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer "
+                    "(recover.node_wait_s, without a Supervisor start_timeout_s); checkpoints are intact, and the same "
+                    "command resumes from the newest"
+                )
             if waited_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = waited_s
                 logger.warning(
@@ -216,11 +210,7 @@ def place(
 
 
 def _fits_here(request: PlacementRequest) -> bool:
-    """Whether a cluster that no node can join has room for all ranks.
-
-    Raises:
-        ConfigError: it does not even have room for the smallest acceptable number.
-    """
+    """Whether a cluster that no node can join has room for all ranks. ConfigError if it never has room for enough."""
     room = _room(request, alive_nodes())
     if room < request.least:
         raise ConfigError(
@@ -228,14 +218,6 @@ def _fits_here(request: PlacementRequest) -> bool:
             f"{_shortage(request, {})}. Ask for less, or start Ray with more"
         )
     return room >= request.world_size
-
-
-def _too_late(request: PlacementRequest, avoided: Mapping[str, str], timeout_s: float) -> str:
-    return (
-        f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} s: "
-        f"{_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer (recover.node_wait_s, without a "
-        "Supervisor start_timeout_s); checkpoints are intact, and the same command resumes from the newest"
-    )
 
 
 def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Placement | None:
@@ -279,7 +261,6 @@ def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
 
 
 def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> int:
-    """Number of ranks for which the resources of these nodes suffice."""
     bundle = request.resources.bundle()
     ranks = [min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items()) for has in nodes.values()]
     if request.strategy == "STRICT_PACK":

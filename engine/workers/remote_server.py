@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...utils.errors import WorkerLost
-from .hang_detection import Patience, wait_watching
-from .ray_adapter import Answers, headline, raise_cause
+from .answers import Answers, Patience, headline, raise_cause, wait_watching
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,7 @@ class RemoteServer:
         return f"rank {self.rank} of worker group {self.group!r}"
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Let the worker load the Hugging Face folder ``path``. Return the version it serves from now on.
-
-        Raises:
-            WorkerLost: the worker is dead, hangs, or did not answer in time.
-            Exception: the worker raised it.
-        """
+        """Let the worker load the folder ``path``. Raises its errors, and WorkerLost if it dies, hangs, or is late."""
         call = self.actor.call.remote("update_weights_from_disk", (path, version), {})
         answers = Answers({call: self.rank})
         hung = wait_watching(answers, {self.rank: self.actor}, Patience(self.hang_timeout_s), self.timeout_s)

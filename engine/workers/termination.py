@@ -40,19 +40,11 @@ def end_on_nodes(
     timeout_s: float,
     leases: Mapping[str, float] | None = None,
 ) -> None:
-    """Wait until processes that Ray was told to kill are gone. SIGKILL those that remain after `RAY_KILL_S`.
+    """Wait until ``processes`` (by node) that Ray was told to kill are gone. SIGKILL those that remain after a moment.
 
     Processes on a node that is dead or does not answer count as gone, with a warning, once their leases have ended.
-
-    Args:
-        processes: Ray's name of a node -> the processes there.
-        here: the node of this process.
-        group: name of the worker group, for messages.
-        timeout_s: time limit.
-        leases: node -> time on the monotonic clock when all its processes have ended by themselves.
-
-    Raises:
-        HoldfastError: some processes still run after ``timeout_s``.
+    ``leases`` is the time on the monotonic clock when all processes of a node have ended by themselves. Raises
+    HoldfastError if some processes still run after ``timeout_s``.
     """
     began, left = time.monotonic(), {node: list(found) for node, found in processes.items() if found}
     while left := _end_round(
@@ -100,10 +92,10 @@ RENEWALS = 20
 class LeaseKeeper:
     """Renews the leases of ranks on other nodes, on its own thread, until it is stopped.
 
-    The kernel kills a rank whose lease ends (`holdfast.utils.lease`), so a rank that the driver cannot reach ends by
-    itself. A rank answers each renewal with the time on its clock, the next renewal returns that time, and the lease
-    then ends ``lease_s`` after it. A slow renewal therefore adds no more than was left when its answer was sent, and
-    the driver knows by its own clock when the rank is gone.
+    The kernel kills a rank whose lease ends, so a rank that the driver cannot reach ends by itself. A rank answers each
+    renewal with the time on its clock, the next renewal returns that time, and the lease then ends ``lease_s`` after
+    it. A slow renewal therefore adds no more than was left when its answer was sent, and the driver knows by its own
+    clock when the rank is gone.
     """
 
     def __init__(self, actors: Mapping[int, Any], lease_s: float) -> None:

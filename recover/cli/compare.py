@@ -12,7 +12,7 @@ import torch
 from ...engine.dcp.metadata import Destination, read_layout
 from ...engine.dcp.reader import read_now
 from ...engine.dcp.state import ROOT
-from ...engine.hf.file_io import WeightReader
+from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.tensors import Box
 from ...utils.errors import CheckpointNotFoundError, ConfigError
 from .folders import Folder, local_copy

@@ -115,7 +115,7 @@ def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any])
 
 
 def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
-    from ...engine.hf.file_io import WeightReader
+    from ...engine.hf.weight_files import WeightReader
 
     if folder.path is None:
         raise ConfigError(

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...engine.hf.file_io import WeightReader
 from ...engine.hf.name_mapping import loaded_elements, plan_loading
 from ...engine.hf.origins import FileTensor
 from ...engine.hf.quantized import refuse_quantized
 from ...engine.hf.safetensors_layout import TensorSlot
+from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.safe_torch import map_plain

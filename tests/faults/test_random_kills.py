@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from examples.chaos import GrpoRun, sha256, untimed
-from holdfast.engine.workers.ray_adapter import RayActor
+from holdfast.engine.workers.actor import RankActor
 from holdfast.recover.storage.generations import Generation, GenerationStore
 from holdfast.utils.errors import CheckpointError, Preempted
 from holdfast.utils.metrics import read_stats
@@ -62,7 +62,7 @@ GONE_S = stretched(90.0)  # Ray's agents outlive a killed raylet by half a minut
 
 
 _NONE = Generation(-1, Path())
-_WORKER = f"ray::{RayActor.__name__}"
+_WORKER = f"ray::{RankActor.__name__}"
 """Name of Ray's processes of ranks."""
 
 

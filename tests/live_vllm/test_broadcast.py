@@ -10,7 +10,7 @@ import torch
 
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import weights_label
-from holdfast.engine.servers.sending import WeightSender
+from holdfast.engine.servers.broadcast import WeightSender
 from holdfast.utils.errors import PoisonedServerError, PublishError
 from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer, plugin

@@ -28,11 +28,7 @@ class CheckedEngine(WeightTransferEngine):
 
     @abstractmethod
     def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
-        """Check and return all weights of an update. The ``world_size`` workers may share the checks by ``rank``.
-
-        Raises:
-            Exception: the weights are wrong or cannot be read.
-        """
+        """Check and return all weights of an update, or raise. The workers may share the checks by ``rank``."""
 
     def start_weight_update(self) -> None:
         """Do nothing. `receive_weights` dismantles the model after the check."""

@@ -15,6 +15,7 @@ import xxhash
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
+_SHAPING = ("model_type", "tie_word_embeddings")
 
 
 class FolderError(ValueError):
@@ -28,11 +29,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def read_manifest(folder: str | os.PathLike[str], digest: str) -> dict[str, Mapping[str, Any]]:
-    """Read the files of a published folder: name -> ``{"bytes": size, "digest": digest}``.
-
-    Raises:
-        FolderError: the manifest is missing, damaged, of another format, or its bytes do not have this ``digest``.
-    """
+    """Read the files of a published folder: name -> ``{"bytes": size, "digest": digest}``, or raise FolderError."""
     path = Path(folder) / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -59,10 +56,7 @@ def _digest(data: bytes) -> str:
 def check_files(
     folder: str | os.PathLike[str], files: Mapping[str, Mapping[str, Any]], rank: int = 0, world_size: int = 1
 ) -> None:
-    """Compare the sizes of all files, and the bytes of every ``world_size``-th one from ``rank`` on, with the manifest.
-
-    Raises FolderError, which names the first file that is missing or differs.
-    """
+    """Raise FolderError if the size of a file, or the digest of one of this rank's share, is not in the manifest."""
     for name, entry in files.items():
         path = Path(folder) / name
         if not path.is_file():
@@ -80,9 +74,5 @@ def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str
         here, there = stored[key], served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             check_model(here, there, f"{where}, {key}")
-        elif _shapes_tensors(key) and here != there:
+        elif here != there and (key in _SHAPING or key.startswith("num_") or key.endswith(("_dim", "_size"))):
             raise FolderError(f"{where}: {key} is {here!r}, this server's model has {there!r}; it is another model")
-
-
-def _shapes_tensors(key: str) -> bool:
-    return key in ("model_type", "tie_word_embeddings") or key.startswith("num_") or key.endswith(("_dim", "_size"))

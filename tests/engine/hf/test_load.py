@@ -17,7 +17,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from holdfast.engine.hf import file_io, load
+from holdfast.engine.hf import load, weight_files
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.name_mapping import LoadPlan
 from holdfast.engine.hf.save import save_hf
@@ -211,7 +211,7 @@ def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str
         outcomes[f"{folder} shorter"] = _outcome(lambda: load_hf(model, own))  # noqa: B023
         load._compare_copies = check
         if rank == 1:
-            os.preadv, file_io.map_window = broken, lambda *_: None
+            os.preadv, weight_files.map_window = broken, lambda *_: None
         outcomes[f"{folder} EIO"] = _outcome(lambda: load_hf(model, root / folder))  # noqa: B023
         os.preadv = preadv
         load_hf(model, root / folder)

@@ -86,8 +86,8 @@ def publish_adapters(root: Path, version: int, model: PreTrainedModel, dtype: st
     """Publish the adapters of a model with a float32 base, like an engine does. Returns the path of the folder."""
     probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), "float32").encode()
     meta = WeightUpdateMeta("adapter", str(root), dtype=dtype)
-    written = write_version(model, meta, version, base_dtype=torch.float32, extra_files={PROBE_NAME: probe})
-    return str(written.path)
+    write_version(model, meta, version, base_dtype=torch.float32, extra_files={PROBE_NAME: probe})
+    return str(version_path(root, version))
 
 
 def publish_hashed_adapters(root: Path, version: int, rank: int = 8, probe: bool = False) -> str:

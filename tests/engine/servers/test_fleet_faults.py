@@ -15,8 +15,13 @@ from examples.copy_task import write_model_folder
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
-from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
-from holdfast.engine.servers.states import ServerState
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ServerState,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import PublishError
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.scripted import wait_until, write_published

@@ -74,7 +74,7 @@ def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
     if trouble == "flush":
         fake.tell(flush_fails=1)
     else:
-        monkeypatch.setattr("holdfast.engine.servers.sglang.weights_label", lambda *_: label)
+        monkeypatch.setattr("holdfast.engine.servers.client.weights_label", lambda *_: label)
         shutil.rmtree(second)
     with pytest.raises(PoisonedServerError, match=r"disk was answered with 400 \(.*; its weights may be in pieces"):
         server.update_weights_from_disk(second, 2)

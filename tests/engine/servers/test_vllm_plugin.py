@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.servers import ServerFleet, VLLMServer
-from holdfast.engine.servers.api import ServerStatus, weights_label
+from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
+from holdfast.engine.servers.broadcast import WeightSender
 from holdfast.engine.servers.publish import publish_weights
-from holdfast.engine.servers.sending import WeightSender
-from holdfast.engine.servers.states import ServerState
 from holdfast.utils.errors import ConfigError, PoisonedServerError, PublishError
 from tests.engine.servers.fake_plugin import join, receive
 from tests.engine.servers.fakes import FakeServer

@@ -151,7 +151,7 @@ def test_a_failed_load_is_not_resumed_and_a_good_folder_repairs_it(fake: FakeSer
     label, seen = weights_label(bad, 2), len(fake.calls())
     Path(bad, "manifest.json").rename(Path(bad, "elsewhere"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.engine.servers.vllm.weights_label", lambda *_: label)
+        patch.setattr("holdfast.engine.servers.client.weights_label", lambda *_: label)
         with pytest.raises(
             PoisonedServerError, match=r"POST /collective_rpc was answered with 500 .* do not resume it"
         ):

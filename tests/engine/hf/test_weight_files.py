@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.engine.hf import file_io
-from holdfast.engine.hf.file_io import WeightReader, WeightWriter
+from holdfast.engine.hf import weight_files
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
+from holdfast.engine.hf.weight_files import WeightReader, WeightWriter
 from holdfast.utils import mapped
 from holdfast.utils.errors import CheckpointCorruptError
 
@@ -24,14 +24,14 @@ SPECIAL = (0.0, -0.0, 1e-45, 1.17e-38, 65504.0, 65520.0, 3.4e38, float("inf"), -
 @pytest.fixture(params=["one chunk", "many chunks"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many chunks":
-        monkeypatch.setattr(file_io, "WRITE_BYTES", 64)
-        monkeypatch.setattr(file_io, "READ_BYTES", 64)
+        monkeypatch.setattr(weight_files, "WRITE_BYTES", 64)
+        monkeypatch.setattr(weight_files, "READ_BYTES", 64)
 
 
 @pytest.fixture(params=["maps", "no maps", "no populate"])
 def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "no maps":
-        monkeypatch.setattr(file_io, "map_window", lambda *_: None)
+        monkeypatch.setattr(weight_files, "map_window", lambda *_: None)
     if request.param == "no populate":  # the answer of a kernel before 5.14
         monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     return request.param
@@ -118,7 +118,7 @@ def test_values_that_a_header_of_odd_length_leaves_askew_are_read(tmp_path: Path
 
 
 def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_io, "READ_BYTES", 5000)
+    monkeypatch.setattr(weight_files, "READ_BYTES", 5000)
     values = torch.randn(20_000)
     save_file({"w": values}, tmp_path / WEIGHTS_NAME)
     target = torch.zeros(19_998, dtype=torch.float64)
@@ -184,7 +184,7 @@ def test_a_file_removed_after_its_opening_is_read_and_nothing_stays_mapped(
         seen.append(str(path) in Path("/proc/self/maps").read_text())
         return window
 
-    monkeypatch.setattr(file_io, "map_window", mapping)
+    monkeypatch.setattr(weight_files, "map_window", mapping)
     save_file({"w": values}, path)
     target = torch.zeros(10_000, dtype=torch.float64)
     with WeightReader(tmp_path) as reader:

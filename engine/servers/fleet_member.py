@@ -16,9 +16,8 @@ from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
 from ..api import AdapterServer, BroadcastServer, InferenceServer
-from .api import ObservableServer, ServerStatus, weights_label
+from .api import ObservableServer, ServerReport, ServerState, ServerStatus, weights_label
 from .client import ServerClient
-from .states import ServerReport, ServerState
 
 logger = get_logger(__name__)
 
@@ -34,8 +33,7 @@ class PublishedFolder:
     path: str
     version: int
     label: str  # `weights_label` of the folder
-    broadcast: bool  # the weights are sent, so the servers need not see the folder
-    adapters: bool  # the folder holds adapters alone
+    type: str  # see `WeightUpdateMeta.type`
     timeout_s: float  # time limit of one server
 
     def unchanged(self) -> bool:
@@ -45,14 +43,22 @@ class PublishedFolder:
         except OSError:
             return False
 
+    def load_into(self, server: InferenceServer) -> int:
+        """Have a server load the folder. Returns the version that it serves then."""
+        if isinstance(server, ServerClient):
+            server.allow(self.timeout_s)
+        if self.type == "adapter":
+            return cast(AdapterServer, server).update_adapters_from_disk(self.path, self.version)
+        if self.type == "broadcast":
+            return cast(BroadcastServer, server).update_weights_from_distributed(self.path, self.version)
+        return server.update_weights_from_disk(self.path, self.version)
+
 
 class FleetMember(Generic[S]):
-    """A server of a fleet.
+    """A server of a fleet, and the latest ``report`` on it.
 
-    Args:
-        server: the client.
-        changed: condition that guards the reports on all servers of the fleet. Notified after each change.
-        retry_s: pause of `probe` after a load failed twice. It doubles with each further failure.
+    ``changed`` guards the reports on all servers and is notified after each change. ``retry_s`` is the pause of `probe`
+    after a load failed twice. It doubles with each further failure.
     """
 
     def __init__(self, server: S, changed: Condition, retry_s: float) -> None:
@@ -60,7 +66,7 @@ class FleetMember(Generic[S]):
         self.name = without_secrets(str(getattr(server, "name", server)))
         self._changed = changed
         self._retry_s = retry_s
-        self._report = ServerReport(self.name)
+        self.report = ServerReport(self.name)
         self._wanted: PublishedFolder | None = None
         self._answered: PublishedFolder | None = None
         self._confirmed: PublishedFolder | None = None
@@ -69,11 +75,6 @@ class FleetMember(Generic[S]):
         self._asked_at: float | None = None
         self._failures, self._retry_at = 0, 0.0
         self._logged: frozenset[str] = frozenset()
-
-    @property
-    def report(self) -> ServerReport:
-        """The latest report on this server."""
-        return self._report
 
     def folders_in_use(self) -> set[str]:
         """Folders that the server is loading, or may read adapters from again."""
@@ -84,23 +85,21 @@ class FleetMember(Generic[S]):
     @property
     def expected(self) -> bool:
         """Whether the server should answer the next update, because it missed none."""
-        return self._wanted is None or self._report.state is ServerState.SERVING
+        return self._wanted is None or self.report.state is ServerState.SERVING
 
     def want(self, folder: PublishedFolder | None) -> None:
         """Set the weights that the server should serve, without telling it. None: it may not be used any more."""
         with self._changed:
             self._wanted, self._logged = folder, frozenset()
             self._forget_failures()
-            if folder is None and self._report.state is ServerState.SERVING:
-                self._note(ServerState.BEHIND, "its weights are about to be replaced", self._report.label)
+            if folder is None and self.report.state is ServerState.SERVING:
+                self._note(ServerState.BEHIND, "its weights are about to be replaced", self.report.label)
 
     def tell(self, folder: PublishedFolder, deadline: float) -> None:
         """Have the server load ``folder`` of the last `want`, once it has answered an earlier update.
 
-        Raises:
-            PublishError: the server serves another version afterwards, or did not answer an earlier update before
-                ``deadline`` (``time.monotonic``).
-            Exception: any error of the client.
+        Raises any error of the client, and PublishError if the server serves another version afterwards, or did not
+        answer an earlier update before ``deadline`` (``time.monotonic``).
         """
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PublishError("it has not answered to an earlier update yet")
@@ -119,10 +118,7 @@ class FleetMember(Generic[S]):
                 self._note(state, error)
 
     def probe(self) -> None:
-        """Have the server load the wanted weights if it serves others. Do nothing during another update.
-
-        Raises any error of the client, which the report has too.
-        """
+        """Have the server load the wanted weights if it serves others. Do nothing during another update."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -141,9 +137,8 @@ class FleetMember(Generic[S]):
                 self._note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
 
     def _needs(self, folder: PublishedFolder) -> bool:
-        """Whether the server answers, and does not serve ``folder``."""
         if not isinstance(self.server, ObservableServer):
-            return self._report.state is not ServerState.SERVING
+            return self.report.state is not ServerState.SERVING
         status = self._ask(self.server)
         if status is None:
             self._forget_failures()  # the server may have been restarted
@@ -155,7 +150,7 @@ class FleetMember(Generic[S]):
         seen = "it is paused" if status.paused else f"it serves {status.label or 'other weights'}"
         if not status.paused and self._confirmed is folder and status.label not in (None, folder.label):
             seen += f", published by somebody else since it confirmed {folder.label}; let one job publish to a server"
-        known = self._report.error if self._failures else None  # it is more specific
+        known = self.report.error if self._failures else None  # it is more specific
         self._note_unready(status, known or seen)
         return True
 
@@ -164,7 +159,7 @@ class FleetMember(Generic[S]):
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):
-                served = _update(self.server, folder)
+                served = folder.load_into(self.server)
             if served != folder.version:
                 raise PublishError(f"it serves version {served!r} after it was told to load version {folder.version}")
             if not folder.unchanged():
@@ -177,7 +172,7 @@ class FleetMember(Generic[S]):
             if isinstance(self.server, ObservableServer):
                 seconds |= self.server.seconds
             with self._changed:
-                self._report = replace(self._report, seconds=seconds)
+                self.report = replace(self.report, seconds=seconds)
         with self._changed:
             if self._wanted is folder:
                 self._answered = self._confirmed = folder
@@ -187,7 +182,7 @@ class FleetMember(Generic[S]):
                 self._note(ServerState.BEHIND, f"it serves version {folder.version}", folder.label)
 
     def _fail(self, folder: PublishedFolder, error: Exception) -> None:
-        text, observable = describe(error), isinstance(self.server, ObservableServer)
+        text, observable = _describe(error), isinstance(self.server, ObservableServer)
         with self._changed:
             if self._wanted is folder:
                 self._answered = folder
@@ -197,8 +192,8 @@ class FleetMember(Generic[S]):
             state = ServerState.BEHIND
             if isinstance(error, WorkerLost):
                 state = ServerState.GONE
-            elif observable and self._report.state is not ServerState.SERVING:
-                state = self._report.state  # until the status request below
+            elif observable and self.report.state is not ServerState.SERVING:
+                state = self.report.state  # until the status request below
             self._note(state, text)
         if isinstance(self.server, ObservableServer) and (status := self._ask(self.server, text)) is not None:
             self._note_unready(status, text)
@@ -212,7 +207,7 @@ class FleetMember(Generic[S]):
         try:
             return server.status()
         except Exception as unanswered:  # the report holds the errors of the prober
-            self._note(ServerState.GONE, error or describe(unanswered))
+            self._note(ServerState.GONE, error or _describe(unanswered))
             return None
         finally:
             self._asked_at = None
@@ -222,28 +217,17 @@ class FleetMember(Generic[S]):
 
     def _note(self, state: ServerState, error: str | None, label: str | None = None) -> None:
         with self._changed:
-            before = self._report.state
-            self._report = replace(self._report, state=state, error=error, label=label)
+            before = self.report.state
+            self.report = replace(self.report, state=state, error=error, label=label)
             if state is not before:
                 # Without a wanted folder, its version is just being published again, and the server has no fault.
                 level = logging.INFO if state is ServerState.SERVING or self._wanted is None else logging.WARNING
-                report = f"{self.name} is {state} as before" if error in self._logged else self._report
+                report = f"{self.name} is {state} as before" if error in self._logged else self.report
                 logger.log(level, "inference server %s (it was %s)", report, before)
                 self._logged = self._logged | {error} if error else frozenset()
             self._changed.notify_all()
 
 
-def _update(server: InferenceServer, folder: PublishedFolder) -> int:
-    if isinstance(server, ServerClient):
-        server.allow(folder.timeout_s)
-    if folder.adapters:
-        return cast(AdapterServer, server).update_adapters_from_disk(folder.path, folder.version)
-    if folder.broadcast:
-        return cast(BroadcastServer, server).update_weights_from_distributed(folder.path, folder.version)
-    return server.update_weights_from_disk(folder.path, folder.version)
-
-
-def describe(error: BaseException) -> str:
-    """Text of a client's error for logs and reports, without secrets."""
+def _describe(error: BaseException) -> str:
     text = str(error) if isinstance(error, ServerError | WorkerLost) else f"{type(error).__name__}: {error}"
     return without_secrets(text)

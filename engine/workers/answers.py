@@ -1,7 +1,15 @@
-"""Results of Ray calls (answers, errors of the code, deaths of processes), and the rank's actor as Ray runs it."""
+"""Answers of ranks to one call: results, errors of the code, deaths of processes, and ranks that will never answer.
+
+Ranks with a pending call are pinged every `PING_EVERY_S`. A separate thread answers, even if the worker is busy, unless
+C code holds the interpreter, and says how long ago the process made progress (`holdfast.utils.heartbeat`). A process
+counts as
+
+- stopped, if it does not answer a ping for ``hang_s``.
+- stalled (an endless loop, a collective that nobody else joins), if it answers but neither it nor any other rank with a
+  pending call made progress for ``stall_s``. While one rank still does, the others may just wait for it.
+"""
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +29,6 @@ from ray.exceptions import (
 
 from ...utils.collective_errors import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
-from ...utils.processes import ProcessId
-from .actor import RankActor, device_index
 
 ERROR_GRACE_S = 1.0
 """Seconds after a rank's error in which other ranks may still answer or turn out to be dead."""
@@ -33,6 +39,8 @@ LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError, Obje
 _TOGETHER_S = 0.02
 """Answers within this time of another are collected with it. The cost of each `ray.wait` grows with the number of
 pending calls, so one wait per rank would grow with its square."""
+PING_EVERY_S = 5.0
+"""Seconds between pings of the ranks with a pending call, and the possible delay in noticing a hang."""
 
 
 @dataclass
@@ -45,8 +53,7 @@ class Answers:
     lost: dict[int, RayError] = field(default_factory=dict)
 
     def collect(self, timeout_s: float | None, dead: Callable[[], Collection[int]] = tuple) -> None:
-        """Wait until all have answered or ``timeout_s`` is over. After the first failure its grace period replaces the
-        timeout.
+        """Wait until all have answered or ``timeout_s`` is over. After the first failure its grace period counts.
 
         ``dead`` is called after an error and returns the ranks known to be dead, even if Ray has not reported them yet.
         """
@@ -68,12 +75,10 @@ class Answers:
         rank = self.pending.pop(ref)
         try:
             self.values[rank] = ray.get(ref)
-        except RayTaskError as error:  # first, because Ray derives it from the class of its cause, which may be in LOST
-            self.errors[rank] = error
-        except LOST as error:
-            self.lost[rank] = error
         except RayError as error:
-            self.errors[rank] = error
+            # Ray derives a RayTaskError from the class of its cause, which may be in LOST.
+            lost = isinstance(error, LOST) and not isinstance(error, RayTaskError)
+            (self.lost if lost else self.errors)[rank] = error
 
 
 def require_ray() -> None:
@@ -116,23 +121,64 @@ def headline(error: BaseException | None) -> str:
 
 
 @dataclass(frozen=True)
-class RankProcess:
-    """Process of a rank: its id, the address and Ray's name of its node, and torch's index of its GPU."""
+class Patience:
+    """Time limits for an answer to a ping (None: no pings), and for any progress."""
 
-    id: ProcessId
-    host: str
-    node_id: str
-    device: int | None
+    hang_s: float | None
+    stall_s: float | None = None
 
 
-class RayActor(RankActor):
-    """`RankActor` with information that only Ray has."""
+@dataclass(frozen=True)
+class Hung:
+    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be slow."""
 
-    def start(self, serve_store: bool) -> tuple[RankProcess, int]:
-        """Describe this process, and return the port of the store that it serves (0 without one)."""
-        host = ray.util.get_node_ip_address()
-        gpus = ray.get_gpu_ids()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-        device = device_index(gpus, visible) if gpus else None
-        where = RankProcess(self.process(), host, ray.get_runtime_context().get_node_id(), device)
-        return where, self.serve_store(host) if serve_store else 0
+    ranks: list[int]
+    symptom: str
+    stalled: bool = False
+
+
+def wait_watching(
+    answers: Answers,
+    actors: Mapping[int, Any],
+    patience: Patience,
+    deadline_s: float | None,
+    dead: Callable[[], Collection[int]] = tuple,
+) -> Hung | None:
+    """Fill ``answers`` until all are there, a rank died, failed or hangs, or ``deadline_s`` is over.
+
+    Returns the hung ranks. After an error only stopped ones count, because the others wait for the failed one. ``dead``
+    is called then and returns ranks known to be dead, which are not pinged: Ray needs two seconds to report a dead
+    node.
+    """
+    if patience.hang_s is None:
+        answers.collect(deadline_s, dead)
+        return None
+    start = time.monotonic()
+    end = math.inf if deadline_s is None else start + deadline_s
+    stall_s = math.inf if patience.stall_s is None else patience.stall_s
+    every_s = min(PING_EVERY_S, patience.hang_s, stall_s)
+    while True:
+        answers.collect(max(0.0, min(every_s, end - time.monotonic())), dead)
+        left_s = math.inf if answers.errors else end - time.monotonic()
+        if answers.lost or not answers.pending or left_s <= 0 or (answers.errors and dead()):
+            return None
+        pending = sorted(answers.pending.values())
+        idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))
+        since_call_s = time.monotonic() - start  # idle time before the call does not count
+        hung = None
+        if silent := [rank for rank in pending if rank not in idle_s]:
+            if left_s >= patience.hang_s:  # else they may be well and just miss the deadline
+                hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
+        elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
+            hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
+        if hung or answers.errors:
+            answers.collect(0)  # a death in the meantime is reported as a death
+            return hung
+
+
+def ping(actors: Mapping[int, Any], timeout_s: float) -> dict[int, float]:
+    """Seconds since the last progress of each rank whose process answers in time, even if its worker is busy."""
+    refs = {actor.ping.options(concurrency_group="health").remote(): rank for rank, actor in actors.items()}
+    answers = Answers(refs)
+    answers.collect(timeout_s)
+    return answers.values

@@ -1,8 +1,8 @@
 """Broadcast the weights of a published folder to a server that does not see the folder.
 
-The sender and the workers of one server form a gloo group for one update. The next update forms another one, so no
-death on either side needs repair, and a failing server delays no other. The tensors are mapped from the folder and sent
-one after the other, followed by the digest of all their bytes.
+The sender and the workers of one server form a gloo group for one update. So no death on either side needs repair, and
+a failing server delays no other. The tensors are mapped from the folder and sent one after the other, followed by the
+digest of all their bytes.
 """
 
 import os
@@ -28,7 +28,10 @@ class WeightSender:
 
     def __init__(self, folder: str | os.PathLike[str], url: str, workers: int, timeout_s: float) -> None:
         self._timeout, self._workers = timedelta(seconds=timeout_s), workers
-        self._address = _own_address(url, timeout_s)
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout_s) as connection:
+            self._address = connection.getsockname()[0]
         files = sorted(Path(folder).glob("*.safetensors"))
         self._tensors: dict[str, torch.Tensor] = {name: t for file in files for name, t in load_file(file).items()}
         self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
@@ -72,10 +75,3 @@ class WeightSender:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
-
-
-def _own_address(url: str, timeout_s: float) -> str:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with socket.create_connection((parts.hostname or "", port), timeout_s) as connection:
-        return connection.getsockname()[0]

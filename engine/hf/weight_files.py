@@ -60,19 +60,12 @@ class WeightWriter:
         if slot.file not in self._fds:
             self._fds[slot.file] = os.open(self._folder / slot.file, os.O_WRONLY)
         offset = slot.offset + at * slot.dtype.itemsize
-        for data in self._encoded(values, slot.dtype):
-            _write_all(self._fds[slot.file], data, offset)
-            offset += len(data)
-
-    def _encoded(self, values: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-        """Yield the bytes of ``values`` as ``dtype`` in chunks, each valid until the next."""
         blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        chunks = _chunks_of(values, WRITE_BYTES // dtype.itemsize)
-        for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=dtype)):
-            if as_it_is:
-                yield from map(_bytes_of, some)
-            else:
-                yield from blocks.pack(some, dtype)
+        chunks = _chunks_of(values, WRITE_BYTES // slot.dtype.itemsize)
+        for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=slot.dtype)):
+            for data in map(_bytes_of, some) if as_it_is else blocks.pack(some, slot.dtype):
+                _write_all(self._fds[slot.file], data, offset)
+                offset += len(data)
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -108,10 +101,7 @@ class WeightReader:
             file.close()
 
     def layout(self) -> dict[str, TensorSlot]:
-        """Tensor name -> slot. Opens each file once and raises as `read_layout` does.
-
-        Values are read later from the same open files, even if other files have replaced them in the folder.
-        """
+        """Tensor name -> slot (`read_layout`). Values come from the same open files, even if others replace them."""
         return read_layout(self._folder, self._open)
 
     def _open(self, name: str) -> BufferedReader:
@@ -119,10 +109,7 @@ class WeightReader:
         return file
 
     def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
-        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
-
-        Raises CheckpointCorruptError if the file has become shorter, and OSError if it cannot be read.
-        """
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``."""
         for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
             if _is_in_memory(piece, slot.dtype):
                 self._fill(piece, slot, at)
@@ -150,7 +137,6 @@ class WeightReader:
         blocks.copy(piece, values.view(slot.dtype).view(piece.shape))
 
     def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
-        """Fill ``piece`` from the mapped file. False if that is impossible."""
         fd, start = self._files[slot.file].fileno(), slot.offset + at * slot.dtype.itemsize
         n_bytes = piece.numel() * slot.dtype.itemsize
         askew = start % slot.dtype.itemsize  # as an odd header leaves values

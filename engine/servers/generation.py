@@ -1,0 +1,134 @@
+"""Checks of one generation: may a server be sent this prompt, and can its answer be trained on?
+
+A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a tokenizer. With
+``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the prompt is sent to afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...utils.errors import PromptError
+from ..model.model_folder import read_raw_config
+from .adapters import adapter_label
+from .api import GenerationHyperparameters, ModelRequest, ModelResponse, labelled_version
+
+_SHOWN_IDS = 8
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """Size of the vocabulary, and most tokens of prompt and completion together. None: unknown."""
+
+    vocab_size: int | None = None
+    max_tokens: int | None = None
+
+    def require(self, request: ModelRequest, server: str) -> None:
+        """Raise PromptError if ``server`` cannot complete the prompt or sample its stop tokens."""
+        ids = list(request.input_ids)
+        shown = ", ".join([*map(repr, ids[:_SHOWN_IDS]), *["..."] * (len(ids) > _SHOWN_IDS)])
+        what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{shown}], for {server},"
+        if not ids:
+            raise PromptError(f"{what} is empty; give it one token at least, the one that begins a text, say")
+        for name, some in (("token ids", ids), ("stop_token_ids", request.gconfig.stop_token_ids)):
+            for place, found in enumerate(some):
+                if isinstance(found, int) and found >= 0 and (self.vocab_size is None or found < self.vocab_size):
+                    continue
+                last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
+                raise PromptError(
+                    f"{what} has {found!r} at place {place} of its {name}; expected integers from 0 {last}. Is the "
+                    "tokenizer that of the model, and are ids of padding (-1, -100) left out?"
+                )
+        if self.max_tokens is not None and len(ids) >= self.max_tokens:
+            raise PromptError(
+                f"{what} leaves no room for a completion: the server takes {self.max_tokens} tokens in all. Shorten or "
+                "leave out the sample, limit a conversation (MultiTurnWorkflow max_tokens), or start the server with "
+                "a larger --max-model-len"
+            )
+
+
+def folder_vocab_size(folder: str | Path) -> int | None:
+    """Vocabulary size in the ``config.json`` of a model folder, or None."""
+    try:
+        config = read_raw_config(Path(folder))
+    except OSError:
+        return None
+    text: Any = config.get("text_config")  # the text part of a multimodal model
+    for some in (config, text if isinstance(text, Mapping) else {}):
+        if isinstance(size := some.get("vocab_size"), int):
+            return size
+    return None
+
+
+def stated_limits(models: Mapping[str, Any], vocab_size: int | None) -> PromptLimits:
+    """The limits in an answer to ``GET /v1/models``. It names the folder with the config if ``vocab_size`` is None."""
+    entries = models.get("data")
+    entry: Any = entries[0] if isinstance(entries, list) and entries else None
+    if not isinstance(entry, Mapping):
+        return PromptLimits(vocab_size)
+    root, room = entry.get("root"), entry.get("max_model_len")
+    if vocab_size is None and isinstance(root, str):
+        vocab_size = folder_vocab_size(root)
+    return PromptLimits(vocab_size, room if isinstance(room, int) else None)
+
+
+def response_of(
+    request: ModelRequest,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[Mapping[str, Any]],
+    reason: Any,
+) -> ModelResponse:
+    """Check a completion and convert its labels to versions.
+
+    ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label), ``start`` and ``end``.
+    ValueError if the completion is unfinished, lengths differ, or a label belongs to no published weights. KeyError or
+    TypeError if a span has another format.
+    """
+    if reason not in ("stop", "length"):
+        raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
+    if len(logprobs) != len(tokens):
+        raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise ValueError(f"the weight versions {list(spans)} leave tokens out")
+        if (version := labelled_version(span["version"])) is None:
+            raise ValueError(
+                f"it was sampled by weights labelled {span['version']!r}, which nobody published: the server has been "
+                "restarted, or was told of adapters by another client; publish to it first"
+            )
+        versions += [version] * (span["end"] - span["start"])
+    if len(versions) != len(tokens):
+        raise ValueError(f"the weight versions {list(spans)} are of {len(versions)} tokens; there are {len(tokens)}")
+    return ModelResponse(list(request.input_ids), list(tokens), list(logprobs), versions, reason)
+
+
+def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Put the label of an adapter into the spans of its completion, or raise ValueError if something else answered."""
+    if answered_by != adapter:
+        raise ValueError(f"it was completed by {answered_by!r}; expected {adapter!r}")
+    if replaced := [span["version"] for span in spans if labelled_version(span["version"]) is not None]:
+        raise ValueError(f"the base under {adapter} was replaced by the published weights {replaced[0]}")
+    return [{**span, "version": adapter_label(adapter)} for span in spans]
+
+
+def samples_plainly(gconfig: GenerationHyperparameters) -> bool:
+    """Whether tokens are sampled from the unchanged distribution of the model."""
+    return gconfig.temperature in (0.0, 1.0) and gconfig.top_p == 1.0 and gconfig.top_k == 0
+
+
+def untempered(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
+    """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at temperature 1.
+
+    Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.
+    """
+    common = sorted(plain.keys() & tempered.keys(), key=plain.__getitem__)
+    spread = plain[common[-1]] - plain[common[0]] if common else 0.0
+    if not spread > 0:
+        return f"log-probabilities of different tokens cannot be compared: {dict(plain)} and {dict(tempered)}"
+    factor = (tempered[common[-1]] - tempered[common[0]]) / spread
+    if abs(factor - 2) < abs(factor - 1):
+        return None
+    return "its log-probabilities are not those of the distribution that it samples from: temperature is left out"
