@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import Shard
 
 from holdfast.engine.api import StepInfo
-from holdfast.engine.dcp.metadata import Destination, parse_metadata, read_layout
-from holdfast.engine.dcp.reader import TensorReader
+from holdfast.engine.dcp.folder import TensorReader
+from holdfast.engine.dcp.format import Destination, parse_metadata, read_layout
 from holdfast.engine.dcp.save_plan import Structure, TensorStructure, plan_alone
 from holdfast.engine.memory.tensors import Box
 from holdfast.recover import GenerationStore, RecoverInfo

@@ -1,4 +1,4 @@
-"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space and staged folders.
+"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space, staged folders, fast reading.
 
 POSIX makes a rename atomic but not durable. The data, the file's name and the renamed folder each need an fsync, in
 that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import mmap
 import os
 import shutil
 import stat
@@ -21,7 +22,6 @@ import xxhash
 from .errors import CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
-from .mapped import map_window
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,11 @@ _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
 _SYNC_FILE_RANGE_WRITE = 2
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
+_MAP_NORESERVE = 0x4000  # reserve no memory, because nothing is written
+
+MOST_READING_THREADS = 8
+"""Limit of the threads that read one file. More are no faster, neither from the page cache nor from a disk."""
 
 _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
@@ -269,6 +274,43 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
         yield buffer[:count]
+
+
+def map_window(fd: int, begin: int, length: int) -> memoryview | None:
+    """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
+
+    They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
+    process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
+
+    Returns:
+        None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map.
+        Read the file then. If it is damaged, that raises the error.
+    """
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        # Writable although nothing is written, because torch warns about read-only memory.
+        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
+        mapped.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):  # ValueError: the file is shorter
+        return None
+    return memoryview(mapped)[begin - first :]
+
+
+def reading_threads() -> int:
+    """Return the number of threads with which this rank should read a file: its share of the host's cores.
+
+    At least 1, at most `MOST_READING_THREADS`. If this process may run on fewer cores than its parent, its launcher has
+    already given it a share (``torchrun --numa-binding``, ``taskset``). Without ``LOCAL_WORLD_SIZE`` all ranks are
+    assumed to be on this host. ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks'
+    computations do not disturb each other, but reading threads spend their time in the kernel.
+    """
+    from .distributed import get_world_size  # imports torch, which commands that only read files do not need
+
+    cores = os.sched_getaffinity(0)
+    has_share = cores < os.sched_getaffinity(os.getppid())
+    ranks = 1 if has_share else int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    return min(max(len(cores) // ranks, 1), MOST_READING_THREADS)
 
 
 def bytes_digest(data: bytes) -> str:

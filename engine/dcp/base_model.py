@@ -23,10 +23,10 @@ from torch import nn
 from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
-from ...utils.safe_json import pack_json, unpack_json
+from ...utils.plain_values import pack_json, unpack_json
 from ..memory.tensors import counts_here, local_box, local_tensor
 from .fingerprint import bit_sum, sample_state
-from .metadata import PathLike
+from .format import PathLike
 
 logger = get_logger(__name__)
 
@@ -117,7 +117,7 @@ def describe_base(
     Args:
         frozen: the parameters.
         folder: their source.
-        adapters: description of the adapters trained on them (see `lora.description`), for tools without the model.
+        adapters: description of the adapters trained on them (see `lora.adapters`), for tools without the model.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())

@@ -25,9 +25,8 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.tensors import Box, local_box, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
-from .folder import DCPFolder
-from .metadata import Destination, PathLike
-from .reader import BLOCK_BYTES, TensorReader
+from .folder import BLOCK_BYTES, DCPFolder, TensorReader
+from .format import Destination, PathLike, parse_metadata
 from .roots import describe_roots
 from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
@@ -160,7 +159,7 @@ class DCPLoad:
             OSError: a file can no longer be read. The state cannot be trusted either.
         """
         self.check_unchanged()
-        DCPFolder.forget_layouts()  # everything is planned
+        parse_metadata.cache_clear()  # everything is planned, and it may take tens of megabytes
         with changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()

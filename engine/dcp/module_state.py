@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...utils.compat.torch_private import buffers_of, children_of, is_persistent, loading_of, saving_of, tree_leaves
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
-from ...utils.safe_torch import load_plain, pack_plain
+from ...utils.plain_values import load_plain, pack_plain
 from ..memory.tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)

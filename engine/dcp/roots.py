@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from ...utils.errors import CheckpointMismatchError
 from .base_model import BASE, BASE_SAMPLE
-from .metadata import FolderLayout
+from .format import FolderLayout
 from .state import ROOT
 
 T = TypeVar("T")

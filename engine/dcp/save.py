@@ -1,10 +1,10 @@
 """Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one process.
 
-Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive`) and
-its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable storage,
-rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an archive
-per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates existing
-files, and removes ``.metadata`` before it writes the new one.
+Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive_of`)
+and its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable
+storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an
+archive per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates
+existing files, and removes ``.metadata`` before it writes the new one.
 
 Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's entries durable and the
 folder visible (`utils.files.commit_folder`).
@@ -39,8 +39,7 @@ from ...utils.write_errors import as_write_error
 from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor
-from .archive import archive_of
-from .metadata import PathLike, pickle_metadata
+from .format import PathLike, archive_of, pickle_metadata
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
 

@@ -1,12 +1,13 @@
 """The plan of a save: which rank writes which tensor where. It holds for all states of the same structure.
 
 Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank holds (see
-`shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives which
-rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ, rank 0
-gathers the tensors of every rank, as torch's planner describes them, and plans for all. Both ways write the same bytes.
+`find_shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives
+which rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ,
+rank 0 gathers the tensors of every rank, as torch's planner describes them, and plans for all. Both ways write the same
+bytes.
 
-The length of a tensor's archive follows from shape and dtype (see `archive`). So ``.metadata`` is known before a byte
-is written, and is the same for every save.
+The length of a tensor's archive follows from shape and dtype (see `archive_of`). So ``.metadata`` is known before a
+byte is written, and is the same for every save.
 """
 
 import math
@@ -28,15 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
-from ...utils.garbage import no_collection
-from ..memory.tensors import local_box, local_tensor
-from .archive import archive_of
-from .metadata import pickle_metadata, stored_properties
-from .shards import Shards, find_shards
+from ..memory.tensors import Box, local_box, local_tensor
+from .format import archive_of, no_collection, pickle_metadata, stored_properties
 from .state import RANK_KEYED, ROOT, rank_key
 
 
@@ -77,6 +75,81 @@ OWN = "\0rank\0"
 """Stands for the `rank_key` of the rank that has the tensor. No module can have such a name."""
 
 
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """How a tensor is divided among ranks. Several ranks may hold the same shard.
+
+    Attributes:
+        offsets: ``[ranks, dims]`` int64, first index of each rank's shard.
+        sizes: ``[ranks, dims]`` int64.
+        number: ``[ranks]``, number of each rank's shard. Shards with the same offsets have one number.
+        holders: number -> the ranks that hold the shard, in order.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    number: list[int]
+    holders: list[list[int]]
+
+    def box_of(self, rank: int) -> Box:
+        """The shard of a rank."""
+        return self._boxes[rank]
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        boxes = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+
+    @cached_property
+    def is_held_alone(self) -> np.ndarray:
+        """``[ranks]`` bool: whether no other rank holds this rank's shard."""
+        return np.array([len(self.holders[number]) == 1 for number in self.number])
+
+
+def find_shards(
+    shape: Sequence[int], mesh: Any, placements: Sequence[Placement], ranks: Sequence[int]
+) -> Shards | None:
+    """Find the part of a tensor that each of ``ranks`` holds.
+
+    DTensor deals rows out in runs of equal length. The last runs are shorter or empty.
+
+    Args:
+        shape: shape of the whole tensor.
+        mesh: ranks by coordinate. None for a tensor that every rank holds whole.
+        placements: one for each dimension of the mesh.
+        ranks: ranks of the group that saves, in the default group.
+
+    Returns:
+        None if the tensor is on other ranks, or placed in a way that only torch knows.
+    """
+    offsets = np.zeros((len(ranks), len(shape)), np.int64)
+    sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
+    if mesh is not None:
+        by_coordinate = np.array(mesh, np.int64)
+        if sorted(by_coordinate.ravel().tolist()) != sorted(ranks):
+            return None
+        order = np.argsort(by_coordinate.ravel())[np.argsort(np.argsort(np.array(ranks)))]
+        coordinates = np.unravel_index(order, by_coordinate.shape)
+        for at, n_parts, placement in zip(coordinates, by_coordinate.shape, placements, strict=True):
+            if type(placement) is Replicate:
+                continue
+            if type(placement) is not Shard:
+                return None
+            dim = placement.dim
+            rows = sizes[:, dim]
+            step = -(-rows // n_parts)
+            begin = np.minimum(at * step, rows)
+            length = np.minimum(step, rows - begin)
+            offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
+            sizes[:, dim] = length
+    numbers: dict[tuple[int, ...], int] = {}
+    number = [numbers.setdefault(tuple(offset), len(numbers)) for offset in offsets.tolist()]
+    holders: list[list[int]] = [[] for _ in numbers]
+    for rank, its_number in enumerate(number):
+        holders[its_number].append(rank)
+    return Shards(offsets, sizes, number, holders)
+
+
 @dataclass(frozen=True)
 class Structure:
     """Structure of a rank's state, and the ranks that save together.
@@ -92,7 +165,7 @@ class Structure:
     tensors: tuple[TensorStructure, ...]
 
     @cached_property
-    def shards(self) -> list["Shards | None"] | None:
+    def shards(self) -> list[Shards | None] | None:
         """How each tensor is divided among the ranks. An element is None if each rank has a tensor of its own.
 
         None if a tensor is on other ranks than these, or placed in a way that only torch knows.

@@ -7,7 +7,7 @@ torch's own reader reads Holdfast's. Four things differ from torch's ``get_state
 - A tied tensor is stored once, under the first of its names.
 - Frozen parameters that every start makes again, like the base under LoRA, may be left out (see `base_model`).
 - Values other than tensors (schedule, counters, hyperparameters) are JSON in a uint8 tensor, so no byte of the folder
-  has to be unpickled (see `safe_json`).
+  has to be unpickled (see `plain_values`).
 """
 
 import copy
@@ -27,10 +27,10 @@ from ...utils.compat.torch_private import without_compile
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
+from ...utils.plain_values import pack_json, unpack_json
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
-from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
-from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
+from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from . import optimizer_state as optim
@@ -142,7 +142,7 @@ class DCPState(TorchStateful):
         """Live tensors, nested, under these names:
 
         - ``model``, and ``module_state`` if there is any (see `module_state`).
-        - ``adapters``, if PEFT has put some in (see `lora.description`).
+        - ``adapters``, if PEFT has put some in (see `lora.adapters`).
         - ``base`` and ``base_sample``, if frozen parameters are left out (see `base_model`).
         - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (values per parameter that are not tensors),
           ``optim_local`` (names of plain tensors of the local shard), ``rng``, ``scheduler`` and ``counters``.

@@ -26,8 +26,7 @@ from torch.distributed.tensor import (
 from holdfast.engine.dcp import save
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver
-from holdfast.engine.dcp.save_plan import agree_on, describe_state, vote_on
-from holdfast.engine.dcp.shards import find_shards
+from holdfast.engine.dcp.save_plan import agree_on, describe_state, find_shards, vote_on
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.utils.compat.torch_private import compute_local_shape_and_global_offset
