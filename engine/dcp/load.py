@@ -72,7 +72,7 @@ def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None =
     """
     folder = DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
-        find_destinations(folder, _as_stored(state, folder))
+        _find_destinations(folder, _as_stored(state, folder))
 
 
 @normal_tensors()
@@ -97,14 +97,17 @@ def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
             parameters = [name.removeprefix("model.") for name in state.live_tensors() if name.startswith("model.")]
             folder = folder.under_root(root, parameters)
         state = _as_stored(state, folder)
-        destinations = find_destinations(folder, state)
+        destinations = _find_destinations(folder, state)
     with all_ranks_succeed(f"reading {path}", group):
         reader = folder.plan(destinations.live)
         others = {name: where.like() for name, where in destinations.live.items() if name not in reader.names}
         folder.read(destinations.small | others)
         _check_ties(folder, destinations)
-        small = {name.removeprefix(f"{ROOT}."): where.tensor for name, where in destinations.small.items()}
-        values = _check_values(folder, state, small)
+        small = {_own(name): where.tensor for name, where in destinations.small.items()}
+        try:
+            values = state.check_values(small)
+        except CheckpointError as error:
+            raise type(error)(f"{folder.path}: {error}") from error
         reader.check_unchanged()
         frozen = state.frozen_parameters()
         own = sample_base(frozen) if BASE in small else None
@@ -116,22 +119,14 @@ def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that all ranks have found good, ready to be put into the live state.
+    """A folder that all ranks have found good, ready to be put into the live state."""
 
-    Attributes:
-        state: the live state, with the parameters that the folder holds.
-        _proposed: memory for tensors that the live state does not have yet.
-        _copies: pairs of a live tensor and its values, if they could not be read in place.
-        _small: dotted name -> tensor, of generators, counters and parameter groups.
-        _values: the same values, parsed.
-    """
-
-    state: DCPState
-    _proposed: Mapping[str, torch.Tensor]
+    state: DCPState  # the live state, with the parameters that the folder holds
+    _proposed: Mapping[str, torch.Tensor]  # memory for tensors that the live state does not have yet
     _reader: TensorReader
-    _copies: list[tuple[torch.Tensor, torch.Tensor]]
-    _small: dict[str, torch.Tensor]
-    _values: dict[str, Any]
+    _copies: list[tuple[torch.Tensor, torch.Tensor]]  # a live tensor and its values, if not read in place
+    _small: dict[str, torch.Tensor]  # dotted name -> tensor, of generators, counters and parameter groups
+    _values: dict[str, Any]  # the same values, parsed
 
     @property
     def first_group(self) -> int:
@@ -169,7 +164,7 @@ class DCPLoad:
 
 
 @dataclass(frozen=True)
-class Destinations:
+class _Destinations:
     """The tensors that a rank reads, and where they go. Names are those in the folder, with `ROOT`.
 
     Attributes:
@@ -185,16 +180,11 @@ class Destinations:
     ties: dict[str, str]
 
 
-def find_destinations(folder: DCPFolder, state: DCPState) -> Destinations:
-    """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is.
-
-    Raises:
-        CheckpointMismatchError: it is a folder of another model or optimizer.
-    """
+def _find_destinations(folder: DCPFolder, state: DCPState) -> _Destinations:
+    """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is."""
     names, tensors = folder.layout.names(), folder.layout.tensors
     _check_kind(folder, names, state)
-    found = {name.removeprefix(f"{ROOT}."): (stored.shape, stored.dtype) for name, stored in tensors.items()}
-    proposed = state.propose_state(found)
+    proposed = state.propose_state({_own(name): (stored.shape, stored.dtype) for name, stored in tensors.items()})
     live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
     aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
     ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
@@ -202,16 +192,21 @@ def find_destinations(folder: DCPFolder, state: DCPState) -> Destinations:
     for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
         _check_same_tensor(folder, name, tensor)
     boxes: dict[Any, Box] = {}  # hundreds of tensors are cut in a few ways
-    return Destinations(
-        proposed,
-        {name: _local_destination(tensor, boxes) for name, tensor in live.items()},
-        {name: _small_destination(folder, name) for name in _small_names(names, state)},
-        ties,
-    )
+    found = {name: _local_destination(tensor, boxes) for name, tensor in live.items()}
+    small = {}
+    for name in _small_names(names, state):
+        if (stored := tensors.get(name)) is None:
+            raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
+        small[name] = Destination(_whole(stored.shape), torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
+    return _Destinations(proposed, found, small, ties)
+
+
+def _own(name: str) -> str:
+    return name.removeprefix(f"{ROOT}.")
 
 
 def _as_stored(state: DCPState, folder: DCPFolder) -> DCPState:
-    return state.as_stored({name.removeprefix(f"{ROOT}.") for name in folder.layout.names()})
+    return state.as_stored({_own(name) for name in folder.layout.names()})
 
 
 def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> None:
@@ -263,13 +258,6 @@ def _local_destination(tensor: torch.Tensor, boxes: dict[Any, Box]) -> Destinati
     return Destination(boxes[cut], tensor.to_local())
 
 
-def _small_destination(folder: DCPFolder, name: str) -> Destination:
-    stored = folder.layout.tensors.get(name)
-    if stored is None:
-        raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
-    return Destination(_whole(stored.shape), torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
-
-
 def _whole(shape: torch.Size) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
@@ -277,12 +265,9 @@ def _whole(shape: torch.Size) -> Box:
 def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
     """Names of the values that come back besides live tensors. A new rank reads the values of rank 0."""
     saved = sorted(saved)
+    facts = {f"{ROOT}.{name}" for name in (BASE, ADAPTERS)}
     found = _of_rank("module_state", saved)
-    found += [
-        name
-        for name in saved
-        if name in (f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}") or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")
-    ]
+    found += [name for name in saved if name in facts or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
     if state.optimizer is not None:
         found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
     return found
@@ -294,7 +279,7 @@ def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
     return found or [name for name in saved if f"{name}.".startswith(first)]
 
 
-def _check_ties(folder: DCPFolder, destinations: Destinations) -> None:
+def _check_ties(folder: DCPFolder, destinations: _Destinations) -> None:
     """Raise unless a tied tensor that the folder holds under two names has the same values under both."""
     for alias, name in destinations.ties.items():
         if not _same_values(folder, (alias, name), destinations.live[name]):
@@ -326,10 +311,3 @@ def _split_rows(part: Destination) -> Iterator[Destination]:
     for row in range(0, n_rows, step):
         rows = part.tensor[row : row + step]
         yield Destination(Box((offsets[0] + row, *offsets[1:]), tuple(rows.shape)), rows)
-
-
-def _check_values(folder: DCPFolder, state: DCPState, small: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    try:
-        return state.check_values(small)
-    except CheckpointError as error:
-        raise type(error)(f"{folder.path}: {error}") from error

@@ -40,26 +40,13 @@ from .state import RANK_KEYED, ROOT, rank_key
 
 @dataclass(frozen=True)
 class TensorStructure:
-    """Name, shape, dtype and placement of one tensor of a state, without its values.
+    """Name, shape, dtype and placement of one tensor of a state, without its values."""
 
-    Attributes:
-        name: full name. `OWN` in it stands for the rank, if each rank has a tensor of its own.
-        shape: shape of the whole tensor.
-        properties: torch's description in ``.metadata``, with the dtype.
-        mesh: ranks of a DTensor in the default group by coordinate, as nested tuples. Else None.
-        placements: placements of a DTensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    properties: TensorProperties
-    mesh: Any = None
-    placements: tuple[Placement, ...] = ()
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the values of the whole tensor."""
-        return math.prod(self.shape) * self.properties.dtype.itemsize
+    name: str  # full name, with `OWN` for the rank if each rank has a tensor of its own
+    shape: tuple[int, ...]  # of the whole tensor
+    properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
+    mesh: Any = None  # ranks of a DTensor in the default group by coordinate, as nested tuples
+    placements: tuple[Placement, ...] = ()  # of a DTensor
 
     @property
     def is_own(self) -> bool:
@@ -77,28 +64,15 @@ OWN = "\0rank\0"
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """How a tensor is divided among ranks. Several ranks may hold the same shard.
+    """How a tensor is divided among ranks. Several ranks may hold the same shard."""
 
-    Attributes:
-        offsets: ``[ranks, dims]`` int64, first index of each rank's shard.
-        sizes: ``[ranks, dims]`` int64.
-        number: ``[ranks]``, number of each rank's shard. Shards with the same offsets have one number.
-        holders: number -> the ranks that hold the shard, in order.
-    """
-
-    offsets: np.ndarray
-    sizes: np.ndarray
-    number: list[int]
-    holders: list[list[int]]
+    boxes: list[Box]  # the shard of each rank
+    number: list[int]  # number of each rank's shard. Shards with the same offsets have one number
+    holders: list[list[int]]  # number -> the ranks that hold the shard, in order
 
     def box_of(self, rank: int) -> Box:
         """The shard of a rank."""
-        return self._boxes[rank]
-
-    @cached_property
-    def _boxes(self) -> list[Box]:
-        boxes = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+        return self.boxes[rank]
 
     @cached_property
     def is_held_alone(self) -> np.ndarray:
@@ -109,7 +83,7 @@ class Shards:
 def find_shards(
     shape: Sequence[int], mesh: Any, placements: Sequence[Placement], ranks: Sequence[int]
 ) -> Shards | None:
-    """Find the part of a tensor that each of ``ranks`` holds.
+    """Find the part of a tensor that each of ``ranks`` holds, by the rules of DTensor and without communication.
 
     DTensor deals rows out in runs of equal length. The last runs are shorter or empty.
 
@@ -142,27 +116,22 @@ def find_shards(
             length = np.minimum(step, rows - begin)
             offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
             sizes[:, dim] = length
+    boxes = [Box(tuple(at), tuple(length)) for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     numbers: dict[tuple[int, ...], int] = {}
-    number = [numbers.setdefault(tuple(offset), len(numbers)) for offset in offsets.tolist()]
+    number = [numbers.setdefault(box.offsets, len(numbers)) for box in boxes]
     holders: list[list[int]] = [[] for _ in numbers]
     for rank, its_number in enumerate(number):
         holders[its_number].append(rank)
-    return Shards(offsets, sizes, number, holders)
+    return Shards(boxes, number, holders)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a rank's state, and the ranks that save together.
+    """Structure of a rank's state, and the ranks that save together."""
 
-    Attributes:
-        ranks: ranks of the group that saves, in the default group.
-        rank: this rank in the group that saves.
-        tensors: in the order of the files.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    tensors: tuple[TensorStructure, ...]
+    ranks: tuple[int, ...]  # ranks of the group that saves, in the default group
+    rank: int  # this rank in the group that saves
+    tensors: tuple[TensorStructure, ...]  # in the order of the files
 
     @cached_property
     def shards(self) -> list[Shards | None] | None:
@@ -262,9 +231,7 @@ class RankSavePlan:
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
     """Plan this rank's file, if all ranks have the same structure and know each other's shards (see `agree_on`).
 
-    Args:
-        structure: structure of this rank's state.
-        values: nested dicts of its tensors.
+    ``values`` are the nested dicts of its tensors.
     """
     writers = _Writers(structure)
     names, n_bytes = [], 0
@@ -303,15 +270,12 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
 
 
 def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """Choose which rank writes each part that several ranks hold, so that all write about as much. Largest parts first.
+    """Choose a rank for each part that several ranks hold, so that all write about as much. Largest parts first.
 
     Args:
         loads: bytes that each rank writes anyway, because it alone holds a part. A tensor counts with all its bytes, as
             in torch, because ranks hold about equal parts.
         shared: bytes and holders of each part that several ranks hold.
-
-    Returns:
-        the rank for each of ``shared``.
     """
     bytes_of_rank, writers = list(loads), [0] * len(shared)
     for number in sorted(range(len(shared)), key=lambda number: -shared[number][0]):
@@ -333,7 +297,8 @@ class _Writers:
         for number, shards in enumerate(self._shards):
             if shards is None:  # as much on every rank
                 continue
-            n_bytes = structure.tensors[number].whole_bytes
+            tensor = structure.tensors[number]
+            n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
             loads += shards.is_held_alone * n_bytes
             held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
             shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
@@ -346,9 +311,9 @@ class _Writers:
             if shards is None or self._chosen.get((number, shards.number[rank]), rank) == rank:
                 yield number
 
-    def box_of(self, number: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def box_of(self, number: int, rank: int) -> Box:
         shards, shape = self._shards[number], self._structure.tensors[number].shape
-        return ((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
+        return Box((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
 
 
 def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata:
@@ -418,24 +383,19 @@ def _file_of(rank: int) -> str:
 
 
 def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
+    found: list[RankSavePlan] = []
     stored: dict[MetadataIndex, StorageInfo] = {}
-    files, names, lengths = [], [], []
     for rank, plan in enumerate(plans):
-        at = 0
-        files.append(_file_of(rank))
-        names.append(tuple(item.index.fqn for item in plan.items))
+        file, at = _file_of(rank), 0
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             n_bytes = archive_of(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype).bytes
-            stored[item.index] = StorageInfo(files[-1], at, n_bytes)
+            stored[item.index] = StorageInfo(file, at, n_bytes)
             at += n_bytes
-        lengths.append(at)
+        found.append(RankSavePlan(file, tuple(item.index.fqn for item in plan.items), at, b""))
     metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored
-    data = pickle_metadata(metadata)
-    return [
-        RankSavePlan(file, own, n_bytes, data if rank == 0 else b"")
-        for rank, (file, own, n_bytes) in enumerate(zip(files, names, lengths, strict=True))
-    ]
+    found[0] = replace(found[0], metadata=pickle_metadata(metadata))
+    return found
 
 
 def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:

@@ -115,7 +115,7 @@ class DCPState(TorchStateful):
         self._frozen_base: FrozenBase | None = None
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
-            self._frozen_base = FrozenBase.of(self.model, frozen, self.base)
+            self._frozen_base = FrozenBase.of(self.model, frozen)
         self.rng: RngState | None = None  # generators that `state_dict` returns instead of capturing its own
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
@@ -191,9 +191,8 @@ class DCPState(TorchStateful):
         ``dcp.load`` has read into a live tensor, that one is not copied.
 
         Raises:
-            CheckpointMismatchError: a tensor is missing, or the frozen parameters that were left out differ here (only
-                detected at the world size of the save). Nothing was changed.
-            CheckpointError: see `check_values`. Nothing was changed.
+            CheckpointError: see `check_values`. Also if a tensor is missing, or the frozen parameters that were left
+                out differ here (only detected at the world size of the save). Nothing was changed.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
         stored = self.as_stored(given.keys())
@@ -219,11 +218,11 @@ class DCPState(TorchStateful):
                 restore_rng(own or derive_rng(first, get_rank()))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Check a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
+        """Check and parse a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
 
-        Returns:
-            ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and schedule
-            are in the order of this optimizer's groups. ``group_order`` has the number of the saved group for each.
+        Returns ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and
+        schedule are in the order of this optimizer's groups. ``group_order`` has the number of the saved group for
+        each.
 
         Raises:
             CheckpointMismatchError: a counter or scheduler entry is missing, the optimizer is another one, or adapters
@@ -244,7 +243,12 @@ class DCPState(TorchStateful):
             if "scheduler" in values and self.scheduler is not None:
                 _check_keys("scheduler", values["scheduler"], {})
                 values["scheduler"] = optim.reorder_schedule(values["scheduler"], order)
-        self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
+        plain = values.get("optim_plain", {})
+        _check_keys("optim_plain", plain, {})
+        if strangers := sorted(plain.keys() - params.keys()):
+            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
+        for fqn, entries in optim.plain_entries(self.optimizer, params).items():
+            _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 optional = getattr(target, "OPTIONAL", ())
@@ -253,15 +257,6 @@ class DCPState(TorchStateful):
         if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
             check_rng(rng)
         return values
-
-    def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: optim.Parameters, saved: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        _check_keys("optim_plain", saved, {})
-        if strangers := sorted(saved.keys() - params.keys()):
-            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
-        for fqn, entries in optim.plain_entries(optimizer, params).items():
-            _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
 
     def _restore_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
         saved_groups = values.get("param_groups", ())
@@ -307,8 +302,7 @@ class DCPState(TorchStateful):
     def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         """Allocate tensors for entries of a checkpoint for which this state has no tensor of that shape or dtype.
 
-        Takes the dotted name -> shape and dtype of a whole checkpoint. Returns dotted name -> tensor, for
-        `adopt_state`. This state stays as it is.
+        Takes the dotted name -> shape and dtype of a whole checkpoint. `adopt_state` puts the result into this state.
         """
         proposed = propose_buffers(self.model, names)
         if self.optimizer is not None:

@@ -58,9 +58,9 @@ class Staging(LiveReader):
         """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
         On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
-        With ``model_only`` only the model is copied, and the other buffers are kept for the next time. Raises
-        ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or
-        if the device failed.
+        With ``model_only`` the other buffers are kept for the next time. Raises ConfigError (see
+        `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or if the device
+        failed.
         """
         self.wait()
         live = (state.model_only() if model_only else state).state_dict()
@@ -113,7 +113,7 @@ class Staging(LiveReader):
 
 
 class _Transfer(NamedTuple):
-    """A live tensor and the buffer for its copy. Both are DTensors or both are plain."""
+    """A live tensor, and the local tensor of the buffer for its copy."""
 
     name: str
     live: torch.Tensor
@@ -132,7 +132,7 @@ class _HostCopy:
         if not overlapped:
             _copy_all(transfers)
             return
-        self._watch, self._copied = _watch(transfers), [local_tensor(transfer.buffer) for transfer in transfers]
+        self._watch, self._copied = _watch(transfers), [transfer.buffer for transfer in transfers]
         pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._future = pool.submit(_copy_in_thread, transfers, torch.get_num_threads())
         pool.shutdown(wait=False)  # the thread ends with its task
@@ -160,7 +160,7 @@ class _DeviceCopy:
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
-        self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
+        self._copied = [transfer.buffer for transfer in transfers]
         self._watch = _watch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -197,14 +197,15 @@ def _copies(
     """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
     on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
-        (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
+        transfer = _Transfer(name, tensor, local_tensor(buffers[name]))
+        (on_device[tensor.device] if tensor.is_cuda else on_host).append(transfer)
     copies: list[_Copy] = [_DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()]
     return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
 
 
 def _copy_all(transfers: Iterable[_Transfer]) -> None:
     for _, live, buffer in transfers:
-        local_tensor(buffer).copy_(local_tensor(live))
+        buffer.copy_(local_tensor(live))
 
 
 @torch.no_grad()  # grad mode is per thread
@@ -264,7 +265,8 @@ class _Mapping(mmap.mmap):
     def pin(self, address: int, device: torch.device) -> None:
         """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous."""
         with torch.cuda.device(device):  # any other device would get a useless context
-            result = int(_cudart().cudaHostRegister(address, len(self), _PORTABLE))
+            cudart: Any = torch.cuda.cudart()
+            result = int(cudart.cudaHostRegister(address, len(self), _PORTABLE))
         if result:
             with suppress(RuntimeError):  # the refusal stays CUDA's last error, which the next kernel would raise
                 torch.ones(1, device=device)
@@ -279,12 +281,8 @@ class _Mapping(mmap.mmap):
         if self._pinned is not None and not is_finalizing() and self._pinned[2] == os.getpid():
             address, device, _ = self._pinned
             with torch.cuda.device(device):
-                _cudart().cudaHostUnregister(address)
-
-
-def _cudart() -> Any:
-    """The runtime of CUDA, without types in torch."""
-    return torch.cuda.cudart()
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(address)
 
 
 def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
