@@ -58,11 +58,8 @@ _MAX_BUFFERS = 1024
 class DCPFolder:
     """An opened DCP folder, whose layout is known and complete.
 
-    Attributes:
-        path: the folder.
-        layout: where each stored tensor lies, checked for consistency and against the sizes of the files.
-        unverified: file name -> manifest entry of each data file that has not been compared with its digest yet. Empty
-            without a manifest. A generation has one manifest for all its engine folders.
+    ``unverified`` has the manifest entry of each data file that has not been compared with its digest yet. It is empty
+    without a manifest. A generation has one manifest for all its engine folders.
     """
 
     path: Path
@@ -385,7 +382,7 @@ def read_archives(folder: PathLike, layout: FolderLayout, destinations: Mapping[
 def read_object(folder: PathLike, layout: FolderLayout, name: str) -> Any:
     """Read a stored value that is not a tensor. Raises as `read_archives` does."""
     place = layout.objects[name]
-    return _parse(Path(folder) / place.file, place.begin, place.length, f"{folder}: {name}")
+    return _parse(Path(folder) / place.relative_path, place.offset, place.length, f"{folder}: {name}")
 
 
 def _parse(path: Path, begin: int, length: int, label: str) -> Any:

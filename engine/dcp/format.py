@@ -42,6 +42,7 @@ from torch.utils.serialization import config as serialization_config
 
 from ...utils.compat.torch_private import StorageInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from ...utils.plain_values import DAMAGE
 from ..memory.tensors import Box
 
 PathLike = str | os.PathLike[str]
@@ -110,12 +111,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The boxes in which a tensor is stored. They tile the tensor. Tensors that are cut the same way share one object.
-
-    Attributes:
-        offsets: ``[n, dims]`` int64.
-        sizes: ``[n, dims]`` int64.
-    """
+    """The boxes (``[n, dims]`` int64) in which a tensor is stored. They tile it. Tensors cut alike share them."""
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -148,27 +144,13 @@ class StoredTensor:
     lengths: np.ndarray  # bytes of each chunk's archive
 
 
-class StoredObject(NamedTuple):
-    """The place of a value that is not a tensor: file, first byte and length of an archive of `torch.save`."""
-
-    file: str
-    begin: int
-    length: int
-
-
 @dataclass(frozen=True, eq=False)
 class FolderLayout:
-    """Everything that a folder stores.
+    """Everything that a folder stores."""
 
-    Attributes:
-        files: name of each data file -> the bytes that it must have at least.
-        tensors: full name -> tensor.
-        objects: full name -> place of a value that is not a tensor.
-    """
-
-    files: dict[str, int]
-    tensors: dict[str, StoredTensor]
-    objects: dict[str, StoredObject]
+    files: dict[str, int]  # name of each data file -> the bytes that it must have at least
+    tensors: dict[str, StoredTensor]  # by full name
+    objects: dict[str, StorageInfo]  # file and range of the archive of each value that is no tensor
 
     def names(self) -> set[str]:
         """Full names of tensors and objects."""
@@ -278,7 +260,7 @@ def read_layout(path: PathLike) -> FolderLayout:
         _check_files(folder, layout)
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointCorruptError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
     return layout
 
@@ -292,22 +274,25 @@ def parse_metadata(data: bytes) -> FolderLayout:
             raise CheckpointCorruptError("it describes no tensors")
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
-            if info.relative_path not in ends:
-                _check_inside(info.relative_path)
-            _check_range(info)
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            name, begin, length = info.relative_path, info.offset, info.length
+            if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
+                raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
+            if not (type(begin) is type(length) is int) or begin < 0 or length < 0:
+                raise CheckpointCorruptError(f"it places something at {begin} of {name}, {length} bytes long")
+            if info.transform_descriptors:
+                raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
+            ends[name] = max(ends.get(name, 0), begin + length)
         files = {name: number for number, name in enumerate(ends)}
         chunks: dict[Any, Chunks] = {}
         tensors: dict[str, StoredTensor] = {}
-        objects: dict[str, StoredObject] = {}
+        objects: dict[str, StorageInfo] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(name, str):
                 raise CheckpointCorruptError(f"it has an entry under {brief(name)}; expected a name")
             if isinstance(entry, TensorStorageMetadata):
                 tensors[name] = _stored_tensor(name, entry, metadata.storage_data, files, chunks)
             elif isinstance(entry, BytesStorageMetadata):
-                info = _stored_at(metadata.storage_data, name)
-                objects[name] = StoredObject(info.relative_path, info.offset, info.length)
+                objects[name] = _stored_at(metadata.storage_data, name)
             else:
                 raise CheckpointCorruptError(f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes")
         return FolderLayout(ends, tensors, objects)
@@ -341,13 +326,6 @@ def _stored_at(
     if info.length < n_bytes:
         raise CheckpointCorruptError(f"{name!r} at {at} has {info.length} bytes in a file; it needs {n_bytes}")
     return info
-
-
-_DAMAGE = (
-    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError,
-    MemoryError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-"""Errors raised by unpickling and using damaged bytes."""
 
 
 def check_coverage(name: str, entry: TensorStorageMetadata) -> Chunks:
@@ -386,19 +364,6 @@ def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]
         if common.any():
             return begins[at].tolist(), begins[others][common.argmax()].tolist()
     return None
-
-
-def _check_inside(name: str) -> None:
-    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-        raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
-
-
-def _check_range(info: StorageInfo) -> None:
-    name = info.relative_path
-    if not (type(info.offset) is type(info.length) is int) or info.offset < 0 or info.length < 0:
-        raise CheckpointCorruptError(f"it places something at {info.offset} of {name}, {info.length} bytes long")
-    if info.transform_descriptors:
-        raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
 
 
 def _check_files(folder: Path, layout: FolderLayout) -> None:

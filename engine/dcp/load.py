@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointError, CheckpointMismatchError
 from ...utils.remote import FETCH_FIRST, require_local
-from ..memory.tensors import Box, local_box, normal_tensors
+from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .folder import BLOCK_BYTES, DCPFolder, TensorReader
@@ -191,14 +190,14 @@ def _find_destinations(folder: DCPFolder, state: DCPState) -> _Destinations:
     _check_same_names(folder, live.keys(), names, aliases.keys(), state)
     for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
         _check_same_tensor(folder, name, tensor)
-    boxes: dict[Any, Box] = {}  # hundreds of tensors are cut in a few ways
-    found = {name: _local_destination(tensor, boxes) for name, tensor in live.items()}
+    parts = {name: Destination(local_box(tensor), local_tensor(tensor)) for name, tensor in live.items()}
     small = {}
     for name in _small_names(names, state):
         if (stored := tensors.get(name)) is None:
             raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
-        small[name] = Destination(_whole(stored.shape), torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
-    return _Destinations(proposed, found, small, ties)
+        memory = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        small[name] = Destination(local_box(memory), memory)
+    return _Destinations(proposed, parts, small, ties)
 
 
 def _own(name: str) -> str:
@@ -247,19 +246,6 @@ def _check_same_tensor(folder: DCPFolder, name: str, live: torch.Tensor) -> None
         )
     if stored.dtype != live.dtype:
         raise CheckpointMismatchError(f"{what} has dtype {stored.dtype}, this model needs {live.dtype}")
-
-
-def _local_destination(tensor: torch.Tensor, boxes: dict[Any, Box]) -> Destination:
-    if not isinstance(tensor, DTensor):
-        return Destination(_whole(tensor.shape), tensor)
-    cut = tensor.shape, tensor.device_mesh, tensor.placements
-    if cut not in boxes:
-        boxes[cut] = local_box(tensor)
-    return Destination(boxes[cut], tensor.to_local())
-
-
-def _whole(shape: torch.Size) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:

@@ -116,8 +116,10 @@ def propose_state(
             device = param.device if len(shape) or id(param) in on_device else "cpu"  # step counts, as torch does
             zeros = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=device)
             proposed[name] = zeros.detach()
-        elif shape == () and _has_other_float_dtype(number := state.get(entry), dtype):
-            proposed[name] = number.to(dtype)
+        elif shape == () and _is_plain(number := state.get(entry)) and not number.ndim:
+            are_floats = number.is_floating_point() and dtype.is_floating_point
+            if are_floats and number.dtype != dtype:
+                proposed[name] = number.to(dtype)
     return proposed
 
 
@@ -155,11 +157,6 @@ def _states(
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-
-
-def _has_other_float_dtype(value: Any, dtype: torch.dtype) -> bool:
-    is_float = _is_plain(value) and not value.ndim and value.is_floating_point()
-    return is_float and dtype.is_floating_point and value.dtype != dtype
 
 
 def _is_shard(param: DTensor, value: torch.Tensor) -> bool:

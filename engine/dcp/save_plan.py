@@ -75,9 +75,9 @@ class Shards:
         return self.boxes[rank]
 
     @cached_property
-    def is_held_alone(self) -> np.ndarray:
-        """``[ranks]`` bool: whether no other rank holds this rank's shard."""
-        return np.array([len(self.holders[number]) == 1 for number in self.number])
+    def held_alone(self) -> list[int]:
+        """The ranks whose shard no other rank holds."""
+        return [ranks[0] for ranks in self.holders if len(ranks) == 1]
 
 
 def find_shards(
@@ -299,7 +299,7 @@ class _Writers:
                 continue
             tensor = structure.tensors[number]
             n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
-            loads += shards.is_held_alone * n_bytes
+            loads[shards.held_alone] += n_bytes
             held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
             shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
         shared.sort()  # by rank and tensor, as `_deduplicate` meets them

@@ -211,11 +211,24 @@ class DCPState(TorchStateful):
         """Restore everything but live tensors. ``values`` is the result of `check_values` for ``given``."""
         restore_module_state(self.model, values["module_state"])
         restore_merged(self.model, values[ADAPTERS])
-        if self.optimizer is not None:
-            self._restore_training_state(self.optimizer, values)
-            own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
-            if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
-                restore_rng(own or derive_rng(first, get_rank()))
+        if self.optimizer is None:
+            return
+        saved_groups = values.get("param_groups", ())
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=False):
+            group.update(optim.hyperparameters(saved))
+        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
+            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
+        params = self._parameters()
+        for fqn, entries in values.get("optim_plain", {}).items():
+            self.optimizer.state[params[fqn]].update(entries)
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in values:
+                target.load_state_dict(values[name])
+            elif target is not None:
+                logger.warning("the checkpoint has no %s; it starts anew", name)
+        own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
+        if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
+            restore_rng(own or derive_rng(first, get_rank()))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Check and parse a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
@@ -257,21 +270,6 @@ class DCPState(TorchStateful):
         if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
             check_rng(rng)
         return values
-
-    def _restore_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-        saved_groups = values.get("param_groups", ())
-        for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
-            group.update(optim.hyperparameters(saved))
-        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
-            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
-        params = self._parameters()
-        for fqn, entries in values.get("optim_plain", {}).items():
-            optimizer.state[params[fqn]].update(entries)
-        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
-            if target is not None and name in values:
-                target.load_state_dict(values[name])
-            elif target is not None:
-                logger.warning("the checkpoint has no %s; it starts anew", name)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """Dotted name -> live (sharded) tensor that is loaded in place: parameters, buffers and optimizer state."""
@@ -358,15 +356,10 @@ class DCPState(TorchStateful):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself.
+    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself."""
 
-    Attributes:
-        values: tensors of the copy, under the names of the live ones.
-        finish: waits for the copy, and raises its error if there was one.
-    """
-
-    values: Mapping[str, Any]
-    finish: Callable[[], None]
+    values: Mapping[str, Any]  # tensors of the copy, under the names of the live ones
+    finish: Callable[[], None]  # waits for the copy, and raises its error if there was one
 
     def state_dict(self) -> Mapping[str, Any]:
         """Wait for the copy and return its values."""

@@ -79,12 +79,15 @@ def share_modules(one: nn.Module, other: nn.Module) -> bool:
 
 
 class WriteWatch:
-    """Watches tensors of one device (name and live tensor, a DTensor or plain) from the constructor to `stop`."""
+    """Watches tensors of one device, from the constructor to `stop`, while they are copied.
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        live = [local_tensor(tensor) for _, tensor in named]
-        self._names = [name for name, _ in named]
-        self._tensors = list(zip((tensor for _, tensor in named), live, strict=True))
+    Takes the name, the live tensor (a DTensor or plain) and the copy of its local part on the CPU.
+    """
+
+    def __init__(self, watched: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        live = [local_tensor(tensor) for _, tensor, _ in watched]
+        self._names, self._copies = [name for name, *_ in watched], [copy for *_, copy in watched]
+        self._tensors = [(tensor, local) for (_, tensor, _), local in zip(watched, live, strict=True)]
         self._versions = list(starmap(_version, self._tensors))
         self._sampled = [tensor.numel() > 1 and tensor.is_contiguous() for tensor in live]
         self._samples = _sample(list(compress(live, self._sampled)))
@@ -108,20 +111,19 @@ class WriteWatch:
         counted = zip(self._names, now, self._versions, strict=False)
         self._written |= {name for name, version, before in counted if version != before}
 
-    def written(self, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of the tensors that were written to before `stop` (or now), or that differ from ``copies``.
+    def written(self) -> list[str]:
+        """Names of the tensors that were written to before `stop` (or now), or that differ from their copies.
 
-        ``copies`` are copies of the local tensors in the same order, on the CPU. They are complete, as are the fetched
-        samples.
+        The copies and the fetched samples must be complete.
         """
         with self._lock:
             self._look()
-        names = list(compress(self._names, self._sampled))
-        copied = _sample(sampled := list(compress(copies, self._sampled)))
+        copies = list(compress(self._copies, self._sampled))
+        copied, names = _sample(copies), list(compress(self._names, self._sampled))
         for dtype, sample in self._samples.items():
             differs = (_bits(sample) != _bits(copied[dtype])).any(1)
             if differs.any():
-                of_dtype = [(name, copy) for name, copy in zip(names, sampled, strict=True) if copy.dtype == dtype]
+                of_dtype = [(name, copy) for name, copy in zip(names, copies, strict=True) if copy.dtype == dtype]
                 owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
                 self._written |= set(compress(owners, differs.tolist()))
         return sorted(self._written)

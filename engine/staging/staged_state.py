@@ -132,7 +132,7 @@ class _HostCopy:
         if not overlapped:
             _copy_all(transfers)
             return
-        self._watch, self._copied = _watch(transfers), [transfer.buffer for transfer in transfers]
+        self._watch = WriteWatch(transfers)
         pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._future = pool.submit(_copy_in_thread, transfers, torch.get_num_threads())
         pool.shutdown(wait=False)  # the thread ends with its task
@@ -145,7 +145,7 @@ class _HostCopy:
     def finish(self) -> None:
         if self._future is not None:
             self._future.result()
-            _refuse_torn(self._watch.written(self._copied))
+            _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
         if self._future is not None:
@@ -160,13 +160,12 @@ class _DeviceCopy:
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
-        self._copied = [transfer.buffer for transfer in transfers]
-        self._watch = _watch(transfers) if overlapped else None
+        self._watch = WriteWatch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for live, copied in zip(self._live, self._copied, strict=True):
-                copied.copy_(local_tensor(live), non_blocking=True)
+            for _, live, copy in transfers:
+                copy.copy_(local_tensor(live), non_blocking=True)
             if self._watch is not None:
                 self._watch.fetch_samples()
             self._event.record(stream)
@@ -180,7 +179,7 @@ class _DeviceCopy:
     def finish(self) -> None:
         self.drop()
         if self._watch is not None:
-            _refuse_torn(self._watch.written(self._copied))
+            _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
         with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
@@ -214,10 +213,6 @@ def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
     _copy_all(transfers)
 
 
-def _watch(transfers: Iterable[_Transfer]) -> WriteWatch:
-    return WriteWatch([(transfer.name, transfer.live) for transfer in transfers])
-
-
 def _refuse_torn(written: Sequence[str]) -> None:
     if written:
         raise TornSnapshotError(
@@ -227,7 +222,6 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 
 def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """``live`` with each tensor replaced by the buffer of its dotted name."""
     return {
         key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
         for key, value in live.items()

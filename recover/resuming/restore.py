@@ -30,19 +30,12 @@ logger = get_logger(__name__)
 
 @dataclass
 class Position:
-    """The position of the run.
+    """The position of the run."""
 
-    Attributes:
-        ranks: passed to `load`.
-        step: the last snapshotted or restored step. None before the first one.
-        epoch: rest of the epoch after a restore. None after the first step.
-        rng: restored state of this process's random generators. None in a fresh run.
-    """
-
-    ranks: Ranks
-    step: int | None = None
-    epoch: RestoredEpoch | None = None
-    rng: RngState | None = None
+    ranks: Ranks  # passed to `load`
+    step: int | None = None  # the last snapshotted or restored step. None before the first one
+    epoch: RestoredEpoch | None = None  # rest of the epoch after a restore. None after the first step
+    rng: RngState | None = None  # restored state of this process's random generators. None in a fresh run
 
 
 @dataclass(frozen=True)
