@@ -2,7 +2,7 @@
 
 A load takes five steps, and nothing in the state changes before the last one:
 
-1. Rank 0 opens the folder and sends its layout to all ranks (`DCPFolder`).
+1. Rank 0 opens the folder and sends its layout to all ranks (`_DCPFolder`).
 2. Every rank compares the bytes of its share of the files with their digests.
 3. Every rank finds which bytes it needs for which of its tensors. Names, shapes and dtypes must be those of the state.
 4. Small values (schedule, counters, generators) are read and checked, and all ranks agree that all is well.
@@ -12,21 +12,23 @@ Host memory: a few megabytes per reading thread, and every tensor that another v
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from ...utils.distributed import all_ranks_succeed, get_rank
+from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
 from ...utils.errors import CheckpointError, CheckpointMismatchError
+from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
-from .folder import BLOCK_BYTES, DCPFolder, TensorReader
-from .format import Destination, PathLike, parse_metadata
-from .roots import describe_roots
+from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
+from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
+from .roots import choose_root, describe_roots, under_root
 from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 
@@ -69,7 +71,7 @@ def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None =
 
     No data is read, and nothing changes. Raises as `read_dcp` does.
     """
-    folder = DCPFolder.open_together(path, group)
+    folder = _DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
         _find_destinations(folder, _as_stored(state, folder))
 
@@ -89,7 +91,7 @@ def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
         OSError: an existing file cannot be read.
         PeerError: another rank failed.
     """
-    folder = DCPFolder.open_together(path, group)
+    folder = _DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
         folder.verify_share(group)
         if root != ROOT:
@@ -163,6 +165,60 @@ class DCPLoad:
 
 
 @dataclass(frozen=True)
+class _DCPFolder:
+    """An opened DCP folder, whose layout is known and complete.
+
+    ``unverified`` has the manifest entry of each data file that has not been compared with its digest yet. It is empty
+    without a manifest. A generation has one manifest for all its engine folders.
+    """
+
+    path: Path
+    layout: FolderLayout
+    unverified: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, path: PathLike) -> Self:
+        """Open a folder on this rank alone. Raises as `read_layout` does, also if the manifest is damaged."""
+        unverified: dict[str, Any] = {}
+        if (Path(path) / MANIFEST_NAME).exists():
+            unverified = dict(check_listing(path)["files"])
+            if ".metadata" in unverified:
+                verify_file(path, ".metadata", unverified.pop(".metadata"))
+        return cls(Path(path), read_layout(path), unverified)
+
+    @classmethod
+    def open_together(cls, path: PathLike, group: dist.ProcessGroup | None) -> Self:
+        """Open a folder on rank 0 and send the layout to all ranks of ``group``, which all call it."""
+        return replace(rank_zero_decides(lambda: cls.open(path), group), path=Path(path))
+
+    def under_root(self, root: str, parameters: Iterable[str]) -> Self:
+        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
+        try:
+            return replace(self, layout=under_root(self.layout, choose_root(self.layout.names(), root, parameters)))
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{self.path}: {error}") from error
+
+    def verify_share(self, group: dist.ProcessGroup | None) -> None:
+        """Compare this rank's share of the unverified files with their digests.
+
+        At the world size of the save, the share is the file that the rank reads next. Raises CheckpointCorruptError,
+        and CheckpointNotFoundError if this rank does not see a file that rank 0 sees.
+        """
+        in_order_of_ranks = sorted(self.unverified, key=lambda name: (len(name), name))
+        for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
+            with visible_here(self.path / name):
+                verify_file(self.path, name, self.unverified[name])
+
+    def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
+        """Find the bytes of stored tensors in the files, without reading them."""
+        return TensorReader(self.path, self.layout, destinations)
+
+    def read(self, destinations: Mapping[str, Destination]) -> None:
+        """Read stored tensors now, into memory that nothing else uses yet."""
+        read_now(self.path, self.layout, destinations)
+
+
+@dataclass(frozen=True)
 class _Destinations:
     """The tensors that a rank reads, and where they go. Names are those in the folder, with `ROOT`.
 
@@ -179,7 +235,7 @@ class _Destinations:
     ties: dict[str, str]
 
 
-def _find_destinations(folder: DCPFolder, state: DCPState) -> _Destinations:
+def _find_destinations(folder: _DCPFolder, state: DCPState) -> _Destinations:
     """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is."""
     names, tensors = folder.layout.names(), folder.layout.tensors
     _check_kind(folder, names, state)
@@ -204,11 +260,11 @@ def _own(name: str) -> str:
     return name.removeprefix(f"{ROOT}.")
 
 
-def _as_stored(state: DCPState, folder: DCPFolder) -> DCPState:
+def _as_stored(state: DCPState, folder: _DCPFolder) -> DCPState:
     return state.as_stored({_own(name) for name in folder.layout.names()})
 
 
-def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> None:
+def _check_kind(folder: _DCPFolder, names: Collection[str], state: DCPState) -> None:
     if not any(name.startswith(f"{ROOT}.model.") for name in names):
         raise CheckpointMismatchError(
             f"{folder.path} holds no model under {ROOT!r}, where Holdfast and AReaL have it; {describe_roots(names)}"
@@ -219,7 +275,7 @@ def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> N
 
 
 def _check_same_names(
-    folder: DCPFolder, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
+    folder: _DCPFolder, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
 ) -> None:
     prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
     here, there = set(live), {name for name in saved if name.startswith(prefixes)}
@@ -236,7 +292,7 @@ def _check_same_names(
         )
 
 
-def _check_same_tensor(folder: DCPFolder, name: str, live: torch.Tensor) -> None:
+def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor) -> None:
     stored, what = folder.layout.tensors.get(name), f"{folder.path}: {name}"
     if stored is None:
         raise CheckpointMismatchError(f"{what} is not a tensor; expected {list(live.shape)} {live.dtype}")
@@ -265,7 +321,7 @@ def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
     return found or [name for name in saved if f"{name}.".startswith(first)]
 
 
-def _check_ties(folder: DCPFolder, destinations: _Destinations) -> None:
+def _check_ties(folder: _DCPFolder, destinations: _Destinations) -> None:
     """Raise unless a tied tensor that the folder holds under two names has the same values under both."""
     for alias, name in destinations.ties.items():
         if not _same_values(folder, (alias, name), destinations.live[name]):
@@ -276,7 +332,7 @@ def _check_ties(folder: DCPFolder, destinations: _Destinations) -> None:
             )
 
 
-def _same_values(folder: DCPFolder, names: tuple[str, str], part: Destination) -> bool:
+def _same_values(folder: _DCPFolder, names: tuple[str, str], part: Destination) -> bool:
     """Compare a part of two stored tensors, a few rows at a time if they can be read so."""
     direct = folder.plan(dict.fromkeys(names, part)).names.issuperset(names)
     for rows in _split_rows(part) if direct else (part,):

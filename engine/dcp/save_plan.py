@@ -3,8 +3,7 @@
 Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank holds (see
 `find_shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives
 which rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ,
-rank 0 gathers the tensors of every rank, as torch's planner describes them, and plans for all. Both ways write the same
-bytes.
+rank 0 gathers the tensors of every rank, and plans for all with torch's planner. Both ways write the same bytes.
 
 The length of a tensor's archive follows from shape and dtype (see `archive_of`). So ``.metadata`` is known before a
 byte is written, and is the same for every save.
@@ -69,15 +68,6 @@ class Shards:
     boxes: list[Box]  # the shard of each rank
     number: list[int]  # number of each rank's shard. Shards with the same offsets have one number
     holders: list[list[int]]  # number -> the ranks that hold the shard, in order
-
-    def box_of(self, rank: int) -> Box:
-        """The shard of a rank."""
-        return self.boxes[rank]
-
-    @cached_property
-    def held_alone(self) -> list[int]:
-        """The ranks whose shard no other rank holds."""
-        return [ranks[0] for ranks in self.holders if len(ranks) == 1]
 
 
 def find_shards(
@@ -205,17 +195,13 @@ def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> boo
         if shards is None or id(shards) in checked or not isinstance(tensor, DTensor):
             continue
         checked.add(id(shards))
-        if shards.box_of(structure.rank) != local_box(tensor):
+        if shards.boxes[structure.rank] != local_box(tensor):
             return False
     return True
 
 
 _SPREAD_BYTES = 64 << 10
-"""Replicated values below this size are written by the first rank that has them, as torch does. If counters differ by
-rank although they should not, the first rank wins.
-"""
-
-Paths = Mapping[str, tuple[Any, ...]]
+"""The first rank that has a smaller replicated value writes it, as torch does, even if counters differ by rank."""
 
 
 @dataclass(frozen=True)
@@ -229,10 +215,7 @@ class RankSavePlan:
 
 
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
-    """Plan this rank's file, if all ranks have the same structure and know each other's shards (see `agree_on`).
-
-    ``values`` are the nested dicts of its tensors.
-    """
+    """Plan the file of this rank's ``values``, if all ranks have the same structure (see `agree_on`)."""
     writers = _Writers(structure)
     names, n_bytes = [], 0
     for number in writers.written_by(structure.rank):
@@ -299,7 +282,7 @@ class _Writers:
                 continue
             tensor = structure.tensors[number]
             n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
-            loads[shards.held_alone] += n_bytes
+            loads[[ranks[0] for ranks in shards.holders if len(ranks) == 1]] += n_bytes
             held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
             shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
         shared.sort()  # by rank and tensor, as `_deduplicate` meets them
@@ -313,10 +296,10 @@ class _Writers:
 
     def box_of(self, number: int, rank: int) -> Box:
         shards, shape = self._shards[number], self._structure.tensors[number].shape
-        return Box((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
+        return Box((0,) * len(shape), shape) if shards is None else shards.boxes[rank]
 
 
-def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata:
+def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple[Any, ...]]) -> Metadata:
     """The metadata that torch's planner makes from the plans of all ranks.
 
     Pickle writes an object that it meets again as a reference, so the bytes show which strings are one object. The
@@ -343,7 +326,9 @@ def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata
     return Metadata(dict(entries), merged, stored, None, CURRENT_DCP_VERSION)
 
 
-def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
+def _as_received(
+    structure: Structure, paths: Mapping[str, tuple[Any, ...]], rank: int
+) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
     """Names of a rank's tensors, and the paths that come from it, as objects that no other rank has."""
     own, its = structure.ranks[structure.rank], structure.ranks[rank]
     names = [tensor.name_of(its) for tensor in structure.tensors]

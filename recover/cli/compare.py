@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ...engine.dcp.folder import read_now
 from ...engine.dcp.format import Destination, read_layout
+from ...engine.dcp.reader import read_now
 from ...engine.dcp.state import ROOT
 from ...engine.hf.file_io import WeightReader
 from ...engine.memory.tensors import Box

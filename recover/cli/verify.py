@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MirrorError
-from ...utils.files import MOST_READING_THREADS
 from ...utils.manifest import MANIFEST_NAME
+from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
 from .folders import Folder, LocalFolder, UrlFolder

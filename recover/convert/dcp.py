@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
-from ...engine.dcp.folder import TensorReader, read_archives, read_object
 from ...engine.dcp.format import Destination, FolderLayout, read_layout
+from ...engine.dcp.reader import TensorReader, read_archives, read_object
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
 from ...engine.memory.lazy_tensor import LazyTensor

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...engine.dcp.folder import DCPFolder
+from ...engine.dcp.format import read_layout
 from ...engine.dcp.load import check_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
@@ -93,7 +93,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         try:
             verify_file(generation, name, files[name])
             if Path(name).name == ".metadata":
-                DCPFolder.open(Path(generation, name).parent)
+                read_layout(Path(generation, name).parent)
         except CheckpointCorruptError as error:
             return str(error)
         except FileNotFoundError as error:

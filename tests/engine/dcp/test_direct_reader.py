@@ -183,7 +183,7 @@ def test_files_of_torch_with_and_without_checksums_are_read(tmp_path: Path) -> N
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.dcp.folder.reading_threads", lambda: 3)
+    monkeypatch.setattr("holdfast.engine.dcp.reader.reading_threads", lambda: 3)
 
 
 def _layers(n: int) -> DCPState:

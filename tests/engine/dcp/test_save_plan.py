@@ -194,7 +194,7 @@ def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
                 sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
                 ours = find_shards(shape, mesh.mesh.tolist(), placements, range(world_size))
                 assert ours is not None
-                found.append(((tuple(offsets), tuple(sizes)), ours.box_of(rank)))
+                found.append(((tuple(offsets), tuple(sizes)), ours.boxes[rank]))
     return found
 
 

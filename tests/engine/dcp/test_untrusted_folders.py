@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp import folder as folder_module
 from holdfast.engine.dcp import format as format_module
+from holdfast.engine.dcp import reader
 from holdfast.engine.dcp.format import check_coverage
 from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
 from holdfast.engine.dcp.save import save_dcp
@@ -176,7 +176,7 @@ def _load_where_one_rank_has_no_file(rank: int, world_size: int, folder: str) ->
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(folder_module, "open", _no_such_file, raising=False)
+            patch.setattr(reader, "open", _no_such_file, raising=False)
         return _load_sharded(rank, world_size, folder)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.engine.dcp import folder, save
+from holdfast.engine.dcp import reader, save
 from holdfast.engine.memory import host_blocks
 from holdfast.engine.memory.host_blocks import HostBlocks
 from holdfast.engine.memory.tensors import Box
@@ -92,11 +92,11 @@ def test_a_data_file_is_packed_into_even_blocks(stream: Stream, monkeypatch: pyt
 def test_rows_of_a_stored_tensor_come_to_a_part_of_another(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "BLOCK_BYTES", 60)  # two rows
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 60)  # two rows
     stored, whole = torch.randn(9, 7), torch.zeros(5, 11)
     (tmp_path / "a").write_bytes(b"before" + stored.numpy().tobytes())
     target, blocks = whole[:, 2:5], HostBlocks(60, DEVICE)
-    read = folder._Read("a", 6, (9, 7), Box((3, 1), (5, 3)), target)
+    read = reader._Read("a", 6, (9, 7), Box((3, 1), (5, 3)), target)
     with open(tmp_path / "a", "rb", buffering=0) as file:
         read.copy_rows(file, blocks)
     blocks.drain()

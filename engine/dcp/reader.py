@@ -1,4 +1,4 @@
-"""`DCPFolder`: an opened DCP folder, and the ways to read stored tensors from its files.
+"""Read stored tensors from the files of a DCP folder.
 
 `TensorReader` reads values straight into the tensors that receive them. Planning finds where the values lie in a file.
 If the bytes before them are exactly those that torch writes here for this shape and dtype (see `archive_of`), the
@@ -16,22 +16,20 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 
-from ...utils.distributed import get_rank, get_world_size, rank_zero_decides
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from ...utils.files import reading_threads
+from ...utils.distributed import get_rank
+from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.heartbeat import beat
-from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.plain_values import load_plain
+from ...utils.processes import reading_threads
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import Box, bytes_of
 from .format import (
@@ -41,9 +39,7 @@ from .format import (
     PathLike,
     StoredTensor,
     archive_of,
-    read_layout,
 )
-from .roots import choose_root, under_root
 
 BLOCK_BYTES = 8 << 20
 """Bytes per read."""
@@ -52,60 +48,6 @@ _GAP_BYTES = 16 << 10
 """Largest gap between two values that are read in one call. Reading the gap is cheaper than another call."""
 _MAX_BUFFERS = 1024
 """Most buffers of one preadv: IOV_MAX of Linux."""
-
-
-@dataclass(frozen=True)
-class DCPFolder:
-    """An opened DCP folder, whose layout is known and complete.
-
-    ``unverified`` has the manifest entry of each data file that has not been compared with its digest yet. It is empty
-    without a manifest. A generation has one manifest for all its engine folders.
-    """
-
-    path: Path
-    layout: FolderLayout
-    unverified: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def open(cls, path: PathLike) -> Self:
-        """Open a folder on this rank alone. Raises as `read_layout` does, also if the manifest is damaged."""
-        unverified: dict[str, Any] = {}
-        if (Path(path) / MANIFEST_NAME).exists():
-            unverified = dict(check_listing(path)["files"])
-            if ".metadata" in unverified:
-                verify_file(path, ".metadata", unverified.pop(".metadata"))
-        return cls(Path(path), read_layout(path), unverified)
-
-    @classmethod
-    def open_together(cls, path: PathLike, group: dist.ProcessGroup | None) -> Self:
-        """Open a folder on rank 0 and send the layout to all ranks of ``group``, which all call it."""
-        return replace(rank_zero_decides(lambda: cls.open(path), group), path=Path(path))
-
-    def under_root(self, root: str, parameters: Iterable[str]) -> Self:
-        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
-        try:
-            return replace(self, layout=under_root(self.layout, choose_root(self.layout.names(), root, parameters)))
-        except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(f"{self.path}: {error}") from error
-
-    def verify_share(self, group: dist.ProcessGroup | None) -> None:
-        """Compare this rank's share of the unverified files with their digests.
-
-        At the world size of the save, the share is the file that the rank reads next. Raises CheckpointCorruptError,
-        and CheckpointNotFoundError if this rank does not see a file that rank 0 sees.
-        """
-        in_order_of_ranks = sorted(self.unverified, key=lambda name: (len(name), name))
-        for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
-            with visible_here(self.path / name):
-                verify_file(self.path, name, self.unverified[name])
-
-    def plan(self, destinations: Mapping[str, Destination]) -> "TensorReader":
-        """Find the bytes of stored tensors in the files, without reading them."""
-        return TensorReader(self.path, self.layout, destinations)
-
-    def read(self, destinations: Mapping[str, Destination]) -> None:
-        """Read stored tensors now, into memory that nothing else uses yet."""
-        read_now(self.path, self.layout, destinations)
 
 
 class TensorReader:
