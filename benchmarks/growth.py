@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import Shard
 
 from holdfast.engine.api import StepInfo
-from holdfast.engine.dcp.metadata import Destination, parse_metadata, read_layout
+from holdfast.engine.dcp.format import Destination, parse_metadata, read_layout
 from holdfast.engine.dcp.reader import TensorReader
 from holdfast.engine.dcp.save_plan import Structure, TensorStructure, plan_alone
-from holdfast.engine.memory.tensors import Box
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.utils.files import bytes_digest
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, write_entry
@@ -235,7 +234,7 @@ def _plan_restore(
     destinations = {}
     for name, shards in zip(shapes, structure.shards, strict=True):
         assert shards is not None
-        box = Box(*shards.box_of(rank))
+        box = shards.boxes[rank]
         destinations[name] = Destination(box, torch.empty(box.sizes, device="meta"))
     TensorReader(folder, layout, destinations)
 

@@ -44,8 +44,8 @@ from .dcp.state import DCPState
 from .hf.adapter_folder import load_adapters, save_adapters
 from .hf.save import export_hf
 from .hf.sidecars import adopt_base
+from .lora.adapters import adapters_off
 from .lora.build import require_adapters_for, require_base
-from .lora.layers import adapters_off
 from .model.initial_model import base_of, build_initial_model, load_weights
 from .model.model_folder import find_model_folder
 from .servers.fleet import ServerFleet

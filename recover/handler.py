@@ -2,7 +2,7 @@
 
 One generation holds the whole run: the shards of every engine, the generators of every process, the data cursor, the
 step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and reported
-its files. `dump` continues in `saving.policy` and `saving.write`, `load` in `resuming.select` and `resuming.restore`.
+its files. `dump` continues in `saving.policy` and `saving.write`, `load` in `resuming.choice` and `resuming.restore`.
 """
 
 import time
@@ -23,8 +23,8 @@ from .data.epoch_order import note_order
 from .info import RecoverInfo
 from .ranks.coordinator import Ranks, SessionRef, ranks_of
 from .resuming.check import check_shared
+from .resuming.choice import Choice, ResumeChoice
 from .resuming.restore import Position, restore_run
-from .resuming.select import Choice, ResumeChoice
 from .saving.policy import Saver, SaveStats
 from .saving.rank import RankSession
 from .saving.write import StepWriter

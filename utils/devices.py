@@ -27,19 +27,12 @@ connects at once, where errors are reported, and never guesses a device.
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """Device that a rank has chosen, as the other ranks see it.
-
-    Attributes:
-        host: host name.
-        device: torch's name of the device, or "" if the rank found none.
-        gpu: UUID of the GPU, or "" on the CPU.
-        error: reason why the rank found no device.
-    """
+    """Device that a rank has chosen, as the other ranks see it."""
 
     host: str
-    device: str = ""
-    gpu: str = ""
-    error: str = ""
+    device: str = ""  # torch's name of the device, or "" if the rank found none
+    gpu: str = ""  # UUID of the GPU, or "" on the CPU
+    error: str = ""  # reason why the rank found no device
 
 
 def choose_device(
@@ -88,11 +81,7 @@ def choose_device(
 
 
 def device_here(wanted: str) -> torch.device:
-    """Call `choose_device` with the environment and the default process group of this process.
-
-    Raises:
-        ConfigError: as `choose_device` does.
-    """
+    """Call `choose_device` with the environment and the default process group of this process."""
     world = dist.group.WORLD if dist.is_initialized() else None
     return choose_device(
         wanted,
@@ -106,11 +95,9 @@ def device_here(wanted: str) -> torch.device:
 def agree_on_device(
     choose: Callable[[], torch.device], gather: Callable[[DeviceReport], Sequence[DeviceReport]]
 ) -> torch.device:
-    """Return this rank's device after checking that the devices of all ranks fit together. Collective.
+    """Return the device that ``choose`` returns, after checking that the devices of all ranks fit together.
 
-    Args:
-        choose: chooses the device of this rank.
-        gather: gathers the reports of all ranks in rank order.
+    Collective: ``gather`` gathers the reports of all ranks in rank order.
 
     Raises:
         ConfigError: this rank has no device, or ranks differ in device type or share a GPU.
@@ -119,7 +106,8 @@ def agree_on_device(
     device, error = None, None
     try:
         device = choose()
-        report = _report(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        report = DeviceReport(socket.gethostname(), str(device), gpu)
     except Exception as caught:  # also CUDA's own errors, so that the other ranks do not wait for this one
         error, report = caught, DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}")
     reports = gather(report)
@@ -130,11 +118,6 @@ def agree_on_device(
     require_devices_of_their_own(reports)
     assert device is not None
     return device
-
-
-def _report(device: torch.device) -> DeviceReport:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return DeviceReport(socket.gethostname(), str(device), gpu)
 
 
 def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:

@@ -1,4 +1,4 @@
-"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space and staged folders.
+"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space, staged folders, mapping.
 
 POSIX makes a rename atomic but not durable. The data, the file's name and the renamed folder each need an fsync, in
 that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import mmap
 import os
 import shutil
 import stat
@@ -21,7 +22,6 @@ import xxhash
 from .errors import CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
-from .mapped import map_window
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,8 @@ _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
 _SYNC_FILE_RANGE_WRITE = 2
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python knows no name for it
+_MAP_NORESERVE = 0x4000  # reserve no memory, because nothing is written
 
 _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
@@ -90,16 +92,8 @@ class DurableFile:
 
     The digest covers the bytes as they were passed, so damage on the way to the disk is found later. The kernel is
     asked to start writing early, so that the fsync is short. As a context manager it closes the file at the end of the
-    block. If the block raises, the unfinished file stays for the caller to remove.
-
-    Args:
-        path: must not exist.
-
-    Attributes:
-        bytes: number of bytes written.
-
-    Raises:
-        FileExistsError: ``path`` exists. Nothing is ever overwritten.
+    block. If the block raises, the unfinished file stays for the caller to remove. ``bytes`` is the number of bytes
+    written. Raises FileExistsError if ``path`` exists: nothing is ever overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -206,11 +200,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
-    """Create ``path`` with ``data`` and fsync it. The caller fsyncs the folder.
-
-    Raises:
-        FileExistsError: ``path`` exists. Nothing is ever overwritten.
-    """
+    """Create ``path`` with ``data`` as a `DurableFile`. The caller fsyncs the folder."""
     with DurableFile(path) as file:
         file.write(data)
 
@@ -271,6 +261,25 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
+def map_window(fd: int, begin: int, length: int) -> memoryview | None:
+    """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
+
+    They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
+    process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
+    None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map. Read
+    the file then. If it is damaged, that raises the error.
+    """
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        # Writable although nothing is written, because torch warns about read-only memory.
+        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
+        mapped.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):  # ValueError: the file is shorter
+        return None
+    return memoryview(mapped)[begin - first :]
+
+
 def bytes_digest(data: bytes) -> str:
     """Return the `file_digest` of a file with the contents ``data``."""
     return digest_name(xxhash.xxh3_128(data))
@@ -289,10 +298,7 @@ def require_free_space(
     """Check that the file system of ``folder`` has ``needed_bytes`` free. The folder need not exist.
 
     File systems that do not count their blocks (some network and FUSE file systems) pass, and quotas are not seen. The
-    write itself fails there.
-
-    Raises:
-        CheckpointWriteError: space is short, or the file system cannot be asked.
+    write itself fails there. Raises CheckpointWriteError if space is short, or the file system cannot be asked.
     """
     try:
         existing = Path(folder).absolute()
@@ -352,9 +358,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-        fsync_dir(
-            path.parent
-        )  # also after a killed process's rename, so that no half-removed folder gets its name back
+        fsync_dir(path.parent)  # also after the rename of a killed process, so that no half-removed folder comes back
         shutil.rmtree(doomed)
 
 
@@ -379,8 +383,7 @@ def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
     """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder below ``folder``.
 
-    Raises:
-        OSError: a folder cannot be listed.
+    Raises OSError if a folder cannot be listed.
     """
     for here, folders, names in os.walk(folder, onerror=_raise):
         leaves = [Path(here, name) for name in (*names, *folders)]

@@ -1,4 +1,5 @@
-"""Processes: exact identity, certain end, and death together with the parent or when a lease ends.
+"""Processes: exact identity, certain end, death together with the parent or when a lease ends, and their share of the
+cores.
 
 Linux only. Elsewhere no process counts as alive, and leases never end.
 """
@@ -17,6 +18,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _SIGEV_SIGNAL = 0
 _TIMER_ABSTIME = 1
+
+MOST_READING_THREADS = 8
+"""Limit of the threads that read one file. More are no faster, neither from the page cache nor from a disk."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +158,19 @@ def _call(name: str, *args: object) -> None:
         library = ctypes.CDLL("librt.so.1", use_errno=True)
     if getattr(library, name)(*args) != 0:
         raise OSError(ctypes.get_errno(), f"{name} failed: {os.strerror(ctypes.get_errno())}")
+
+
+def reading_threads() -> int:
+    """Return the number of threads with which this rank should read a file: its share of the host's cores.
+
+    At least 1, at most `MOST_READING_THREADS`. If this process may run on fewer cores than its parent, its launcher has
+    already given it a share (``torchrun --numa-binding``, ``taskset``). Without ``LOCAL_WORLD_SIZE`` all ranks are
+    assumed to be on this host. ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks'
+    computations do not disturb each other, but reading threads spend their time in the kernel.
+    """
+    from .distributed import get_world_size  # imports torch, which commands that only read files do not need
+
+    cores = os.sched_getaffinity(0)
+    has_share = cores < os.sched_getaffinity(os.getppid())
+    ranks = 1 if has_share else int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    return min(max(len(cores) // ranks, 1), MOST_READING_THREADS)

@@ -68,10 +68,7 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
 
     CUDA devices are matched starting from the current one, so that a rank that trained on ``cuda:3`` and now sees one
     device finds its stream there. Rows without a device are dropped with a warning. Devices without a row keep their
-    state.
-
-    Raises:
-        CheckpointMismatchError: a tensor is missing or has another shape or dtype. No generator was changed.
+    state. Raises as `check_rng` does, before any generator has changed.
     """
     check_rng(state)
     # torch reads a state from the start of its storage even if it is a view, so the states are cloned.
@@ -126,13 +123,9 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
 def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
     """Derive a state for ``rank``, which the checkpoint lacks because the world has grown.
 
-    Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state`` in the order of their names,
-    followed by ``rank`` as a little-endian int64. The result is the same at every restart, and differs between ranks
-    and steps. CUDA device i (in the order of `RngState`) gets that seed + i.
-
-    Args:
-        state: state of rank 0.
-        rank: the new rank.
+    Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state``, which is the one of rank 0, in
+    the order of their names, followed by ``rank`` as a little-endian int64. The result is the same at every restart,
+    and differs between ranks and steps. CUDA device i (in the order of `RngState`) gets that seed + i.
     """
     digest = _digest(state)
     digest.update(struct.pack("<q", rank))
@@ -146,12 +139,9 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
         "torch": torch.Generator().manual_seed(_torch_seed(seed)).get_state(),
     }
     if torch.cuda.is_initialized():
-        derived["cuda"] = torch.stack(
-            [
-                torch.Generator(device).manual_seed(_torch_seed(seed + index)).get_state()
-                for index, device in enumerate(_cuda_devices())
-            ]
-        )
+        generators = [torch.Generator(device) for device in _cuda_devices()]
+        seeded = [generator.manual_seed(_torch_seed(seed + index)) for index, generator in enumerate(generators)]
+        derived["cuda"] = torch.stack([generator.get_state() for generator in seeded])
     return derived
 
 

@@ -23,10 +23,10 @@ from torch import nn
 from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
-from ...utils.safe_json import pack_json, unpack_json
+from ...utils.plain_values import pack_json, unpack_json
 from ..memory.tensors import counts_here, local_box, local_tensor
 from .fingerprint import bit_sum, sample_state
-from .metadata import PathLike
+from .format import PathLike
 
 logger = get_logger(__name__)
 
@@ -58,11 +58,7 @@ class BaseFolder:
 
 
 class FrozenBase:
-    """Frozen parameters that the start of a job makes again, watched for changes.
-
-    Args:
-        named: name -> parameter, as the start has just made them.
-        folder: their source.
+    """Frozen parameters (name -> parameter) that the start of a job has just made, watched for changes.
 
     Attributes:
         sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints leave out.
@@ -70,25 +66,20 @@ class FrozenBase:
 
     _of_models: ClassVar[WeakKeyDictionary[nn.Module, "FrozenBase"]] = WeakKeyDictionary()
 
-    def __init__(self, named: Mapping[str, torch.Tensor], folder: BaseFolder) -> None:
-        self.folder = folder
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.sums = sums_of(named)
 
     @classmethod
-    def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor], folder: BaseFolder) -> "FrozenBase":
-        """The base of ``model``. Every call returns the object of the first call, whose other arguments count."""
+    def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor]) -> "FrozenBase":
+        """The base of ``model``. Every call returns the object of the first call, whose parameters count."""
         if model not in cls._of_models:
-            cls._of_models[model] = cls(named, folder)
+            cls._of_models[model] = cls(named)
         return cls._of_models[model]
 
     def drop_changed(self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Forget parameters that have changed on any rank or are no longer frozen, so that checkpoints hold them.
+        """Forget parameters that have changed on any rank or are no longer ``frozen``, so that checkpoints hold them.
 
-        All ranks of ``group`` call it. Cost: one pass over this rank's part of the base, and one small exchange.
-
-        Args:
-            frozen: name -> parameter, of all parameters that are frozen now.
-            group: the ranks of the model.
+        All ranks of the model call it. Cost: one pass over this rank's part of the base, and one small exchange.
         """
         now = sums_of({name: frozen[name] for name in frozen.keys() & self.sums.keys()})
         own = sorted(frozen.keys() - {name for name in now if now[name] == self.sums[name]})
@@ -114,10 +105,7 @@ def describe_base(
 ) -> torch.Tensor:
     """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every rank.
 
-    Args:
-        frozen: the parameters.
-        folder: their source.
-        adapters: description of the adapters trained on them (see `lora.description`), for tools without the model.
+    ``adapters`` is the result of `describe_adapters` for the adapters trained on them, for tools without the model.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
@@ -147,7 +135,7 @@ def check_base(
     folder: BaseFolder,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Compare live frozen parameters with those of a checkpoint. All ranks of ``group`` call it.
+    """Compare live frozen parameters with the checkpoint ``path``. All ranks of ``group`` call it.
 
     Args:
         path: the checkpoint, for messages.
@@ -158,8 +146,6 @@ def check_base(
     Raises:
         CheckpointMismatchError: the parameters differ. Raised on every rank.
     """
-    if BASE not in saved:
-        return
     shares = [tensor for name, tensor in saved.items() if name.startswith(f"{BASE_SAMPLE}.")]
     _compare(path, saved[BASE], shares, frozen, folder, gather_objects(own, group))
 
@@ -191,9 +177,15 @@ def _compare(
     fingerprints = base_fingerprint(shares), base_fingerprint(own)
     if same_base(*fingerprints):
         return
+    if (there["tensors"], there["bytes"]) != (here["tensors"], here["bytes"]):
+        advice = "It left out other parameters, or keeps them in another dtype; freeze and load them as that run did"
+    elif there["index"] != here["index"]:
+        advice = "The files of the folders differ, too; start from the base that the run began with"
+    else:
+        advice = "Start from the base that the run began with, in the same dtype, or with the same seed"
     raise CheckpointMismatchError(
         f"{path} holds what was trained on another base model: its {_told(there, fingerprints[0])}, those "
-        f"here {_told(here, fingerprints[1])}. {_advice(there, here)}"
+        f"here {_told(here, fingerprints[1])}. {advice}"
     )
 
 
@@ -216,11 +208,3 @@ def _told(base: Mapping[str, Any], fingerprint: str) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in base["dtypes"].items()) or "none"
     source = f" of {base['path']}" if base["path"] else ""
     return f"frozen parameters{source} ({dtypes}) have the fingerprint {fingerprint}"
-
-
-def _advice(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    if (there["tensors"], there["bytes"]) != (here["tensors"], here["bytes"]):
-        return "It left out other parameters, or keeps them in another dtype; freeze and load them as that run did"
-    if there["index"] != here["index"]:
-        return "The files of the folders differ, too; start from the base that the run began with"
-    return "Start from the base that the run began with, in the same dtype, or with the same seed"

@@ -12,14 +12,14 @@ chance, about once in 2**64. Nothing is cached or copied to the host.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ..memory.tensors import counts_here, local_box
+from ..memory.tensors import counts_here, local_box, local_tensor
 
 SAMPLES = 64
 PARTS = ("model", "optim")
@@ -40,23 +40,23 @@ def sample_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, int | bool]:
         part -> sum of hashes modulo 2**64, and ``moved``: whether any sampled bit of the optimizer's tensors is set.
         None is set before the first step.
     """
-    sampled = {name: tensor.detach() for name, tensor in tensors.items() if _is_sampled(name, tensor)}
-    picks: dict[Any, _Pick] = {}  # many tensors are cut alike
+    picks: dict[Any, tuple[np.ndarray, torch.Tensor]] = {}  # many tensors are cut alike
     found: list[tuple[str, np.ndarray, torch.Tensor]] = []
-    for name, tensor in sampled.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for name, tensor in tensors.items():
+        if not _is_sampled(name, tensor.numel()):
+            continue
+        local = local_tensor(tensor.detach())
         layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
         key = (tensor.shape, local.device, *layout)
         if key not in picks:
             picks[key] = _pick(tensor, local.device)
-        if len(picks[key].positions):
-            found.append((name, picks[key].positions, _take(local, picks[key].local)))
-    sums: dict[str, int | bool] = dict.fromkeys(PARTS, 0) | {"moved": False}
+        positions, places = picks[key]
+        if len(positions):
+            found.append((name, positions, _take(local, places)))
+    sampler = BlockSampler()
     for (name, positions, _), data in zip(found, _to_host([values for *_, values in found]), strict=True):
-        part = name.partition(".")[0]
-        sums[part] = (sums[part] + _hash(name, positions, data)) % _MODULUS
-        sums["moved"] = bool(sums["moved"]) or (part == "optim" and bool(data.any()))
-    return sums
+        sampler.count(name, positions, data)
+    return sampler.sums
 
 
 def combine_samples(ranks: Iterable[Mapping[str, int | bool]]) -> dict[str, str | bool]:
@@ -73,45 +73,38 @@ class BlockSampler:
         self.sums: dict[str, int | bool] = dict.fromkeys(PARTS, 0) | {"moved": False}
 
     def add(self, name: str, numel: int, first: int, values: torch.Tensor) -> None:
-        """Take the samples of one block.
+        """Take the samples of one block of a tensor with ``numel`` elements: ``values``, contiguous, on the CPU.
 
-        Args:
-            name: dotted name of the tensor, as for `sample_state`.
-            numel: number of elements of the whole tensor.
-            first: index of the block's first element.
-            values: the block, contiguous, on the CPU.
+        ``first`` is the index of the block's first element in the flattened tensor.
         """
-        part = name.partition(".")[0]
-        if part not in PARTS or numel <= (part == "optim"):
+        if not _is_sampled(name, numel):
             return
         positions = _positions(numel)
         positions = positions[(positions >= first) & (positions < first + values.numel())]
         if len(positions):
-            data = _take(values, torch.from_numpy(positions - first)).numpy()
-            self.sums[part] = (self.sums[part] + _hash(name, positions, data)) % _MODULUS
-            self.sums["moved"] = bool(self.sums["moved"]) or (part == "optim" and bool(data.any()))
+            self.count(name, positions, _take(values, torch.from_numpy(positions - first)).numpy())
+
+    def count(self, name: str, positions: np.ndarray, data: np.ndarray) -> None:
+        """Add samples, ``[n, itemsize]`` bytes at ``positions`` of the flattened tensor."""
+        part = name.partition(".")[0]
+        self.sums[part] = (self.sums[part] + _hash(name, positions, data)) % _MODULUS
+        self.sums["moved"] = bool(self.sums["moved"]) or (part == "optim" and bool(data.any()))
 
 
-class _Pick(NamedTuple):
+def _is_sampled(name: str, numel: int) -> bool:
+    return numel > 0 and (name.startswith("model.") or (name.startswith("optim.") and numel > 1))
+
+
+def _pick(tensor: torch.Tensor, device: torch.device) -> tuple[np.ndarray, torch.Tensor]:
     """Positions of this rank's samples in the flattened global tensor, and in the local one, on its device."""
-
-    positions: np.ndarray
-    local: torch.Tensor
-
-
-def _is_sampled(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and (name.startswith("model.") or (name.startswith("optim.") and tensor.numel() > 1))
-
-
-def _pick(tensor: torch.Tensor, device: torch.device) -> _Pick:
     offsets, shape = local_box(tensor)
     positions = _positions(tensor.numel()) if counts_here(tensor) else np.empty(0, np.int64)
     if not tensor.dim():
-        return _Pick(positions, torch.from_numpy(positions).to(device))
+        return positions, torch.from_numpy(positions).to(device)
     places = [at - begin for at, begin in zip(np.unravel_index(positions, tensor.shape), offsets, strict=True)]
     inside = np.all([(at >= 0) & (at < size) for at, size in zip(places, shape, strict=True)], axis=0)
     local = np.ravel_multi_index([at[inside] for at in places], shape) if inside.any() else np.empty(0, np.int64)
-    return _Pick(positions[inside], torch.from_numpy(local).to(device))
+    return positions[inside], torch.from_numpy(local).to(device)
 
 
 def _positions(numel: int) -> np.ndarray:
@@ -145,17 +138,8 @@ def _hash(name: str, indices: np.ndarray, data: np.ndarray) -> int:
     return sum(digest(raw[at : at + width], seed) for at in range(0, len(raw), width))
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def bit_sum(name: str, block: torch.Tensor, offsets: Sequence[int]) -> int:
-    """Sum over a block of a tensor, as an int64.
-
-    Args:
-        name: name of the tensor.
-        block: the block, on any device.
-        offsets: first index of the block per dimension.
-    """
+    """Sum over a block of the tensor ``name``, as an int64. ``offsets`` are the first index of each dimension."""
     values = block.detach().resolve_conj().resolve_neg()
     values = torch.view_as_real(values) if values.is_complex() else values.reshape(values.shape or (1,))
     total, weights = torch.zeros((), dtype=torch.int64, device=values.device), []
@@ -164,7 +148,7 @@ def bit_sum(name: str, block: torch.Tensor, offsets: Sequence[int]) -> int:
         weights.append(_odd(torch.arange(first, first + size, device=values.device), seed >> 1))
     n_rows = max(1, (1 << 26 if values.is_cuda else 1 << 19) // max(1, values[:1].numel()))  # widened at a time
     for rows, weight in zip(values.split(n_rows), weights[0].split(n_rows), strict=True):
-        words = rows.contiguous().view(_WORDS[rows.itemsize]).to(torch.int64)
+        words = rows.contiguous().view(_BITS[rows.itemsize]).to(torch.int64)
         for each in reversed(weights[1:]):
             words = (words * each).sum(-1)
         total += (words * weight).sum()

@@ -2,7 +2,7 @@
 
 A load takes five steps, and nothing in the state changes before the last one:
 
-1. Rank 0 opens the folder and sends its layout to all ranks (`DCPFolder`).
+1. Rank 0 opens the folder and sends its layout to all ranks (`_DCPFolder`).
 2. Every rank compares the bytes of its share of the files with their digests.
 3. Every rank finds which bytes it needs for which of its tensors. Names, shapes and dtypes must be those of the state.
 4. Small values (schedule, counters, generators) are read and checked, and all ranks agree that all is well.
@@ -12,23 +12,23 @@ Host memory: a few megabytes per reading thread, and every tensor that another v
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from ...utils.distributed import all_ranks_succeed, get_rank
+from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
 from ...utils.errors import CheckpointError, CheckpointMismatchError
+from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
-from ..memory.tensors import Box, local_box, normal_tensors
+from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
-from .folder import DCPFolder
-from .metadata import Destination, PathLike
-from .reader import BLOCK_BYTES, TensorReader
-from .roots import describe_roots
+from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
+from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
+from .roots import choose_root, describe_roots, under_root
 from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 
@@ -71,9 +71,9 @@ def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None =
 
     No data is read, and nothing changes. Raises as `read_dcp` does.
     """
-    folder = DCPFolder.open_together(path, group)
+    folder = _DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
-        find_destinations(folder, _as_stored(state, folder))
+        _find_destinations(folder, _as_stored(state, folder))
 
 
 @normal_tensors()
@@ -91,21 +91,24 @@ def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
         OSError: an existing file cannot be read.
         PeerError: another rank failed.
     """
-    folder = DCPFolder.open_together(path, group)
+    folder = _DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
         folder.verify_share(group)
         if root != ROOT:
             parameters = [name.removeprefix("model.") for name in state.live_tensors() if name.startswith("model.")]
             folder = folder.under_root(root, parameters)
         state = _as_stored(state, folder)
-        destinations = find_destinations(folder, state)
+        destinations = _find_destinations(folder, state)
     with all_ranks_succeed(f"reading {path}", group):
         reader = folder.plan(destinations.live)
         others = {name: where.like() for name, where in destinations.live.items() if name not in reader.names}
         folder.read(destinations.small | others)
         _check_ties(folder, destinations)
-        small = {name.removeprefix(f"{ROOT}."): where.tensor for name, where in destinations.small.items()}
-        values = _check_values(folder, state, small)
+        small = {_own(name): where.tensor for name, where in destinations.small.items()}
+        try:
+            values = state.check_values(small)
+        except CheckpointError as error:
+            raise type(error)(f"{folder.path}: {error}") from error
         reader.check_unchanged()
         frozen = state.frozen_parameters()
         own = sample_base(frozen) if BASE in small else None
@@ -117,22 +120,14 @@ def read_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
 
 @dataclass(frozen=True)
 class DCPLoad:
-    """A folder that all ranks have found good, ready to be put into the live state.
+    """A folder that all ranks have found good, ready to be put into the live state."""
 
-    Attributes:
-        state: the live state, with the parameters that the folder holds.
-        _proposed: memory for tensors that the live state does not have yet.
-        _copies: pairs of a live tensor and its values, if they could not be read in place.
-        _small: dotted name -> tensor, of generators, counters and parameter groups.
-        _values: the same values, parsed.
-    """
-
-    state: DCPState
-    _proposed: Mapping[str, torch.Tensor]
+    state: DCPState  # the live state, with the parameters that the folder holds
+    _proposed: Mapping[str, torch.Tensor]  # memory for tensors that the live state does not have yet
     _reader: TensorReader
-    _copies: list[tuple[torch.Tensor, torch.Tensor]]
-    _small: dict[str, torch.Tensor]
-    _values: dict[str, Any]
+    _copies: list[tuple[torch.Tensor, torch.Tensor]]  # a live tensor and its values, if not read in place
+    _small: dict[str, torch.Tensor]  # dotted name -> tensor, of generators, counters and parameter groups
+    _values: dict[str, Any]  # the same values, parsed
 
     @property
     def first_group(self) -> int:
@@ -160,7 +155,7 @@ class DCPLoad:
             OSError: a file can no longer be read. The state cannot be trusted either.
         """
         self.check_unchanged()
-        DCPFolder.forget_layouts()  # everything is planned
+        parse_metadata.cache_clear()  # everything is planned, and it may take tens of megabytes
         with changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
@@ -170,7 +165,61 @@ class DCPLoad:
 
 
 @dataclass(frozen=True)
-class Destinations:
+class _DCPFolder:
+    """An opened DCP folder, whose layout is known and complete.
+
+    ``unverified`` has the manifest entry of each data file that has not been compared with its digest yet. It is empty
+    without a manifest. A generation has one manifest for all its engine folders.
+    """
+
+    path: Path
+    layout: FolderLayout
+    unverified: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, path: PathLike) -> Self:
+        """Open a folder on this rank alone. Raises as `read_layout` does, also if the manifest is damaged."""
+        unverified: dict[str, Any] = {}
+        if (Path(path) / MANIFEST_NAME).exists():
+            unverified = dict(check_listing(path)["files"])
+            if ".metadata" in unverified:
+                verify_file(path, ".metadata", unverified.pop(".metadata"))
+        return cls(Path(path), read_layout(path), unverified)
+
+    @classmethod
+    def open_together(cls, path: PathLike, group: dist.ProcessGroup | None) -> Self:
+        """Open a folder on rank 0 and send the layout to all ranks of ``group``, which all call it."""
+        return replace(rank_zero_decides(lambda: cls.open(path), group), path=Path(path))
+
+    def under_root(self, root: str, parameters: Iterable[str]) -> Self:
+        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
+        try:
+            return replace(self, layout=under_root(self.layout, choose_root(self.layout.names(), root, parameters)))
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{self.path}: {error}") from error
+
+    def verify_share(self, group: dist.ProcessGroup | None) -> None:
+        """Compare this rank's share of the unverified files with their digests.
+
+        At the world size of the save, the share is the file that the rank reads next. Raises CheckpointCorruptError,
+        and CheckpointNotFoundError if this rank does not see a file that rank 0 sees.
+        """
+        in_order_of_ranks = sorted(self.unverified, key=lambda name: (len(name), name))
+        for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
+            with visible_here(self.path / name):
+                verify_file(self.path, name, self.unverified[name])
+
+    def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
+        """Find the bytes of stored tensors in the files, without reading them."""
+        return TensorReader(self.path, self.layout, destinations)
+
+    def read(self, destinations: Mapping[str, Destination]) -> None:
+        """Read stored tensors now, into memory that nothing else uses yet."""
+        read_now(self.path, self.layout, destinations)
+
+
+@dataclass(frozen=True)
+class _Destinations:
     """The tensors that a rank reads, and where they go. Names are those in the folder, with `ROOT`.
 
     Attributes:
@@ -186,36 +235,36 @@ class Destinations:
     ties: dict[str, str]
 
 
-def find_destinations(folder: DCPFolder, state: DCPState) -> Destinations:
-    """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is.
-
-    Raises:
-        CheckpointMismatchError: it is a folder of another model or optimizer.
-    """
+def _find_destinations(folder: _DCPFolder, state: DCPState) -> _Destinations:
+    """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is."""
     names, tensors = folder.layout.names(), folder.layout.tensors
     _check_kind(folder, names, state)
-    found = {name.removeprefix(f"{ROOT}."): (stored.shape, stored.dtype) for name, stored in tensors.items()}
-    proposed = state.propose_state(found)
+    proposed = state.propose_state({_own(name): (stored.shape, stored.dtype) for name, stored in tensors.items()})
     live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
     aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
     ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
     _check_same_names(folder, live.keys(), names, aliases.keys(), state)
     for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
         _check_same_tensor(folder, name, tensor)
-    boxes: dict[Any, Box] = {}  # hundreds of tensors are cut in a few ways
-    return Destinations(
-        proposed,
-        {name: _local_destination(tensor, boxes) for name, tensor in live.items()},
-        {name: _small_destination(folder, name) for name in _small_names(names, state)},
-        ties,
-    )
+    parts = {name: Destination(local_box(tensor), local_tensor(tensor)) for name, tensor in live.items()}
+    small = {}
+    for name in _small_names(names, state):
+        if (stored := tensors.get(name)) is None:
+            raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
+        memory = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        small[name] = Destination(local_box(memory), memory)
+    return _Destinations(proposed, parts, small, ties)
 
 
-def _as_stored(state: DCPState, folder: DCPFolder) -> DCPState:
-    return state.as_stored({name.removeprefix(f"{ROOT}.") for name in folder.layout.names()})
+def _own(name: str) -> str:
+    return name.removeprefix(f"{ROOT}.")
 
 
-def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> None:
+def _as_stored(state: DCPState, folder: _DCPFolder) -> DCPState:
+    return state.as_stored({_own(name) for name in folder.layout.names()})
+
+
+def _check_kind(folder: _DCPFolder, names: Collection[str], state: DCPState) -> None:
     if not any(name.startswith(f"{ROOT}.model.") for name in names):
         raise CheckpointMismatchError(
             f"{folder.path} holds no model under {ROOT!r}, where Holdfast and AReaL have it; {describe_roots(names)}"
@@ -226,7 +275,7 @@ def _check_kind(folder: DCPFolder, names: Collection[str], state: DCPState) -> N
 
 
 def _check_same_names(
-    folder: DCPFolder, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
+    folder: _DCPFolder, live: Iterable[str], saved: Collection[str], aliases: Iterable[str], state: DCPState
 ) -> None:
     prefixes = (f"{ROOT}.model.",) if state.optimizer is None else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
     here, there = set(live), {name for name in saved if name.startswith(prefixes)}
@@ -243,7 +292,7 @@ def _check_same_names(
         )
 
 
-def _check_same_tensor(folder: DCPFolder, name: str, live: torch.Tensor) -> None:
+def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor) -> None:
     stored, what = folder.layout.tensors.get(name), f"{folder.path}: {name}"
     if stored is None:
         raise CheckpointMismatchError(f"{what} is not a tensor; expected {list(live.shape)} {live.dtype}")
@@ -255,35 +304,12 @@ def _check_same_tensor(folder: DCPFolder, name: str, live: torch.Tensor) -> None
         raise CheckpointMismatchError(f"{what} has dtype {stored.dtype}, this model needs {live.dtype}")
 
 
-def _local_destination(tensor: torch.Tensor, boxes: dict[Any, Box]) -> Destination:
-    if not isinstance(tensor, DTensor):
-        return Destination(_whole(tensor.shape), tensor)
-    cut = tensor.shape, tensor.device_mesh, tensor.placements
-    if cut not in boxes:
-        boxes[cut] = local_box(tensor)
-    return Destination(boxes[cut], tensor.to_local())
-
-
-def _small_destination(folder: DCPFolder, name: str) -> Destination:
-    stored = folder.layout.tensors.get(name)
-    if stored is None:
-        raise CheckpointMismatchError(f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it")
-    return Destination(_whole(stored.shape), torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
-
-
-def _whole(shape: torch.Size) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
 def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
     """Names of the values that come back besides live tensors. A new rank reads the values of rank 0."""
     saved = sorted(saved)
+    facts = {f"{ROOT}.{name}" for name in (BASE, ADAPTERS)}
     found = _of_rank("module_state", saved)
-    found += [
-        name
-        for name in saved
-        if name in (f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}") or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")
-    ]
+    found += [name for name in saved if name in facts or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
     if state.optimizer is not None:
         found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
     return found
@@ -295,7 +321,7 @@ def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
     return found or [name for name in saved if f"{name}.".startswith(first)]
 
 
-def _check_ties(folder: DCPFolder, destinations: Destinations) -> None:
+def _check_ties(folder: _DCPFolder, destinations: _Destinations) -> None:
     """Raise unless a tied tensor that the folder holds under two names has the same values under both."""
     for alias, name in destinations.ties.items():
         if not _same_values(folder, (alias, name), destinations.live[name]):
@@ -306,7 +332,7 @@ def _check_ties(folder: DCPFolder, destinations: Destinations) -> None:
             )
 
 
-def _same_values(folder: DCPFolder, names: tuple[str, str], part: Destination) -> bool:
+def _same_values(folder: _DCPFolder, names: tuple[str, str], part: Destination) -> bool:
     """Compare a part of two stored tensors, a few rows at a time if they can be read so."""
     direct = folder.plan(dict.fromkeys(names, part)).names.issuperset(names)
     for rows in _split_rows(part) if direct else (part,):
@@ -327,10 +353,3 @@ def _split_rows(part: Destination) -> Iterator[Destination]:
     for row in range(0, n_rows, step):
         rows = part.tensor[row : row + step]
         yield Destination(Box((offsets[0] + row, *offsets[1:]), tuple(rows.shape)), rows)
-
-
-def _check_values(folder: DCPFolder, state: DCPState, small: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    try:
-        return state.check_values(small)
-    except CheckpointError as error:
-        raise type(error)(f"{folder.path}: {error}") from error

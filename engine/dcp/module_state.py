@@ -11,7 +11,7 @@ optimizers and FSDP2 hold them.
 """
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...utils.compat.torch_private import buffers_of, children_of, is_persistent, loading_of, saving_of, tree_leaves
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
-from ...utils.safe_torch import load_plain, pack_plain
+from ...utils.plain_values import load_plain, pack_plain, pad_bytes
 from ..memory.tensors import WRAPPERS, clean_name
 
 logger = get_logger(__name__)
@@ -30,15 +30,12 @@ PREFIX = "model."
 """Prefix of the dotted names ``model.<buffer>``."""
 
 _LENGTH_BYTES = 8
-_BLOCK_BYTES = 4096
-"""The tensor is padded to a multiple of this, so that its size stays the same when a value takes a byte more."""
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
     """Clean name in ``model.state_dict()`` -> value that is neither parameter nor buffer. Nothing is copied.
 
-    Raises:
-        ConfigError: a value is a DTensor, or nothing would take it back in ``load_state_dict``.
+    Raises ConfigError if a value is a DTensor, or if nothing would take it back in ``load_state_dict``.
     """
     found = _added(model)
     for name, value in found.items():
@@ -47,11 +44,10 @@ def module_state(model: nn.Module) -> dict[str, Any]:
                 f"state of modules: {name} holds a DTensor, which can only be saved as a parameter or a buffer; make it"
                 " a buffer, or keep its local tensor"
             )
-        _, modules, rest = _locate(model, name)
-        if not _takes(modules, rest):
+        if (owner := _refuses(model, name)) is not None:
             raise ConfigError(
                 f"state of modules: {name} would be saved, but nothing would take it back; give "
-                f"{type(modules[-1]).__name__} a set_extra_state, a _load_from_state_dict or a load_state_dict pre-hook"
+                f"{owner} a set_extra_state, a _load_from_state_dict or a load_state_dict pre-hook"
             )
     return found
 
@@ -59,14 +55,10 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
     """Pack the result of `module_state` as uint8: length (8 bytes, little-endian), ``torch.save`` data, zeros.
 
-    Raises:
-        ConfigError: a value could only be loaded by running code.
+    Raises ConfigError if a value could only be loaded by running code.
     """
     data = pack_plain("state of modules", dict(state))
-    data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    return torch.frombuffer(
-        bytearray(data.ljust(-(-len(data) // _BLOCK_BYTES) * _BLOCK_BYTES, b"\0")), dtype=torch.uint8
-    )
+    return pad_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data, b"\0")
 
 
 def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any]:
@@ -78,16 +70,14 @@ def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any
     """
     data = packed.cpu().numpy().tobytes()
     stop = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    state = load_plain(io.BytesIO(data[_LENGTH_BYTES:stop]), "state of modules", device)
+    state = load_plain(io.BytesIO(data[_LENGTH_BYTES:stop]), "state of modules", _device_of(model))
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"state of modules is a {type(state).__name__}; expected a dict")
     for name in state:
-        _, modules, rest = _locate(model, name)
-        if not _takes(modules, rest):
+        if (owner := _refuses(model, name)) is not None:
             raise CheckpointMismatchError(
-                f"the checkpoint has state of modules that nothing here would take: {name}, by a "
-                f"{type(modules[-1]).__name__}; is it another model?"
+                f"the checkpoint has state of modules that nothing here would take: {name}, by a {owner}; is it another"
+                " model?"
             )
     return state
 
@@ -129,14 +119,16 @@ def _adds(module: nn.Module) -> bool:
     )
 
 
-def _takes(modules: Sequence[nn.Module], rest: str) -> bool:
-    """Whether one of the modules on the path to an entry, called ``rest`` there, may take it in ``load_state_dict``."""
+def _refuses(model: nn.Module, name: str) -> str | None:
+    """Class of the module of an entry, if no module on the path to it would take it in ``load_state_dict``."""
+    _, modules, rest = _locate(model, name)
     if rest == "_extra_state" and type(modules[-1]).set_extra_state is not nn.Module.set_extra_state:
-        return True
-    return any(
-        _is_own(method) or _is_own(module.load_state_dict) or any(map(_is_users, hooks))
-        for module, (method, hooks) in zip(modules, map(loading_of, modules), strict=True)
-    )
+        return None
+    for module in modules:
+        method, hooks = loading_of(module)
+        if _is_own(method) or _is_own(module.load_state_dict) or any(map(_is_users, hooks)):
+            return None
+    return type(modules[-1]).__name__
 
 
 def _is_own(method: Callable[..., Any]) -> bool:
@@ -162,6 +154,10 @@ def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
             key.append(rest.pop(0))
         elif step == "_orig_mod":  # the others take themselves out of the keys
             key.append(step)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 # Buffers
@@ -193,14 +189,10 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 def propose_buffers(model: nn.Module, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
     """Allocate new buffers if a checkpoint cannot be copied into the old ones.
 
-    Args:
-        model: stays as it is.
-        names: dotted name -> shape and dtype.
-
-    Returns:
-        dotted name -> tensor, for `adopt_buffers`. A buffer of another dtype is not replaced.
+    Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_buffers`. A buffer of another
+    dtype is not replaced.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     proposed: dict[str, torch.Tensor] = {}
     for slot in persistent_buffers(model):
         name, buffer = PREFIX + clean_name(slot.name), slot.buffer

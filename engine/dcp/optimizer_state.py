@@ -8,8 +8,8 @@ Groups: saved groups are matched by their parameters, so groups may be built in 
 one value per group follow that order. If it is not known whether a list belongs to the groups, the load fails.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 PREFIX = "optim.state."
 """Prefix of the dotted names ``optim.state.<parameter>.<entry>``."""
 
+T = TypeVar("T")
 Parameters = Mapping[str, nn.Parameter]
 Groups = Sequence[Mapping[str, Any]]
 
@@ -35,30 +36,27 @@ _CLASSES = (torch.Tensor, nn.Parameter)
 
 def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, torch.Tensor]]:
     """Parameter name -> entries of its state that are tensors. Plain ones of the local shard become DTensors."""
-    found = {
-        name: {key: _as_shard(param, value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return _without_empty(
+        (name, {key: _as_shard(param, value) for key, value in state.items() if isinstance(value, torch.Tensor)})
         for name, param, state in _states(optimizer, params)
-    }
-    return {name: entries for name, entries in found.items() if entries}
+    )
 
 
 def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, Any]]:
     """Parameter name -> entries of its state that are not tensors."""
-    found = {
-        name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+    return _without_empty(
+        (name, {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
         for name, _, state in _states(optimizer, params)
-    }
-    return {name: entries for name, entries in found.items() if entries}
+    )
 
 
 def local_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, list[str]]:
     """Parameter name -> names of the entries of its state that are plain tensors of this rank's shard."""
-    found = {
-        name: [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)]
+    return _without_empty(
+        (name, [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)])
         for name, param, state in _states(optimizer, params)
         if isinstance(param, DTensor)
-    }
-    return {name: entries for name, entries in found.items() if entries}
+    )
 
 
 def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
@@ -99,15 +97,9 @@ def propose_state(
 ) -> dict[str, torch.Tensor]:
     """Allocate zeroed state that a checkpoint holds and `materialize_state` does not know.
 
-    Args:
-        optimizer: stays as it is.
-        params: parameters of the model, by name.
-        names: dotted name -> shape and dtype. An entry of the parameter's shape is sharded like the parameter, any
-            other is a plain tensor. A number takes the dtype of the checkpoint, because torch's numbers have the
-            default dtype.
-
-    Returns:
-        dotted name -> tensor, for `adopt_state`.
+    Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_state`. An entry of the
+    parameter's shape is sharded like the parameter, any other is a plain tensor. A number takes the dtype of the
+    checkpoint, because torch's numbers have the default dtype.
     """
     materialize_state(optimizer)
     groups = optimizer.param_groups
@@ -124,8 +116,10 @@ def propose_state(
             device = param.device if len(shape) or id(param) in on_device else "cpu"  # step counts, as torch does
             zeros = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=device)
             proposed[name] = zeros.detach()
-        elif shape == () and _has_other_float_dtype(number := state.get(entry), dtype):
-            proposed[name] = number.to(dtype)
+        elif shape == () and _is_plain(number := state.get(entry)) and not number.ndim:
+            are_floats = number.is_floating_point() and dtype.is_floating_point
+            if are_floats and number.dtype != dtype:
+                proposed[name] = number.to(dtype)
     return proposed
 
 
@@ -149,6 +143,10 @@ def adopt_state(
         )  # fmt: skip
 
 
+def _without_empty(found: Iterable[tuple[str, T]]) -> dict[str, T]:
+    return {name: entries for name, entries in found if entries}
+
+
 def _states(
     optimizer: torch.optim.Optimizer, params: Parameters
 ) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
@@ -159,11 +157,6 @@ def _states(
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-
-
-def _has_other_float_dtype(value: Any, dtype: torch.dtype) -> bool:
-    is_float = _is_plain(value) and not value.ndim and value.is_floating_point()
-    return is_float and dtype.is_floating_point and value.dtype != dtype
 
 
 def _is_shard(param: DTensor, value: torch.Tensor) -> bool:
@@ -219,7 +212,13 @@ def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Gr
         raise CheckpointMismatchError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
     order = _match_by_name(groups, saved) if are_named(saved) else list(range(len(groups)))
     for group, number in zip(groups, order, strict=True):
-        _check_hyperparameters(optimizer, group, saved[number])
+        # One set of names contains the other: schedulers add names, and versions of torch differ.
+        here, there = hyperparameters(group).keys(), hyperparameters(saved[number]).keys()
+        if not (here <= there or there <= here):
+            raise CheckpointMismatchError(
+                f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
+                f"expected that of {type(optimizer).__name__}"
+            )
     return order
 
 
@@ -255,29 +254,11 @@ def _cut_otherwise(one: str, other: str, there: str, here: str) -> CheckpointMis
     )
 
 
-def _check_hyperparameters(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
-    """Raise unless one set of names contains the other. Schedulers add names, and versions of torch differ."""
-    here, there = hyperparameters(group).keys(), hyperparameters(saved).keys()
-    if not (here <= there or there <= here):
-        raise CheckpointMismatchError(
-            f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
-            f"expected that of {type(optimizer).__name__}"
-        )
-
-
 def reorder_schedule(state: Mapping[str, Any], order: Sequence[int], name: str = "scheduler") -> dict[str, Any]:
     """A scheduler's ``state_dict()`` with its lists of groups in the order of this optimizer's groups.
 
-    Args:
-        state: the saved state.
-        order: result of `match_groups`.
-        name: name of the scheduler in messages.
-
-    Raises:
-        CheckpointMismatchError: the order differs, and it is not known whether a list of that length belongs to the
-            groups.
+    ``order`` is the result of `match_groups`. Raises CheckpointMismatchError if the order differs, and it is not known
+    whether a list of that length belongs to the groups.
     """
     if list(order) == sorted(order):
         return dict(state)

@@ -1,12 +1,14 @@
-"""Read stored tensors from their files straight into the tensors that receive them.
+"""Read stored tensors from the files of a DCP folder.
 
-Planning finds where the values lie in a file. If the bytes before them are exactly those that torch writes here for
-this shape and dtype (see `archive`), the values follow directly, and no archive is parsed. Other archives (another
-version of torch, a strided tensor) are left to `read_archives`.
+`TensorReader` reads values straight into the tensors that receive them. Planning finds where the values lie in a file.
+If the bytes before them are exactly those that torch writes here for this shape and dtype (see `archive_of`), the
+values follow directly, and no archive is parsed. Files are read in the order of their bytes by several threads, with
+preadv(2) into the tensors themselves, many small ones per call. Nothing is faster from the page cache, and a failing
+disk is an `OSError`, while a memory map would end the process. Tensors on a device, and those that are not contiguous,
+go through blocks of a few megabytes per thread.
 
-Files are read in the order of their bytes by several threads, with preadv(2) into the tensors themselves, many small
-ones per call. Nothing is faster from the page cache, and a failing disk is an `OSError`, while a memory map would end
-the process. Tensors on a device, and those that are not contiguous, go through blocks of a few megabytes per thread.
+`read_archives` reads other archives (another version of torch, a strided tensor). They are parsed as a whole with
+``weights_only``, so that no code in them runs, and compared with ``.metadata``.
 """
 
 import math
@@ -16,20 +18,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from ...utils.cores import reading_threads
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.heartbeat import beat
+from ...utils.plain_values import load_plain
+from ...utils.processes import reading_threads
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import Box, bytes_of
-from .archive import archive_of, read_archives
-from .metadata import Destination, FolderLayout, Overlap, PathLike, StoredTensor
+from .format import (
+    Destination,
+    FolderLayout,
+    Overlap,
+    PathLike,
+    StoredTensor,
+    archive_of,
+)
 
 BLOCK_BYTES = 8 << 20
 """Bytes per read."""
@@ -41,15 +51,9 @@ _MAX_BUFFERS = 1024
 
 
 class TensorReader:
-    """Reads stored tensors into given ones. No tensor changes before `read` is called.
+    """Reads stored tensors (full name -> destination) of a folder. No tensor changes before `read` is called.
 
-    Args:
-        folder: DCP folder.
-        layout: layout of the folder, checked.
-        destinations: full name of a stored tensor -> the box to read, and the tensor that receives it.
-
-    Attributes:
-        names: names of the tensors that `read` fills. The others are stored in another way (see `read_archives`).
+    ``names`` are the tensors that `read` fills. The others are stored in another way (see `read_archives`).
 
     Raises:
         CheckpointNotFoundError: this rank does not see a file.
@@ -81,9 +85,7 @@ class TensorReader:
     def read(self) -> None:
         """Read everything, and check that no file has changed meanwhile.
 
-        Raises:
-            CheckpointCorruptError: a file has changed. The tensors cannot be trusted.
-            OSError: a file cannot be read. The tensors cannot be trusted, and the message says so.
+        Raises CheckpointCorruptError if one has, and OSError if one cannot be read. The tensors cannot be trusted then.
         """
         n_threads = reading_threads()
         with ThreadPoolExecutor(n_threads, thread_name_prefix="reading") as pool:
@@ -131,10 +133,10 @@ def _open_checked(path: Path, n_bytes: int) -> Iterator[IO[bytes]]:
 
 
 class _WantedChunk(NamedTuple):
-    """The needed part of a stored chunk: position of its file, first byte of its archive, and the receiving tensor."""
+    """The needed part of a stored chunk, and the receiving tensor."""
 
-    file: int
-    begin: int
+    file: int  # position of the file
+    begin: int  # first byte of the archive
     name: str
     stored: StoredTensor
     overlap: Overlap
@@ -186,9 +188,7 @@ class _Read:
             target = self.target[row : row + step]
             data = _read_block(file, self.at + (first + row) * row_bytes, blocks.take(len(target) * row_bytes))
             rows = data.view(target.dtype).view(len(target), *self.chunk_sizes[1:])
-            for dim, (begin, length) in enumerate(zip(self.box.offsets, self.box.sizes, strict=True)):
-                rows = rows.narrow(dim, begin, length) if dim else rows
-            blocks.copy(target, rows)
+            blocks.copy(target, _narrow(rows, Box((0, *self.box.offsets[1:]), tuple(target.shape))))
 
 
 def _find(file: IO[bytes], chunk: _WantedChunk) -> _Read | None:
@@ -200,8 +200,7 @@ def _find(file: IO[bytes], chunk: _WantedChunk) -> _Read | None:
     if os.pread(file.fileno(), len(archive.prefix), chunk.begin) != archive.prefix:
         return None
     if overlap.in_chunk.sizes != target.shape:
-        for dim, (begin, length) in enumerate(zip(overlap.offsets, overlap.in_chunk.sizes, strict=True)):
-            target = target.narrow(dim, begin, length)
+        target = _narrow(target, Box(overlap.offsets, overlap.in_chunk.sizes))
     return _Read(chunk.name, chunk.begin + len(archive.prefix), overlap.chunk_sizes, overlap.in_chunk, target)
 
 
@@ -293,8 +292,73 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_now(folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
-    """Read tensors, however they are stored, into memory that nothing else uses yet. Raises as `read_archives` does."""
+    """Read tensors, however they are stored, into memory that nothing else uses yet. Raises as `TensorReader` does."""
     reader = TensorReader(folder, layout, destinations)
     reader.read()
     if others := destinations.keys() - reader.names:
         read_archives(folder, layout, {name: destinations[name] for name in others})
+
+
+def read_archives(folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
+    """Fill tensors from archives that are parsed as a whole. Takes the memory of one archive at a time.
+
+    Raises OSError, and CheckpointCorruptError if an archive is damaged, or has another dtype or shape than
+    ``.metadata`` says.
+    """
+    files = list(layout.files)
+    for name, destination in destinations.items():
+        stored, label = layout.tensors[name], f"{folder}: {name}"
+        for overlap in stored.chunks.overlaps(destination.box):
+            beat()
+            path, begin = Path(folder) / files[stored.files[overlap.chunk]], int(stored.begins[overlap.chunk])
+            value = _parse(path, begin, int(stored.lengths[overlap.chunk]), label)
+            shape, dtype = overlap.chunk_sizes, stored.dtype
+            if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype != dtype:
+                kind = type(value).__name__
+                found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else kind
+                raise CheckpointCorruptError(f"{label} holds {found}; .metadata announces {list(shape)} {dtype}")
+            source = _narrow(value, overlap.in_chunk)
+            _narrow(destination.tensor, Box(overlap.offsets, overlap.in_chunk.sizes)).copy_(source)
+
+
+def read_object(folder: PathLike, layout: FolderLayout, name: str) -> Any:
+    """Read a stored value that is not a tensor. Raises as `read_archives` does."""
+    place = layout.objects[name]
+    return _parse(Path(folder) / place.relative_path, place.offset, place.length, f"{folder}: {name}")
+
+
+def _parse(path: Path, begin: int, length: int, label: str) -> Any:
+    with open(path, "rb") as file:
+        return load_plain(cast(IO[bytes], _FileWindow(file, begin, length)), label)
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+class _FileWindow(RawIOBase):
+    """A range of an open file, as a file. Torch's own class for this cannot seek from its end."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._at = max(0, offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return count

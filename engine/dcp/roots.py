@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from ...utils.errors import CheckpointMismatchError
 from .base_model import BASE, BASE_SAMPLE
-from .metadata import FolderLayout
+from .format import FolderLayout
 from .state import ROOT
 
 T = TypeVar("T")
@@ -26,17 +26,11 @@ _BESIDE = {
 
 
 class Root(NamedTuple):
-    """Where a folder keeps one training state.
+    """Where a folder keeps one training state."""
 
-    Attributes:
-        name: the ``root`` argument of `load_dcp`. "" is the top.
-        model: prefix of parameter names.
-        optim: prefix of ``state.<parameter>.<entry>``. None without optimizer state.
-    """
-
-    name: str
-    model: str
-    optim: str | None
+    name: str  # the ``root`` argument of `load_dcp`. "" is the top
+    model: str  # prefix of parameter names
+    optim: str | None  # prefix of ``state.<parameter>.<entry>``. None without optimizer state
 
     def canonical(self, name: str) -> str:
         """Holdfast's name for ``name``. A name that is no part of the state is returned as it is."""
@@ -57,10 +51,8 @@ def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) ->
     """Find the root called ``name`` for a model with these ``parameters``.
 
     Both ``<name>.model.<parameter>`` and ``<name>.<parameter>`` are tried, because some models begin every name with
-    ``model.`` themselves. The prefix under which more parameters are found wins.
-
-    Raises:
-        CheckpointMismatchError: there is no part of the model. The message lists the folder's roots.
+    ``model.`` themselves. The prefix under which more parameters are found wins. Raises CheckpointMismatchError, which
+    lists the folder's roots, if there is no part of the model.
     """
     prefix, wanted = f"{name}." if name else "", list(parameters)
     found = {
@@ -75,7 +67,10 @@ def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) ->
 def describe_roots(names: Iterable[str]) -> str:
     """Describe the roots for a message."""
     names = sorted(names)
-    roots = [f"{root.name!r} ({_example(root, names)})" for root in find_roots(names)]
+    roots = []
+    for root in find_roots(names):
+        example = next((name for name in names if root.canonical(name).startswith(f"{ROOT}.model.")), "")
+        roots.append(f"{root.name!r} ({example})")
     if not roots:
         return f"its keys are {names[:4]} ..., in which no model is to be seen"
     return f"it has a model under {', '.join(roots)}: give it as root"
@@ -110,8 +105,3 @@ def _roots_below(prefix: str, names: list[str]) -> list[Root]:
 def _optim_below(prefix: str, names: Iterable[str]) -> str | None:
     found = (f"{prefix}{optim}." for optim in _OPTIMIZERS)
     return next((optim for optim in found if any(name.startswith(optim) for name in names)), None)
-
-
-def _example(root: Root, names: Iterable[str]) -> str:
-    canonical = f"{ROOT}.model."
-    return next((name for name in names if root.canonical(name).startswith(canonical)), "")

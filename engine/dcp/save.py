@@ -1,10 +1,10 @@
 """Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one process.
 
-Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive`) and
-its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable storage,
-rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an archive
-per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates existing
-files, and removes ``.metadata`` before it writes the new one.
+Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive_of`)
+and its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable
+storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an
+archive per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates
+existing files, and removes ``.metadata`` before it writes the new one.
 
 Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's entries durable and the
 folder visible (`utils.files.commit_folder`).
@@ -13,7 +13,6 @@ folder visible (`utils.files.commit_folder`).
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ from ...utils.write_errors import as_write_error
 from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor
-from .archive import archive_of
-from .metadata import PathLike, pickle_metadata
+from .format import PathLike, archive_of, pickle_metadata
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
 
@@ -87,10 +85,7 @@ def save_dcp(
 def write_dcp(
     folder: PathLike, state: DCPState | StagedState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
-    """Write ``state`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
-
-    Returns and raises as `DCPSaver.write` does.
-    """
+    """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write` does."""
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
     return DCPSaver().write(folder, values, group)
@@ -205,20 +200,12 @@ def _write_together(folder: PathLike, group: dist.ProcessGroup | None) -> Iterat
 FILE_BYTES = 4 << 30
 """Size at which `write_entries` begins a new data file. A tensor is never cut."""
 
-Keys = tuple[str | int, ...]
-"""Path of a value in the nested state that is stored. The value's name joins the keys by dots."""
-
 
 class Entry(NamedTuple):
-    """A value for `write_entries`: a tensor, or an object that torch stores."""
+    """A value for `write_entries`, a tensor or an object that torch stores. Its name joins the keys of ``path``."""
 
-    path: Keys
+    path: tuple[str | int, ...]  # in the nested state that is stored
     value: LazyTensor | Any
-
-    @property
-    def name(self) -> str:
-        """The name that torch gives to it."""
-        return ".".join(map(str, self.path))
 
 
 def write_entries(
@@ -238,42 +225,35 @@ def write_entries(
 
     Returns:
         every file, as a manifest lists it.
-
-    Raises:
-        OSError: the file system refused.
     """
     metadata = Metadata({}, {}, {}, None, CURRENT_DCP_VERSION)
     stored: dict[MetadataIndex, StorageInfo] = {}
     files: list[FileEntry] = []
     rest = iter(entries)
     following = next(rest, None)
-    for number in count():
-        if following is None:
-            break
-        with DurableFile(Path(folder) / f"__{number}_0.distcp") as file:
+    while following is not None:
+        with DurableFile(Path(folder) / f"__{len(files)}_0.distcp") as file:
             while following is not None and file.bytes < FILE_BYTES:
-                name, at = following.name, file.bytes
-                metadata.planner_data[name] = following.path
-                if isinstance(following.value, LazyTensor):
-                    index, metadata.state_dict_metadata[name] = _describe(name, following.value)
-                    for data in _framed(name, following.value, seen):
+                (path, value), at = following, file.bytes
+                index = MetadataIndex(name := ".".join(map(str, path)))
+                metadata.planner_data[name] = path
+                if isinstance(value, LazyTensor):
+                    shape = torch.Size(value.shape)
+                    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+                    index = MetadataIndex(name, chunk.offsets, 0)
+                    entry = TensorStorageMetadata(TensorProperties(dtype=value.dtype), shape, [chunk])
+                    for data in _framed(name, value, seen):
                         file.write(data)
                 else:
-                    index, metadata.state_dict_metadata[name] = MetadataIndex(name), BytesStorageMetadata()
-                    file.write(_packed(following.value))
+                    entry, buffer = BytesStorageMetadata(), io.BytesIO()
+                    torch.save(value, buffer)
+                    file.write(buffer.getvalue())
+                metadata.state_dict_metadata[name] = entry
                 stored[index] = StorageInfo(file.path.name, at, file.bytes - at)
                 following = next(rest, None)
         files.append(FileEntry(file.path.name, file.bytes, file.digest))
     metadata.storage_data = stored
     return [*files, write_entry(folder, ".metadata", pickle_metadata(metadata))]
-
-
-def _describe(name: str, tensor: LazyTensor) -> tuple[MetadataIndex, TensorStorageMetadata]:
-    shape = torch.Size(tensor.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return MetadataIndex(name, chunk.offsets, 0), TensorStorageMetadata(
-        TensorProperties(dtype=tensor.dtype), shape, [chunk]
-    )
 
 
 def _framed(name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tensor], None]) -> Iterator[Any]:
@@ -284,9 +264,3 @@ def _framed(name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tenso
         seen(name, first, values)
         yield memoryview(bytes_of(values).numpy().data)  # type: ignore[arg-type]
     yield archive.suffix
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

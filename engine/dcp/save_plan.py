@@ -1,12 +1,12 @@
 """The plan of a save: which rank writes which tensor where. It holds for all states of the same structure.
 
 Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank holds (see
-`shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives which
-rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ, rank 0
-gathers the tensors of every rank, as torch's planner describes them, and plans for all. Both ways write the same bytes.
+`find_shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives
+which rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ,
+rank 0 gathers the tensors of every rank, and plans for all with torch's planner. Both ways write the same bytes.
 
-The length of a tensor's archive follows from shape and dtype (see `archive`). So ``.metadata`` is known before a byte
-is written, and is the same for every save.
+The length of a tensor's archive follows from shape and dtype (see `archive_of`). So ``.metadata`` is known before a
+byte is written, and is the same for every save.
 """
 
 import math
@@ -28,40 +28,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
-from ...utils.garbage import no_collection
-from ..memory.tensors import local_box, local_tensor
-from .archive import archive_of
-from .metadata import pickle_metadata, stored_properties
-from .shards import Shards, find_shards
+from ..memory.tensors import Box, local_box, local_tensor
+from .format import archive_of, no_collection, pickle_metadata, stored_properties
 from .state import RANK_KEYED, ROOT, rank_key
 
 
 @dataclass(frozen=True)
 class TensorStructure:
-    """Name, shape, dtype and placement of one tensor of a state, without its values.
+    """Name, shape, dtype and placement of one tensor of a state, without its values."""
 
-    Attributes:
-        name: full name. `OWN` in it stands for the rank, if each rank has a tensor of its own.
-        shape: shape of the whole tensor.
-        properties: torch's description in ``.metadata``, with the dtype.
-        mesh: ranks of a DTensor in the default group by coordinate, as nested tuples. Else None.
-        placements: placements of a DTensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    properties: TensorProperties
-    mesh: Any = None
-    placements: tuple[Placement, ...] = ()
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the values of the whole tensor."""
-        return math.prod(self.shape) * self.properties.dtype.itemsize
+    name: str  # full name, with `OWN` for the rank if each rank has a tensor of its own
+    shape: tuple[int, ...]  # of the whole tensor
+    properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
+    mesh: Any = None  # ranks of a DTensor in the default group by coordinate, as nested tuples
+    placements: tuple[Placement, ...] = ()  # of a DTensor
 
     @property
     def is_own(self) -> bool:
@@ -77,22 +61,70 @@ OWN = "\0rank\0"
 """Stands for the `rank_key` of the rank that has the tensor. No module can have such a name."""
 
 
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """How a tensor is divided among ranks. Several ranks may hold the same shard."""
+
+    boxes: list[Box]  # the shard of each rank
+    number: list[int]  # number of each rank's shard. Shards with the same offsets have one number
+    holders: list[list[int]]  # number -> the ranks that hold the shard, in order
+
+
+def find_shards(
+    shape: Sequence[int], mesh: Any, placements: Sequence[Placement], ranks: Sequence[int]
+) -> Shards | None:
+    """Find the part of a tensor that each of ``ranks`` holds, by the rules of DTensor and without communication.
+
+    DTensor deals rows out in runs of equal length. The last runs are shorter or empty.
+
+    Args:
+        shape: shape of the whole tensor.
+        mesh: ranks by coordinate. None for a tensor that every rank holds whole.
+        placements: one for each dimension of the mesh.
+        ranks: ranks of the group that saves, in the default group.
+
+    Returns:
+        None if the tensor is on other ranks, or placed in a way that only torch knows.
+    """
+    offsets = np.zeros((len(ranks), len(shape)), np.int64)
+    sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
+    if mesh is not None:
+        by_coordinate = np.array(mesh, np.int64)
+        if sorted(by_coordinate.ravel().tolist()) != sorted(ranks):
+            return None
+        order = np.argsort(by_coordinate.ravel())[np.argsort(np.argsort(np.array(ranks)))]
+        coordinates = np.unravel_index(order, by_coordinate.shape)
+        for at, n_parts, placement in zip(coordinates, by_coordinate.shape, placements, strict=True):
+            if type(placement) is Replicate:
+                continue
+            if type(placement) is not Shard:
+                return None
+            dim = placement.dim
+            rows = sizes[:, dim]
+            step = -(-rows // n_parts)
+            begin = np.minimum(at * step, rows)
+            length = np.minimum(step, rows - begin)
+            offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
+            sizes[:, dim] = length
+    boxes = [Box(tuple(at), tuple(length)) for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    numbers: dict[tuple[int, ...], int] = {}
+    number = [numbers.setdefault(box.offsets, len(numbers)) for box in boxes]
+    holders: list[list[int]] = [[] for _ in numbers]
+    for rank, its_number in enumerate(number):
+        holders[its_number].append(rank)
+    return Shards(boxes, number, holders)
+
+
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a rank's state, and the ranks that save together.
+    """Structure of a rank's state, and the ranks that save together."""
 
-    Attributes:
-        ranks: ranks of the group that saves, in the default group.
-        rank: this rank in the group that saves.
-        tensors: in the order of the files.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    tensors: tuple[TensorStructure, ...]
+    ranks: tuple[int, ...]  # ranks of the group that saves, in the default group
+    rank: int  # this rank in the group that saves
+    tensors: tuple[TensorStructure, ...]  # in the order of the files
 
     @cached_property
-    def shards(self) -> list["Shards | None"] | None:
+    def shards(self) -> list[Shards | None] | None:
         """How each tensor is divided among the ranks. An element is None if each rank has a tensor of its own.
 
         None if a tensor is on other ranks than these, or placed in a way that only torch knows.
@@ -163,17 +195,13 @@ def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> boo
         if shards is None or id(shards) in checked or not isinstance(tensor, DTensor):
             continue
         checked.add(id(shards))
-        if shards.box_of(structure.rank) != local_box(tensor):
+        if shards.boxes[structure.rank] != local_box(tensor):
             return False
     return True
 
 
 _SPREAD_BYTES = 64 << 10
-"""Replicated values below this size are written by the first rank that has them, as torch does. If counters differ by
-rank although they should not, the first rank wins.
-"""
-
-Paths = Mapping[str, tuple[Any, ...]]
+"""The first rank that has a smaller replicated value writes it, as torch does, even if counters differ by rank."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +215,7 @@ class RankSavePlan:
 
 
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
-    """Plan this rank's file, if all ranks have the same structure and know each other's shards (see `agree_on`).
-
-    Args:
-        structure: structure of this rank's state.
-        values: nested dicts of its tensors.
-    """
+    """Plan the file of this rank's ``values``, if all ranks have the same structure (see `agree_on`)."""
     writers = _Writers(structure)
     names, n_bytes = [], 0
     for number in writers.written_by(structure.rank):
@@ -230,15 +253,12 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
 
 
 def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """Choose which rank writes each part that several ranks hold, so that all write about as much. Largest parts first.
+    """Choose a rank for each part that several ranks hold, so that all write about as much. Largest parts first.
 
     Args:
         loads: bytes that each rank writes anyway, because it alone holds a part. A tensor counts with all its bytes, as
             in torch, because ranks hold about equal parts.
         shared: bytes and holders of each part that several ranks hold.
-
-    Returns:
-        the rank for each of ``shared``.
     """
     bytes_of_rank, writers = list(loads), [0] * len(shared)
     for number in sorted(range(len(shared)), key=lambda number: -shared[number][0]):
@@ -260,8 +280,9 @@ class _Writers:
         for number, shards in enumerate(self._shards):
             if shards is None:  # as much on every rank
                 continue
-            n_bytes = structure.tensors[number].whole_bytes
-            loads += shards.is_held_alone * n_bytes
+            tensor = structure.tensors[number]
+            n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
+            loads[[ranks[0] for ranks in shards.holders if len(ranks) == 1]] += n_bytes
             held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
             shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
         shared.sort()  # by rank and tensor, as `_deduplicate` meets them
@@ -273,12 +294,12 @@ class _Writers:
             if shards is None or self._chosen.get((number, shards.number[rank]), rank) == rank:
                 yield number
 
-    def box_of(self, number: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def box_of(self, number: int, rank: int) -> Box:
         shards, shape = self._shards[number], self._structure.tensors[number].shape
-        return ((0,) * len(shape), shape) if shards is None else shards.box_of(rank)
+        return Box((0,) * len(shape), shape) if shards is None else shards.boxes[rank]
 
 
-def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata:
+def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple[Any, ...]]) -> Metadata:
     """The metadata that torch's planner makes from the plans of all ranks.
 
     Pickle writes an object that it meets again as a reference, so the bytes show which strings are one object. The
@@ -305,7 +326,9 @@ def _metadata(structure: Structure, writers: _Writers, paths: Paths) -> Metadata
     return Metadata(dict(entries), merged, stored, None, CURRENT_DCP_VERSION)
 
 
-def _as_received(structure: Structure, paths: Paths, rank: int) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
+def _as_received(
+    structure: Structure, paths: Mapping[str, tuple[Any, ...]], rank: int
+) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
     """Names of a rank's tensors, and the paths that come from it, as objects that no other rank has."""
     own, its = structure.ranks[structure.rank], structure.ranks[rank]
     names = [tensor.name_of(its) for tensor in structure.tensors]
@@ -345,24 +368,19 @@ def _file_of(rank: int) -> str:
 
 
 def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
+    found: list[RankSavePlan] = []
     stored: dict[MetadataIndex, StorageInfo] = {}
-    files, names, lengths = [], [], []
     for rank, plan in enumerate(plans):
-        at = 0
-        files.append(_file_of(rank))
-        names.append(tuple(item.index.fqn for item in plan.items))
+        file, at = _file_of(rank), 0
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             n_bytes = archive_of(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype).bytes
-            stored[item.index] = StorageInfo(files[-1], at, n_bytes)
+            stored[item.index] = StorageInfo(file, at, n_bytes)
             at += n_bytes
-        lengths.append(at)
+        found.append(RankSavePlan(file, tuple(item.index.fqn for item in plan.items), at, b""))
     metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored
-    data = pickle_metadata(metadata)
-    return [
-        RankSavePlan(file, own, n_bytes, data if rank == 0 else b"")
-        for rank, (file, own, n_bytes) in enumerate(zip(files, names, lengths, strict=True))
-    ]
+    found[0] = replace(found[0], metadata=pickle_metadata(metadata))
+    return found
 
 
 def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:

@@ -7,7 +7,7 @@ torch's own reader reads Holdfast's. Four things differ from torch's ``get_state
 - A tied tensor is stored once, under the first of its names.
 - Frozen parameters that every start makes again, like the base under LoRA, may be left out (see `base_model`).
 - Values other than tensors (schedule, counters, hyperparameters) are JSON in a uint8 tensor, so no byte of the folder
-  has to be unpickled (see `safe_json`).
+  has to be unpickled (see `plain_values`).
 """
 
 import copy
@@ -27,10 +27,10 @@ from ...utils.compat.torch_private import without_compile
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
+from ...utils.plain_values import pack_json, unpack_json
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
-from ...utils.safe_json import pack_json, unpack_json
 from ..api import Stateful
-from ..lora.description import adapter_settings, check_settings, describe_adapters, restore_merged
+from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from . import optimizer_state as optim
@@ -115,7 +115,7 @@ class DCPState(TorchStateful):
         self._frozen_base: FrozenBase | None = None
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
-            self._frozen_base = FrozenBase.of(self.model, frozen, self.base)
+            self._frozen_base = FrozenBase.of(self.model, frozen)
         self.rng: RngState | None = None  # generators that `state_dict` returns instead of capturing its own
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
@@ -142,7 +142,7 @@ class DCPState(TorchStateful):
         """Live tensors, nested, under these names:
 
         - ``model``, and ``module_state`` if there is any (see `module_state`).
-        - ``adapters``, if PEFT has put some in (see `lora.description`).
+        - ``adapters``, if PEFT has put some in (see `lora.adapters`).
         - ``base`` and ``base_sample``, if frozen parameters are left out (see `base_model`).
         - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (values per parameter that are not tensors),
           ``optim_local`` (names of plain tensors of the local shard), ``rng``, ``scheduler`` and ``counters``.
@@ -191,9 +191,8 @@ class DCPState(TorchStateful):
         ``dcp.load`` has read into a live tensor, that one is not copied.
 
         Raises:
-            CheckpointMismatchError: a tensor is missing, or the frozen parameters that were left out differ here (only
-                detected at the world size of the save). Nothing was changed.
-            CheckpointError: see `check_values`. Nothing was changed.
+            CheckpointError: see `check_values`. Also if a tensor is missing, or the frozen parameters that were left
+                out differ here (only detected at the world size of the save). Nothing was changed.
         """
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
         stored = self.as_stored(given.keys())
@@ -212,18 +211,31 @@ class DCPState(TorchStateful):
         """Restore everything but live tensors. ``values`` is the result of `check_values` for ``given``."""
         restore_module_state(self.model, values["module_state"])
         restore_merged(self.model, values[ADAPTERS])
-        if self.optimizer is not None:
-            self._restore_training_state(self.optimizer, values)
-            own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
-            if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
-                restore_rng(own or derive_rng(first, get_rank()))
+        if self.optimizer is None:
+            return
+        saved_groups = values.get("param_groups", ())
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=False):
+            group.update(optim.hyperparameters(saved))
+        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
+            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
+        params = self._parameters()
+        for fqn, entries in values.get("optim_plain", {}).items():
+            self.optimizer.state[params[fqn]].update(entries)
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in values:
+                target.load_state_dict(values[name])
+            elif target is not None:
+                logger.warning("the checkpoint has no %s; it starts anew", name)
+        own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
+        if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
+            restore_rng(own or derive_rng(first, get_rank()))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Check a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
+        """Check and parse a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
 
-        Returns:
-            ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and schedule
-            are in the order of this optimizer's groups. ``group_order`` has the number of the saved group for each.
+        Returns ``module_state``, ``adapters``, and the value of each name in `PACKED` that is there. Groups and
+        schedule are in the order of this optimizer's groups. ``group_order`` has the number of the saved group for
+        each.
 
         Raises:
             CheckpointMismatchError: a counter or scheduler entry is missing, the optimizer is another one, or adapters
@@ -244,7 +256,12 @@ class DCPState(TorchStateful):
             if "scheduler" in values and self.scheduler is not None:
                 _check_keys("scheduler", values["scheduler"], {})
                 values["scheduler"] = optim.reorder_schedule(values["scheduler"], order)
-        self._check_plain(self.optimizer, params, values.get("optim_plain", {}))
+        plain = values.get("optim_plain", {})
+        _check_keys("optim_plain", plain, {})
+        if strangers := sorted(plain.keys() - params.keys()):
+            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
+        for fqn, entries in optim.plain_entries(self.optimizer, params).items():
+            _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 optional = getattr(target, "OPTIONAL", ())
@@ -253,30 +270,6 @@ class DCPState(TorchStateful):
         if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
             check_rng(rng)
         return values
-
-    def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: optim.Parameters, saved: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        _check_keys("optim_plain", saved, {})
-        if strangers := sorted(saved.keys() - params.keys()):
-            raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
-        for fqn, entries in optim.plain_entries(optimizer, params).items():
-            _check_keys(f"optimizer state of {fqn}", saved.get(fqn, {}), entries)
-
-    def _restore_training_state(self, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-        saved_groups = values.get("param_groups", ())
-        for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
-            group.update(optim.hyperparameters(saved))
-        if len(saved_groups) > 1 and not optim.are_named(saved_groups):
-            logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
-        params = self._parameters()
-        for fqn, entries in values.get("optim_plain", {}).items():
-            optimizer.state[params[fqn]].update(entries)
-        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
-            if target is not None and name in values:
-                target.load_state_dict(values[name])
-            elif target is not None:
-                logger.warning("the checkpoint has no %s; it starts anew", name)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """Dotted name -> live (sharded) tensor that is loaded in place: parameters, buffers and optimizer state."""
@@ -307,8 +300,7 @@ class DCPState(TorchStateful):
     def propose_state(self, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         """Allocate tensors for entries of a checkpoint for which this state has no tensor of that shape or dtype.
 
-        Takes the dotted name -> shape and dtype of a whole checkpoint. Returns dotted name -> tensor, for
-        `adopt_state`. This state stays as it is.
+        Takes the dotted name -> shape and dtype of a whole checkpoint. `adopt_state` puts the result into this state.
         """
         proposed = propose_buffers(self.model, names)
         if self.optimizer is not None:
@@ -364,15 +356,10 @@ class DCPState(TorchStateful):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself.
+    """A copy of `DCPState.state_dict`, which `save_dcp` takes in place of the state itself."""
 
-    Attributes:
-        values: tensors of the copy, under the names of the live ones.
-        finish: waits for the copy, and raises its error if there was one.
-    """
-
-    values: Mapping[str, Any]
-    finish: Callable[[], None]
+    values: Mapping[str, Any]  # tensors of the copy, under the names of the live ones
+    finish: Callable[[], None]  # waits for the copy, and raises its error if there was one
 
     def state_dict(self) -> Mapping[str, Any]:
         """Wait for the copy and return its values."""

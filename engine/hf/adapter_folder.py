@@ -25,7 +25,7 @@ from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, Che
 from ...utils.files import fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
-from ..lora.layers import adapted_layers, plain_adapters
+from ..lora.adapters import adapted_layers, plain_adapters
 from ..memory.tensors import clean_name
 from ..memory.weight_changes import changing_weights
 from ..training.weights import keep_own_shard

@@ -36,7 +36,7 @@ from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, local_folder, without_secrets
 from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
-from ..lora.layers import plain_adapters, plain_view, transformers_model
+from ..lora.adapters import plain_adapters, plain_view, transformers_model
 from ..training.unsharded import unsharded_class
 from . import upload
 from .dtypes import file_dtypes, unknown_keys

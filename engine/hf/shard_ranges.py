@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...utils.compat.torch_private import made_sharded
-from ..lora.layers import Adapter, plain_adapters
+from ..lora.adapters import Adapter, plain_adapters
 from ..memory.tensors import local_box
 from .origins import FileTensor, Span
 

@@ -21,7 +21,7 @@ from ..api import SaveLoadMeta
 from ..config import ALL_LINEAR, TrainEngineConfig
 from ..training.value_model import body_name
 from ..training.weights import keep_own_shard
-from .layers import adapted_layers, adapters_of
+from .adapters import adapted_layers, adapters_of
 
 
 def add_adapters(

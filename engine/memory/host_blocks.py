@@ -7,13 +7,9 @@ complete when it returns, one block is enough.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class _Event(Protocol):
-    def synchronize(self) -> None: ...
 
 
 class HostBlocks:
@@ -26,7 +22,7 @@ class HostBlocks:
         n_blocks = 1 if device.type == "cpu" else 2
         self._n_bytes, self._pinned = n_bytes, device.type == "cuda"
         self._blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * n_blocks
-        self._copies = [dict[torch.device, _Event]() for _ in range(n_blocks)]
+        self._copies = [dict[torch.device, torch.cuda.Event]() for _ in range(n_blocks)]
         self._turn = 0
 
     def take(self, n_bytes: int) -> torch.Tensor:
@@ -65,17 +61,16 @@ class HostBlocks:
             if used and used + n_bytes > len(block):
                 packed.append((self._turn, block[:used].numpy().data))
                 if len(packed) == len(self._blocks):
-                    yield self._copied(*packed.popleft())
+                    turn, values = packed.popleft()
+                    self._wait(turn)
+                    yield values
                 block, used = self.take(max(n_bytes, self._n_bytes)), 0
             self.copy(block[used : used + n_bytes].view(dtype).view(piece.shape), piece)
             used += n_bytes
         packed.append((self._turn, block[:used].numpy().data))
         for turn, values in packed:
-            yield self._copied(turn, values)
-
-    def _copied(self, turn: int, values: memoryview) -> memoryview:
-        self._wait(turn)
-        return values
+            self._wait(turn)
+            yield values
 
     def _wait(self, turn: int) -> None:
         for event in self._copies[turn].values():
@@ -83,7 +78,7 @@ class HostBlocks:
         self._copies[turn].clear()
 
 
-def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, _Event | None]:
+def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, torch.cuda.Event | None]:
     """Start a copy on the current stream of either device. On the CPU the copy is done at once, without an event."""
     device = target.device if target.is_cuda else source.device
     if device.type != "cuda":

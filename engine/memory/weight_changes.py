@@ -1,10 +1,27 @@
-"""Code that changes weights waits for copies of these weights that are under way."""
+"""Changes of weights while they are copied: code that changes them waits for the copy, or the change is detected.
+
+`changing_weights` waits. `WriteWatch` detects other writes. Torch counts in-place operations on a tensor
+(``_version``), but not those through ``.data``, nor ``torch._foreach_*`` on DTensors. So a few elements of every tensor
+are also compared with the copy. A write that torch does not count and that changes none of these elements remains
+undetected. Torch counts an operation when it ends, which may be after the copy that it disturbed. So writes between the
+copy and the call of `WriteWatch.stop` by the training thread are also reported.
+"""
 
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, starmap
+from threading import Lock
 
+import torch
 from torch import nn
+
+from ...utils.compat.torch_private import n_writes
+from .tensors import local_tensor
+
+SAMPLES = 8
+"""Elements of each tensor that `WriteWatch` compares, evenly spread."""
 
 
 class LiveReader:
@@ -59,3 +76,76 @@ def is_changing(model: nn.Module) -> bool:
 def share_modules(one: nn.Module, other: nn.Module) -> bool:
     """Whether two models are the same or have a module in common."""
     return one is other or not set(one.modules()).isdisjoint(other.modules())
+
+
+class WriteWatch:
+    """Watches tensors of one device, from the constructor to `stop`, while they are copied.
+
+    Takes the name, the live tensor (a DTensor or plain) and the copy of its local part on the CPU.
+    """
+
+    def __init__(self, watched: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        live = [local_tensor(tensor) for _, tensor, _ in watched]
+        self._names, self._copies = [name for name, *_ in watched], [copy for *_, copy in watched]
+        self._tensors = [(tensor, local) for (_, tensor, _), local in zip(watched, live, strict=True)]
+        self._versions = list(starmap(_version, self._tensors))
+        self._sampled = [tensor.numel() > 1 and tensor.is_contiguous() for tensor in live]
+        self._samples = _sample(list(compress(live, self._sampled)))
+        self._written: set[str] = set()
+        self._lock = Lock()
+
+    def fetch_samples(self) -> None:
+        """Start to copy the samples from the device to pinned memory, in its current stream."""
+        for dtype, sample in self._samples.items():
+            sample.record_stream(torch.cuda.current_stream(sample.device))  # or its memory might be used again before
+            self._samples[dtype] = sample.to("cpu", non_blocking=True)
+
+    def stop(self) -> None:
+        """Stop watching: the copies are complete. Called by the training thread. Later calls do nothing."""
+        with self._lock:
+            self._look()
+            self._tensors = []
+
+    def _look(self) -> None:
+        now = starmap(_version, self._tensors)
+        counted = zip(self._names, now, self._versions, strict=False)
+        self._written |= {name for name, version, before in counted if version != before}
+
+    def written(self) -> list[str]:
+        """Names of the tensors that were written to before `stop` (or now), or that differ from their copies.
+
+        The copies and the fetched samples must be complete.
+        """
+        with self._lock:
+            self._look()
+        copies = list(compress(self._copies, self._sampled))
+        copied, names = _sample(copies), list(compress(self._names, self._sampled))
+        for dtype, sample in self._samples.items():
+            differs = (_bits(sample) != _bits(copied[dtype])).any(1)
+            if differs.any():
+                of_dtype = [(name, copy) for name, copy in zip(names, copies, strict=True) if copy.dtype == dtype]
+                owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
+                self._written |= set(compress(owners, differs.tolist()))
+        return sorted(self._written)
+
+
+def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
+    """Number of operations that torch has counted on a DTensor and on its local tensor."""
+    return n_writes(local) if tensor is local else n_writes(local) + n_writes(tensor)
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return min(tensor.numel(), SAMPLES)
+
+
+def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
+    """Dtype -> samples of all tensors of this dtype. All tensors are contiguous and have two or more elements."""
+    views = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    for tensor in tensors:
+        count = _count(tensor)
+        views[tensor.dtype].append(tensor.as_strided((count,), ((tensor.numel() - 1) // (count - 1),)))
+    return {dtype: torch.cat(some) for dtype, some in views.items()}
+
+
+def _bits(sample: torch.Tensor) -> torch.Tensor:
+    return sample.view(torch.uint8).view(len(sample), -1)

@@ -21,8 +21,8 @@ from ..hf.load import load_hf
 from ..hf.name_mapping import plan_loading
 from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
+from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
-from ..lora.layers import plain_view
 from ..training.head import ScoringHead, find_scoring_head
 from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers
 from ..training.packing import prepare_packing

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
 from ...utils.errors import ConfigError
 from ..hf.dtypes import own_dtypes
-from ..lora.layers import transformers_model
+from ..lora.adapters import transformers_model
 from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 

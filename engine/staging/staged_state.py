@@ -2,17 +2,23 @@
 
 Snapshots in the background are written from such a copy, so that training may change the parameters meanwhile. Buffers
 are reused because a first copy into fresh memory takes 6-10 times as long (page faults). For CUDA they are pinned and
-filled on a separate stream. Cost: host memory of one shard.
+filled on a separate stream. The pinned memory of torch is rounded up to a power of two for every tensor, to as much as
+twice the need, and torch never returns it. So the buffers are one anonymous mapping per device, which is registered
+with CUDA and freed with the last tensor in it. Cost: host memory of one shard.
 
 Usually only ``optimizer.step`` changes parameters and moments. A state that promises this
 (`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits for the rest. Other
 code that changes them must use `changing_weights`, which also waits. Without it the copy fails.
 """
 
+import mmap
+import os
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +30,7 @@ from ...utils.compat.torch_private import like_sharded, same_layout
 from ...utils.errors import TornSnapshotError
 from ..dcp.state import DCPState
 from ..memory.tensors import flatten, local_tensor, normal_tensors
-from ..memory.weight_changes import LiveReader, is_changing, wait_for_readers
-from .host_buffers import host_copies_of
-from .write_watch import WriteWatch
+from ..memory.weight_changes import LiveReader, WriteWatch, is_changing, wait_for_readers
 
 
 class Staging(LiveReader):
@@ -54,9 +58,9 @@ class Staging(LiveReader):
         """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
         On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
-        With ``model_only`` only the model is copied, and the other buffers are kept for the next time. Raises
-        ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or
-        if the device failed.
+        With ``model_only`` the other buffers are kept for the next time. Raises ConfigError (see
+        `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or if the device
+        failed.
         """
         self.wait()
         live = (state.model_only() if model_only else state).state_dict()
@@ -109,7 +113,7 @@ class Staging(LiveReader):
 
 
 class _Transfer(NamedTuple):
-    """A live tensor and the buffer for its copy. Both are DTensors or both are plain."""
+    """A live tensor, and the local tensor of the buffer for its copy."""
 
     name: str
     live: torch.Tensor
@@ -128,7 +132,7 @@ class _HostCopy:
         if not overlapped:
             _copy_all(transfers)
             return
-        self._watch, self._copied = _watch(transfers), [local_tensor(transfer.buffer) for transfer in transfers]
+        self._watch = WriteWatch(transfers)
         pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._future = pool.submit(_copy_in_thread, transfers, torch.get_num_threads())
         pool.shutdown(wait=False)  # the thread ends with its task
@@ -141,7 +145,7 @@ class _HostCopy:
     def finish(self) -> None:
         if self._future is not None:
             self._future.result()
-            _refuse_torn(self._watch.written(self._copied))
+            _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
         if self._future is not None:
@@ -156,13 +160,12 @@ class _DeviceCopy:
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
         self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
-        self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
-        self._watch = _watch(transfers) if overlapped else None
+        self._watch = WriteWatch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for live, copied in zip(self._live, self._copied, strict=True):
-                copied.copy_(local_tensor(live), non_blocking=True)
+            for _, live, copy in transfers:
+                copy.copy_(local_tensor(live), non_blocking=True)
             if self._watch is not None:
                 self._watch.fetch_samples()
             self._event.record(stream)
@@ -176,7 +179,7 @@ class _DeviceCopy:
     def finish(self) -> None:
         self.drop()
         if self._watch is not None:
-            _refuse_torn(self._watch.written(self._copied))
+            _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
         with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
@@ -193,24 +196,21 @@ def _copies(
     """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
     on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
-        (on_device[tensor.device] if tensor.is_cuda else on_host).append(_Transfer(name, tensor, buffers[name]))
+        transfer = _Transfer(name, tensor, local_tensor(buffers[name]))
+        (on_device[tensor.device] if tensor.is_cuda else on_host).append(transfer)
     copies: list[_Copy] = [_DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()]
     return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
 
 
 def _copy_all(transfers: Iterable[_Transfer]) -> None:
     for _, live, buffer in transfers:
-        local_tensor(buffer).copy_(local_tensor(live))
+        buffer.copy_(local_tensor(live))
 
 
 @torch.no_grad()  # grad mode is per thread
 def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
     _copy_all(transfers)
-
-
-def _watch(transfers: Iterable[_Transfer]) -> WriteWatch:
-    return WriteWatch([(transfer.name, transfer.live) for transfer in transfers])
 
 
 def _refuse_torn(written: Sequence[str]) -> None:
@@ -222,7 +222,6 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 
 def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """``live`` with each tensor replaced by the buffer of its dotted name."""
     return {
         key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
         for key, value in live.items()
@@ -244,3 +243,67 @@ def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
     if buffer is None or isinstance(buffer, DTensor) or isinstance(live, DTensor):
         return False
     return buffer.shape == live.shape and buffer.dtype == live.dtype
+
+
+_ALIGNMENT_BYTES = 512  # as torch aligns on a GPU. No dtype and no cache line needs more
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK of Linux >= 4.14 (``include/uapi/asm-generic/mman-common.h``), which Python does not define."""
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that can be pinned."""
+
+    _pinned: tuple[int, torch.device, int] | None = None
+
+    def pin(self, address: int, device: torch.device) -> None:
+        """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous."""
+        with torch.cuda.device(device):  # any other device would get a useless context
+            cudart: Any = torch.cuda.cudart()
+            result = int(cudart.cudaHostRegister(address, len(self), _PORTABLE))
+        if result:
+            with suppress(RuntimeError):  # the refusal stays CUDA's last error, which the next kernel would raise
+                torch.ones(1, device=device)
+            raise RuntimeError(
+                f"CUDA cannot pin {len(self)} bytes of host memory to stage snapshots in (cudaError {result}); make "
+                "room, or have nothing written in the background (recover.async_save: false, save(blocking=True))"
+            )
+        self._pinned = address, device, os.getpid()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Unpin before the unmap, but not in a fork of the process that pinned it, nor at the end of the process."""
+        if self._pinned is not None and not is_finalizing() and self._pinned[2] == os.getpid():
+            address, device, _ = self._pinned
+            with torch.cuda.device(device):
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(address)
+
+
+def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous CPU tensors with the names, shapes and dtypes of ``tensors``, without their values.
+
+    Copies of tensors on one device share a mapping, which lives as long as any of them. Raises OSError if there is no
+    memory, and RuntimeError if CUDA cannot pin it.
+    """
+    of_device = defaultdict[torch.device, dict[str, torch.Tensor]](dict)
+    for name, tensor in tensors.items():
+        of_device[tensor.device][name] = tensor
+    return {name: copy for device, some in of_device.items() for name, copy in _in_one_mapping(some, device).items()}
+
+
+def _in_one_mapping(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    places, total = dict[str, int](), 0
+    for name, tensor in tensors.items():
+        places[name] = total
+        total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    mapping = _Mapping(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # an older kernel
+        # Without this a fork copies pinned pages. With MADV_DONTFORK a child that reads them would die.
+        mapping.madvise(_WIPE_ON_FORK)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    if device.type == "cuda":
+        mapping.pin(memory.data_ptr(), device)
+    return {
+        name: memory[places[name] : places[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for name, tensor in tensors.items()
+    }

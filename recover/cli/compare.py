@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...engine.dcp.metadata import Destination, read_layout
+from ...engine.dcp.format import Destination, read_layout
 from ...engine.dcp.reader import read_now
 from ...engine.dcp.state import ROOT
 from ...engine.hf.weight_files import WeightReader

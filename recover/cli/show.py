@@ -94,13 +94,13 @@ class _SmallFiles:
         return data
 
     def load(self, name: str) -> Any:
-        from ...utils.safe_torch import unpack_plain
+        from ...utils.plain_values import unpack_plain
 
         return unpack_plain(self.read(name), f"{self.folder.where}/{name}")
 
 
 def _describe_engine(small: _SmallFiles, name: str, facts: Any, list_tensors: bool) -> dict[str, Any]:
-    from ...engine.dcp.metadata import parse_metadata
+    from ...engine.dcp.format import parse_metadata
     from ...engine.dcp.state import PACKED, ROOT
 
     data = small.read(f"{name}{_METADATA}")
@@ -142,8 +142,7 @@ def _kind(name: str) -> str:
 
 
 def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
-    from ...utils.safe_json import unpack_json
-    from ...utils.safe_torch import load_plain
+    from ...utils.plain_values import load_plain, unpack_json
 
     stored, name = layout.tensors[key], f"{folder.where}/{engine}: {key}"
     if len(stored.files) != 1:
@@ -155,7 +154,7 @@ def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
 
 def _describe_data(data: Any) -> dict[str, Any]:
     """Position of each loader: the plain values of its state."""
-    from ...utils.safe_torch import unpack_plain
+    from ...utils.plain_values import unpack_plain
 
     states = [unpack_plain(state, "data.pt") for state in data["states"]]
     shown = [_plain_values(state) if isinstance(state, dict) else {} for state in states]

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from ...utils.cores import MOST
 from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.manifest import MANIFEST_NAME
+from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
 from .folders import Folder, LocalFolder, UrlFolder
@@ -100,7 +100,7 @@ def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = 
         found = folder.digest(name, files[name]["bytes"])
         return None if found == files[name]["digest"] else f"{name} has digest {found}, not {files[name]['digest']}"
 
-    with ThreadPoolExecutor(threads or min(len(os.sched_getaffinity(0)), MOST)) as pool:
+    with ThreadPoolExecutor(threads or min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)) as pool:
         return [problem for problem in pool.map(check, by_size) if problem is not None]
 
 

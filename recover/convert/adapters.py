@@ -20,7 +20,7 @@ from ...engine.api import export_dtype
 from ...engine.dcp.base_model import base_fingerprint, pack_share, same_base
 from ...engine.dcp.fingerprint import BlockSampler, bit_sum
 from ...engine.hf.adapter_folder import CONFIG, ROOT, WEIGHTS, write_adapter_weights
-from ...engine.lora.layers import Adapter
+from ...engine.lora.adapters import Adapter
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.atomic_folder import staged_folder
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError

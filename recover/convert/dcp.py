@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ...engine.dcp.archive import read_archives, read_object
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
-from ...engine.dcp.metadata import Destination, FolderLayout, read_layout
-from ...engine.dcp.reader import TensorReader
+from ...engine.dcp.format import Destination, FolderLayout, read_layout
+from ...engine.dcp.reader import TensorReader, read_archives, read_object
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
 from ...engine.memory.lazy_tensor import LazyTensor
@@ -21,7 +20,7 @@ from ...engine.memory.tensors import Box
 from ...utils.config import require_choice
 from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.manifest import MANIFEST_NAME
-from ...utils.safe_json import unpack_json
+from ...utils.plain_values import unpack_json
 from ..info import INFO_NAME, RecoverInfo
 from .adapters import LeftOut, StoredAdapters
 from .checkpoint import Architecture, Checkpoint, ReadOptions

@@ -19,9 +19,8 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointExistsError, CheckpointMismatchError, ConfigError
 from ...utils.folder_lock import FolderLock
 from ...utils.manifest import FileEntry, write_entry
+from ...utils.plain_values import pack_json, pack_plain
 from ...utils.rng import rng_digest
-from ...utils.safe_json import pack_json
-from ...utils.safe_torch import pack_plain
 from ..info import INFO_NAME, EngineFacts, RecoverInfo, rank_state_name
 from ..saving.rank import write_process
 from ..storage.generations import LOCK_NAME, GenerationStore

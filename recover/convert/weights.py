@@ -19,7 +19,7 @@ from ...engine.hf.safetensors_layout import TensorSlot
 from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
-from ...utils.safe_torch import map_plain
+from ...utils.plain_values import map_plain
 from .checkpoint import Architecture
 
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...engine.api import Stateful, StepInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from ...utils.safe_torch import pack_plain, read_plain, unpack_plain
+from ...utils.plain_values import pack_plain, read_plain, unpack_plain
 from ..ranks.coordinator import Ranks
 from .epoch_order import EpochOrder, epoch_order
 from .position import RestoredEpoch, restore_dataloader

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...engine.api import Stateful
 from ...engine.dcp.state import DCPState, replicated
 from ...engine.hf.load import names_as_in
-from ...engine.lora.layers import adapted_layers, base_view, transformers_model
+from ...engine.lora.adapters import adapted_layers, base_view, transformers_model
 from ...engine.memory.tensors import clean_name
 from ...engine.model.model_folder import find_source_folder
 from ...utils.compat.torch_private import without_compile

@@ -1,19 +1,31 @@
-"""The checks of all ranks before a restore: the folder is shared, its bytes are sound, its engines are theirs."""
+"""The checks of a resume, in the order in which they run on all ranks.
 
+- Before anything is chosen: all ranks see the folder (`check_shared`).
+- Before anything changes: the bytes are sound (`check_bytes`), and the engines are of this job (`check_rank`).
+- Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see `ranks.facts`).
+"""
+
+import io
 import re
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...engine.dcp.folder import DCPFolder
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...engine.dcp.format import read_layout
 from ...engine.dcp.load import check_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.manifest import verify_file
+from ..info import EngineFacts
 from ..ranks.coordinator import Ranks
 from ..ranks.target import rank_target
 
@@ -62,7 +74,7 @@ def _look_for(holder: Any, probe: str) -> str | None:
 
 
 def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Compare the bytes of this rank's share of a generation with their digests.
+    """Compare the bytes of this rank's share of a generation with their digests. Returns the problem, if there is one.
 
     The tensors described by each ``.metadata`` must be complete too, because the mistake of a writer has the right
     digest. One rank alone would take minutes for a large checkpoint, so the ranks share the files (see `share_of`).
@@ -71,9 +83,6 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         holder: see `rank_target`.
         generation: folder whose names and sizes the leader has compared with the manifest.
         files: the manifest's entries, as the leader read them.
-
-    Returns:
-        the problem, or None if there is none.
 
     Raises:
         CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not mean that the
@@ -84,7 +93,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         try:
             verify_file(generation, name, files[name])
             if Path(name).name == ".metadata":
-                DCPFolder.open(Path(generation, name).parent)
+                read_layout(Path(generation, name).parent)
         except CheckpointCorruptError as error:
             return str(error)
         except FileNotFoundError as error:
@@ -99,7 +108,7 @@ _OF_RANK = re.compile(r".+/__(\d+)_\d+\.distcp|state/rank_(\d+)\.pt")
 
 
 def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
-    """Names of the files that ``rank`` verifies. Each file is in the share of exactly one rank.
+    """Names of the files (name -> bytes) that ``rank`` of ``world_size`` verifies. Each file is in one rank's share.
 
     - ``.metadata`` is rank 0's.
     - At the world size of the save, a rank verifies its own data files and its own process state. It reads them next,
@@ -107,11 +116,6 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     - All other files, and at another world size all files, are assigned from the largest to the smallest, each to the
       rank with the fewest bytes so far. The same holds for a group other than the job's first ranks, where process
       states are numbered in the job and data files in the group.
-
-    Args:
-        files: name -> bytes.
-        rank: a rank in the group that verifies.
-        world_size: number of ranks in that group.
     """
     owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
     if set(owners.values()) != set(range(world_size)):
@@ -142,3 +146,62 @@ def check_rank(holder: Any, generation: str) -> None:
         states = {name: target.state(name) for name in target.engines}
     for name, state in states.items():
         check_dcp(path / name, state, target.group_of(name))
+
+
+_TABLE_WIDTH = 110
+
+
+def check_restored(
+    what: str,
+    saved: tuple[Mapping[str, EngineFacts], Mapping[str, str]],
+    restored: tuple[Mapping[str, EngineFacts], Mapping[str, str]],
+) -> str:
+    """Compare the restored state with the saved one, of the generation ``what``. Returns a table for the log.
+
+    Args:
+        what: name of the generation.
+        saved: engine name -> facts, and process -> digest of its generators, from the generation.
+        restored: the same, from the live engines and processes. Processes that the saved run did not have are absent.
+
+    Raises:
+        CheckpointCorruptError: something differs, although every byte that was read matched its digest.
+    """
+    if unknown := sorted((restored[0].keys() - saved[0].keys()) | (restored[1].keys() - saved[1].keys())):
+        raise CheckpointCorruptError(f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}")
+    rows: list[tuple[str, Any, Any]] = []  # what, as saved, as restored
+    for name, facts in restored[0].items():
+        before, now = asdict(saved[0][name]), asdict(facts)
+        counts = [key for key in ("optimizer_steps", "lr", "schedule_step") if now[key] is not None]
+        rows += [(f"{name}: {key}", before[key], now[key]) for key in counts]
+        prints = facts.fingerprints.items()
+        rows += [(f"{name}: {part}", before["fingerprints"].get(part), digits) for part, digits in prints]
+    rows += [(f"generators of {name}", saved[1][name], digest) for name, digest in restored[1].items()]
+    # A learning rate may have become NaN.
+    if wrong := [row for row in rows if row[1] != row[2] and (row[1] == row[1] or row[2] == row[2])]:
+        part, before, now = wrong[0]
+        raise CheckpointCorruptError(
+            f"{what} was restored, but {part} is {now!r}; recover_info.json says {before!r} "
+            f"({len(wrong)} of {len(rows)} differ). Do not go on with this run; report it"
+        )
+    return _render(what, [(part, str(now)) for part, _, now in rows])
+
+
+def _render(what: str, rows: Sequence[tuple[str, str]]) -> str:
+    table = Table(title=f"restored from {what}", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("what", "as saved and as restored"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=_TABLE_WIDTH, color_system=None).print(table)
+    return out.getvalue().rstrip()
+
+
+def warn_of_switches(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Log one warning with all settings whose values differ from the generation ``what``."""
+    if changed := [name for name in saved if name in now and saved[name] != now[name]]:
+        logger.warning(
+            "%s was saved with other settings, so the run goes on with other numbers than without the restart: %s. Set "
+            "them before load as they were, unless the change is meant",
+            what, "; ".join(f"{name} was {saved[name]}, is {now[name]}" for name in changed),
+        )  # fmt: skip

@@ -12,67 +12,48 @@ from typing import Any
 from ...engine.api import Stateful
 from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
+from ...utils.errors import CheckpointCorruptError
 from ...utils.logging import get_logger
-from ...utils.rng import RngState
+from ...utils.plain_values import read_plain, unpack_plain
+from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
 from ..data.position import RestoredEpoch
 from ..data.state import restore_data
 from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
 from ..ranks.coordinator import Ranks
 from ..ranks.facts import EngineSample, combine_ranks, numerical_switches, sample_engine
 from ..ranks.target import rank_target
-from .check import check_rank
-from .consistency import check_restored, warn_of_switches
-from .process_state import ProcessState
-from .select import Choice
+from .check import check_rank, check_restored, warn_of_switches
+from .choice import Choice
 
 logger = get_logger(__name__)
 
 
 @dataclass
 class Position:
-    """The position of the run.
+    """The position of the run."""
 
-    Attributes:
-        ranks: passed to `load`.
-        step: the last snapshotted or restored step. None before the first one.
-        epoch: rest of the epoch after a restore. None after the first step.
-        rng: restored state of this process's random generators. None in a fresh run.
-    """
-
-    ranks: Ranks
-    step: int | None = None
-    epoch: RestoredEpoch | None = None
-    rng: RngState | None = None
+    ranks: Ranks  # passed to `load`
+    step: int | None = None  # the last snapshotted or restored step. None before the first one
+    epoch: RestoredEpoch | None = None  # rest of the epoch after a restore. None after the first step
+    rng: RngState | None = None  # restored state of this process's random generators. None in a fresh run
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank after a restore.
+    """State of one rank after a restore, to be compared with ``recover_info.json``."""
 
-    Attributes:
-        samples: engine name -> what `check_restored` compares.
-        switches: see `numerical_switches`.
-        rng: digest of the generators (see `ProcessState.restore`).
-    """
-
-    samples: dict[str, EngineSample]
-    switches: dict[str, str]
-    rng: str | None
+    samples: dict[str, EngineSample]  # engine name -> sample
+    switches: dict[str, str]  # see `numerical_switches`
+    rng: str | None  # digest of the generators (see `ProcessState.restore`)
 
 
 def restore_run(
     ranks: Ranks, choice: Choice, dataloader: Stateful | None, stateful: Mapping[str, Stateful]
 ) -> RestoredEpoch | None:
-    """Restore a generation on all ranks and in the process that calls the handler. Collective over the callers.
+    """Restore a verified generation on all ranks and in the process that calls the handler.
 
-    Args:
-        ranks: their engines, user objects and generators are restored.
-        choice: a verified generation.
-        dataloader: of this process.
-        stateful: name -> user object of this process, if this process is not one of the ranks.
-
-    Returns:
-        the rest of the dataloader's epoch.
+    Collective over the callers. ``dataloader`` is the one of this process, and ``stateful`` has its user objects, for
+    the case that this process is not one of the ranks. Returns the rest of the dataloader's epoch.
 
     Raises:
         CheckpointMismatchError, DatasetMismatchError: the generation is not of this job.
@@ -113,9 +94,6 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         holder: see `rank_target`.
         generation: verified folder that has passed `check_rank`.
         versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
-
-    Returns:
-        the state of the rank, to be compared with ``recover_info.json``.
     """
     target, path = rank_target(holder), Path(generation)
     states = {name: target.state(name) for name in target.engines}
@@ -139,3 +117,60 @@ def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
         for part in sorted(info.converted.keys() - {"from"}):
             outcome, source = info.converted[part], info.converted["from"]
             logger.warning("%s was converted from %s, which had no %s: %s", path.name, source, part, outcome)
+
+
+class ProcessState:
+    """Generators and user objects of a process, read and not yet restored.
+
+    A process that the saved run did not have (a new rank, a driver after torchrun, or ranks after a driver) takes the
+    state of a user object from rank 0, else from the driver, and derives its generators from those of rank 0. A
+    converted generation may have no such state at all. Then everything stays as it is.
+    """
+
+    def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]]) -> None:
+        self._own, self._sources = own, sources
+
+    @classmethod
+    def read(cls, generation: Path, name: str) -> "ProcessState":
+        """Read the file ``name`` of this process, and the files of rank 0 and the driver, which may stand in for it.
+
+        Raises:
+            CheckpointCorruptError: a file is not the state of a process.
+        """
+        own = generation / name
+        files = [own, generation / rank_state_name(0), generation / DRIVER_STATE]
+        return cls(own, {path: _read_process_file(path) for path in dict.fromkeys(files) if path.exists()})
+
+    def restore(self, stateful: Mapping[str, Stateful]) -> str | None:
+        """Restore user objects, then generators.
+
+        Returns the digest of the generators. None if they were derived, or if this process has other CUDA devices than
+        the saved one, because their generators stay as they are.
+        """
+        for key, thing in sorted(stateful.items()):
+            source = next((path for path, state in self._sources.items() if key in state["user"]), None)
+            if source is None:
+                logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
+            else:
+                thing.load_state_dict(self._sources[source]["user"][key])
+        if (first := next(iter(self._sources), None)) is None:
+            return None
+        for key in sorted(self._sources[first]["user"].keys() - stateful.keys()):
+            logger.warning("%s has a state for %r, which nothing is registered for here; it is ignored", first, key)
+        if self._own in self._sources:
+            saved = self._sources[self._own]["rng"]
+            restore_rng(saved)
+            now = capture_rng()
+            same_devices = {name: rows.shape for name, rows in saved.items()} == {n: t.shape for n, t in now.items()}
+            return rng_digest(now) if same_devices else None
+        restore_rng(derive_rng(self._sources[first]["rng"], get_rank()))
+        return None
+
+
+def _read_process_file(path: Path) -> dict[str, Any]:
+    state = read_plain(path)
+    parts = [state.get("rng"), state.get("user")] if isinstance(state, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise CheckpointCorruptError(f"{path} is not the state of a process; expected dicts 'rng' and 'user'")
+    check_rng(state["rng"])
+    return state | {"user": {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}}

@@ -23,15 +23,15 @@ from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
-from ...engine.lora.layers import adapted_layers, transformers_model
+from ...engine.lora.adapters import adapted_layers, transformers_model
 from ...engine.memory.tensors import flatten
 from ...engine.staging.staged_model import check_mesh, staged_model
 from ...engine.staging.staged_state import Staging
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.manifest import FileEntry, write_entry
+from ...utils.plain_values import pack_plain
 from ...utils.rng import RngState, capture_rng, restore_rng, rng_digest
-from ...utils.safe_torch import pack_plain
 from ...utils.write_errors import as_write_error
 from ..info import rank_state_name
 from ..ranks.facts import EngineSample, count_engine, numerical_switches

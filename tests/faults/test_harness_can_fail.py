@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.dcp import metadata as dcp_metadata
+from holdfast.engine.dcp import format as dcp_format
 from holdfast.engine.hf import save as hf_save
 from holdfast.recover import GenerationStore
 from holdfast.recover.resuming import check as rank_reading
@@ -381,7 +381,7 @@ def test_without_the_restricted_unpickler_code_in_the_metadata_runs(
     code = pickle.dumps(Payload(os.mkdir, str(marker)))
     plant = partial(_plant, "actor/.metadata", lambda path: path.write_bytes(code))
     assert not _loads(victim, good, tmp_path / "root", plant) and not marker.exists()
-    monkeypatch.setattr(dcp_metadata, "_MetadataUnpickler", pickle.Unpickler)
+    monkeypatch.setattr(dcp_format, "_MetadataUnpickler", pickle.Unpickler)
     _loads(victim, good, tmp_path / "root", plant)
     notice(marker.exists(), "the metadata is unpickled as it comes")
 

@@ -30,8 +30,8 @@ from accelerate.utils import DataLoaderConfiguration
 
 from holdfast.integrations.accelerate import recoverable
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
+from holdfast.utils.plain_values import pack_plain, unpack_plain
 from holdfast.utils.rng import capture_rng, restore_rng
-from holdfast.utils.safe_torch import pack_plain, unpack_plain
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from holdfast.engine.dcp.metadata import read_layout
+from holdfast.engine.dcp.format import read_layout
 from tests.integrations.processes import run_killed
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,12 +22,12 @@ from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.info import rank_state_name
 from holdfast.recover.ranks.target import RankTarget
 from holdfast.recover.resuming.check import check_bytes
-from holdfast.recover.resuming.process_state import ProcessState
+from holdfast.recover.resuming.restore import ProcessState
 from holdfast.recover.saving.rank import capture_process, write_process
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
+from holdfast.utils.plain_values import pack_plain
 from holdfast.utils.rng import capture_rng
-from holdfast.utils.safe_torch import pack_plain
 from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info

@@ -13,12 +13,12 @@ import torch
 
 from holdfast.recover.info import DRIVER_STATE, rank_state_name
 from holdfast.recover.ranks.target import RankTarget, rank_target
-from holdfast.recover.resuming.process_state import ProcessState
+from holdfast.recover.resuming.restore import ProcessState
 from holdfast.recover.saving.rank import capture_process, write_process
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
+from holdfast.utils.plain_values import pack_plain, read_plain, unpack_plain
 from holdfast.utils.rng import rng_digest, seed_rng
-from holdfast.utils.safe_torch import pack_plain, read_plain, unpack_plain
 from tests.recover.runs import Meter, Tiny, draw
 
 

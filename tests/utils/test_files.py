@@ -22,6 +22,7 @@ from holdfast.utils.files import (
     commit_folder,
     file_digest,
     make_durably,
+    map_window,
     remove_folder,
     remove_or_log,
     replace_atomically,
@@ -30,7 +31,6 @@ from holdfast.utils.files import (
     walk_files,
     write_durably,
 )
-from holdfast.utils.mapped import map_window
 from tests.helpers import PRELOAD, run_ranks
 from tests.limits import stretched
 

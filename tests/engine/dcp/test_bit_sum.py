@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from holdfast.engine.dcp.base_model import BaseFolder, FrozenBase, sums_of
+from holdfast.engine.dcp.base_model import FrozenBase, sums_of
 from holdfast.engine.dcp.fingerprint import bit_sum
 from holdfast.utils.distributed import gather_objects
 from tests.engine.dcp.test_fingerprint import DTYPES
@@ -79,7 +79,7 @@ def test_ranks_add_up_to_one_number_whatever_they_hold(world_size: int) -> None:
 def test_a_write_that_torch_does_not_count_is_noticed_anywhere() -> None:
     named = {"weight": nn.Parameter(torch.randn(300, 300), requires_grad=False)}
     for at in (1, 45_001, 89_999):  # none of these elements is in the sample of a tensor
-        base = FrozenBase(named, BaseFolder())
+        base = FrozenBase(named)
         base.drop_changed(named, None)
         assert base.sums.keys() == {"weight"}
         named["weight"].data.view(-1)[at] += 1e-3

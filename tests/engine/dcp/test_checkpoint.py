@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.engine.config import OptimizerConfig
+from holdfast.engine.dcp.format import read_layout
 from holdfast.engine.dcp.load import load_dcp
-from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.training.optimizer import build_optimizer, build_scheduler

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.serialization import config
 
-from holdfast.engine.dcp import archive as archives
-from holdfast.engine.dcp.archive import archive_of
+from holdfast.engine.dcp import format as dcp_format
+from holdfast.engine.dcp.format import archive_of
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -84,7 +84,7 @@ def test_a_file_that_is_not_as_long_as_planned_is_never_committed(
     state = DCPState(Odd(7.0))
     save_dcp(tmp_path / "good", state)
     archive = archive_of((3, 4), torch.float32)
-    longer = archives.Archive(archive.prefix + b" " * 64, archive.data_bytes, archive.suffix)
+    longer = dcp_format.Archive(archive.prefix + b" " * 64, archive.data_bytes, archive.suffix)
     monkeypatch.setattr("holdfast.engine.dcp.save.archive_of", lambda *_: longer)
     with pytest.raises(CheckpointWriteError, match="planned were"):
         save_dcp(tmp_path / "bad", state)

@@ -15,7 +15,7 @@ from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import CheckpointMismatchError
-from holdfast.utils.safe_json import pack_json, unpack_json
+from holdfast.utils.plain_values import pack_json, unpack_json
 from tests.recover.runs import SPEC, step_info
 
 pytestmark = pytest.mark.timeout(60)

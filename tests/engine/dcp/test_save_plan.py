@@ -26,8 +26,7 @@ from torch.distributed.tensor import (
 from holdfast.engine.dcp import save
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver
-from holdfast.engine.dcp.save_plan import agree_on, describe_state, vote_on
-from holdfast.engine.dcp.shards import find_shards
+from holdfast.engine.dcp.save_plan import agree_on, describe_state, find_shards, vote_on
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.utils.compat.torch_private import compute_local_shape_and_global_offset
@@ -195,7 +194,7 @@ def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
                 sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
                 ours = find_shards(shape, mesh.mesh.tolist(), placements, range(world_size))
                 assert ours is not None
-                found.append(((tuple(offsets), tuple(sizes)), ours.box_of(rank)))
+                found.append(((tuple(offsets), tuple(sizes)), ours.boxes[rank]))
     return found
 
 

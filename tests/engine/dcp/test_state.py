@@ -15,8 +15,8 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+from holdfast.utils.plain_values import pack_json, unpack_json
 from holdfast.utils.rng import capture_rng
-from holdfast.utils.safe_json import pack_json, unpack_json
 
 Make = Callable[..., Any]
 

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp import metadata, reader
+from holdfast.engine.dcp import format as format_module
+from holdfast.engine.dcp import reader
+from holdfast.engine.dcp.format import check_coverage
 from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
-from holdfast.engine.dcp.metadata import check_coverage
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import local_tensor
@@ -192,7 +193,7 @@ def test_a_rank_that_does_not_see_a_file_says_so_on_all(tmp_path: Path) -> None:
 
 def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
     """Count how often this rank unpickles ``.metadata`` and stats data files while it checks and loads."""
-    parsed, looked, unpickler, stat = [], [], metadata._MetadataUnpickler, os.stat
+    parsed, looked, unpickler, stat = [], [], format_module._MetadataUnpickler, os.stat
 
     def counted_unpickler(*args: Any) -> Any:
         parsed.append(1)
@@ -204,7 +205,7 @@ def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
         return stat(path, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata, "_MetadataUnpickler", counted_unpickler)
+        patch.setattr(format_module, "_MetadataUnpickler", counted_unpickler)
         patch.setattr(os, "stat", counted_stat)
         (Path(folder) / "c" / "manifest.json").unlink(missing_ok=True)
         check_dcp(f"{folder}/c", _sharded(0.0))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.adapter_folder import load_adapters, require_adapters, save_adapters
 from holdfast.engine.hf.save import save_hf
-from holdfast.engine.lora.description import describe_adapters
+from holdfast.engine.lora.adapters import describe_adapters
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, tiny_model
 from tests.engine.models import build_reference, tiny_qwen3

@@ -17,12 +17,12 @@ from torch.distributed.tensor import distribute_tensor
 from holdfast.engine import SaveLoadMeta
 from holdfast.engine.dcp import state as state_module
 from holdfast.engine.dcp.base_model import base_fingerprint, pack_share, same_base, sample_base
+from holdfast.engine.dcp.format import read_layout
 from holdfast.engine.dcp.load import load_dcp
-from holdfast.engine.dcp.metadata import read_layout
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
-from holdfast.utils.safe_json import pack_json
+from holdfast.utils.plain_values import pack_json
 from tests.engine.lora.engines import lora_engine, same, train, trained_state, whole, write_base
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta, TrainEngineConfig, WeightUpdateMeta
-from holdfast.engine.lora.layers import plain_view
+from holdfast.engine.lora.adapters import plain_view
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.lora.engines import ALPHA, RANK, batch, lora_engine, same, train, trained_state, whole, write_base

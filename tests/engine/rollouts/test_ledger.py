@@ -9,7 +9,7 @@ import torch
 from holdfast.engine.rollouts import RolloutExecutor, Ticket
 from holdfast.engine.servers.api import ModelRequest, ModelResponse
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
-from holdfast.utils.safe_torch import pack_plain, unpack_plain
+from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.rollouts.servers import Cut, Echo, Server, make_executor, make_loader
 from tests.engine.rollouts.test_executor import wait_until
 

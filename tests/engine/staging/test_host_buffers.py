@@ -14,9 +14,7 @@ from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import flatten, local_tensor
-from holdfast.engine.staging import host_buffers
-from holdfast.engine.staging.host_buffers import host_copies_of
-from holdfast.engine.staging.staged_state import Staging
+from holdfast.engine.staging.staged_state import Staging, host_copies_of
 from holdfast.recover import RecoverConfig, RecoverHandler
 from tests.engine.hf_models import tiny_model
 from tests.recover.runs import SPEC, step_info
@@ -120,7 +118,7 @@ class Cudart:
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     cuda = Cudart()
     fake = SimpleNamespace(cudart=lambda: cuda, device=lambda device: nullcontext())
-    monkeypatch.setattr(host_buffers.torch, "cuda", fake)
+    monkeypatch.setattr(torch, "cuda", fake)
     yield cuda
 
 
@@ -153,7 +151,7 @@ def test_memory_that_cuda_cannot_pin_is_reported_and_fails_no_later_kernel(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart.error, wanted = 2, on_gpu(torch.ones(2))
-    monkeypatch.setattr(host_buffers.torch, "ones", cudart.launch)
+    monkeypatch.setattr(torch, "ones", cudart.launch)
     with pytest.raises(RuntimeError, match=r"cannot pin 4096 bytes.*cudaError 2.*async_save"):
         host_copies_of({"a": wanted})
     gc.collect()

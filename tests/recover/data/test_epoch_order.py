@@ -20,8 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.data.state import DATA_STATE, restore_data
 from holdfast.utils.errors import ConfigError, PeerError
+from holdfast.utils.plain_values import pack_plain, read_plain
 from holdfast.utils.rng import seed_rng
-from holdfast.utils.safe_torch import pack_plain, read_plain
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Prompts, Tiny, digest, make_handler, step_info
 

@@ -25,8 +25,8 @@ from holdfast.recover.data.epoch_order import EpochOrder, epoch_order, note_orde
 from holdfast.recover.data.position import RestoredEpoch, restore_dataloader
 from holdfast.recover.ranks.target import RankTarget
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
+from holdfast.utils.plain_values import pack_plain, unpack_plain
 from holdfast.utils.rng import RngState, capture_rng, restore_rng
-from holdfast.utils.safe_torch import pack_plain, unpack_plain
 from tests.recover.runs import SPEC, Meter, Prompts, Tiny, make_handler, step_info
 from tests.tiers import slow_but
 

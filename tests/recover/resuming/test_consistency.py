@@ -137,7 +137,7 @@ def test_a_restore_that_lost_something_stops_the_run(
     state = _Forgetful(tiny.model, tiny.optimizer, tiny.scheduler)
     state.lost = lost
     if lost == "generators":
-        monkeypatch.setattr("holdfast.recover.resuming.process_state.restore_rng", lambda state: torch.manual_seed(3))
+        monkeypatch.setattr("holdfast.recover.resuming.restore.restore_rng", lambda state: torch.manual_seed(3))
     with pytest.raises(
         CheckpointCorruptError, match=rf"global_step_2 was restored, but .*{what}.* is .*; recover_info"
     ):

@@ -205,7 +205,7 @@ def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(tmp_path: Path, mo
         bad = generation.endswith("global_step_2")
         return "this disk flips bits" if bad else check_bytes(holder, generation, files)
 
-    monkeypatch.setattr("holdfast.recover.resuming.select.check_bytes", damage_the_newest)
+    monkeypatch.setattr("holdfast.recover.resuming.choice.check_bytes", damage_the_newest)
     info = _mirrored(tmp_path).load(Tiny().state)
     assert info and info.last_step_info.global_step == 1
     assert len(hidden(tmp_path / "run")) == 2, "the local one, and the one that was fetched in its place"

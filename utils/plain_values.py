@@ -1,14 +1,19 @@
-"""``torch.save`` files of tensors, numbers, strings and containers, loaded without running code.
+"""Plain values (numbers, strings, containers, tensors) as bytes that are loaded without running code.
 
-`pack_plain` checks that the value can be loaded this way, so that a bad value fails the snapshot and not the recovery.
+- `pack_plain` writes ``torch.save`` files. It checks that the value can be loaded this way, so that a bad value fails
+  the snapshot and not the recovery.
+- `pack_json` puts values without tensors into a uint8 tensor, so that tensor files can hold them without pickle. JSON
+  keeps every bit of a float. Tuples, and dicts with other keys than strings, are tagged.
 """
 
 import io
+import json
 import os
 import pickle
 import re
 import struct
 import zipfile
+from collections import Counter, OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -17,21 +22,11 @@ import torch
 
 from .errors import CheckpointCorruptError, ConfigError
 
-_DAMAGE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
-)
-"""Errors that torch raises for damaged files."""
+DAMAGE = (
+    pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError,
+    MemoryError, RuntimeError, TypeError, ValueError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""Errors raised by unpickling, and by torch, for damaged files."""
 
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of a ``torch.save`` file, which is a ZIP archive."""
@@ -40,8 +35,7 @@ _ARCHIVE = b"PK\x03\x04"
 def pack_plain(what: str, value: Any) -> bytes:
     """Serialize tensors and plain values with ``torch.save``.
 
-    Raises:
-        ConfigError: loading ``value`` would run code. The message calls it ``what``.
+    Raises ConfigError if loading ``value``, called ``what`` in the message, would run code.
     """
     buffer = io.BytesIO()
     try:
@@ -82,29 +76,22 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.de
     try:
         _check_archive(file)
         return torch.load(file, map_location="cpu" if device is None else partial(_place, device), weights_only=True)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
 
 
 def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
     """Load a ``torch.save`` file with its tensors mapped into memory, so that pages are read when they are used.
 
-    Files of torch before 1.6 are read as a whole.
-
-    Args:
-        path: file, which must stay while the value is used.
-        allowed: types and functions that the file may use besides torch's own.
-
-    Raises:
-        CheckpointCorruptError: as `load_plain`.
-        OSError: the file cannot be read.
+    Files of torch before 1.6 are read as a whole. The file must stay while the value is used. ``allowed`` are types
+    and functions that it may use besides torch's own. Raises OSError, and CheckpointCorruptError as `load_plain`.
     """
     try:
         with open(path, "rb") as file:
             mapped = _check_archive(file)
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=mapped)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {plain_reason(error)}") from error
 
 
@@ -141,3 +128,60 @@ def plain_reason(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "it is not a file of tensors and plain values"
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+_BLOCK_BYTES = 4096
+"""Packed tensors are padded to a multiple of this, so that their size is stable when a digit is added."""
+
+_TAG = "__type__"
+_TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
+
+
+def pack_json(value: Any, name: str) -> torch.Tensor:
+    """Encode ``value`` as JSON text in a ``[n]`` uint8 tensor, padded with spaces.
+
+    Raises ConfigError if ``value``, called ``name``, holds other things than numbers, strings, lists, tuples and dicts.
+    """
+    return pad_bytes(json.dumps(_encode(value, name)).encode(), b" ")
+
+
+def unpack_json(tensor: torch.Tensor, name: str) -> Any:
+    """Reverse `pack_json`: an equal value of the same container types. Raises CheckpointCorruptError."""
+    try:
+        return _decode(json.loads(tensor.cpu().numpy().tobytes()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointCorruptError(f"{name} is not JSON as a checkpoint has it: {error}") from error
+
+
+def pad_bytes(data: bytes, padding: bytes) -> torch.Tensor:
+    """``[n]`` uint8 with ``data``, padded with a byte to a multiple of 4096."""
+    n_bytes = -(-len(data) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return torch.frombuffer(bytearray(data.ljust(n_bytes, padding)), dtype=torch.uint8)
+
+
+def _encode(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    if kind is list:
+        return [_encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if kind is dict and _TAG not in value and all(isinstance(key, str) for key in value):
+        return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
+    if kind in _TAGGED.values():
+        items = list(value) if kind is tuple else [[key, item] for key, item in value.items()]
+        return {_TAG: kind.__name__, "items": _encode(items, name)}
+    raise ConfigError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected numbers, "
+        "strings, lists, tuples and dicts of them"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(item) for key, item in value.items()}
+    kind, items = _TAGGED[value[_TAG]], _decode(value["items"])
+    return tuple(items) if kind is tuple else kind(dict(items))

@@ -1,4 +1,4 @@
-"""Layers with adapters in a model, and the model without them.
+"""Adapters in a model: its adapted layers, the model without them, and the facts that a checkpoint stores with them.
 
 peft replaces each adapted layer: ``q_proj`` becomes a module with ``q_proj.base_layer``, ``q_proj.lora_A`` and
 ``q_proj.lora_B``, so that no tensor has its name in the files any more. `plain_view` restores the modules and names of
@@ -7,8 +7,9 @@ the architecture, over the same parameters.
 peft is not imported here: if a model has layers of peft, other code has imported it.
 """
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import children_of, replace_members
 from ...utils.compat.transformers_private import forget_adapters
-from ...utils.errors import CheckpointMismatchError
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 
 
@@ -70,11 +72,6 @@ def adapters_of(layer: Any) -> list[Adapter]:
         Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]), transposed)
         for name in active
     ]
-
-
-def is_plain(layer: Any) -> bool:
-    """Whether a layer of peft is linear and computes ``W + s B A`` and no more."""
-    return _not_plain(layer) is None
 
 
 def _not_plain(layer: Any) -> str | None:
@@ -156,3 +153,85 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, off in zip(layers, before, strict=True):
             switch_off(layer, off)
+
+
+def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
+    """Describe the adapters of a model: enough to merge plain LoRA, or to make a PEFT folder, without the model.
+
+    Returns ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and ``scaling``: name
+    of an adapted layer in the plain model -> alpha / rank. None if there are no adapters, several, others than plain
+    LoRA, or no config for them.
+    """
+    try:
+        adapted = plain_adapters(model)
+    except CheckpointMismatchError:
+        return None
+    names = {adapter.name for adapters in adapted.values() for adapter in adapters}
+    if len(names) != 1:
+        return None
+    (name,) = names
+    configs: Any = getattr(transformers_model(model), "peft_config", {})
+    if name not in configs:  # only the part of the model that they were added to has it
+        return None
+    config = json.loads(json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain))
+    scaling = {weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()}
+    return {"name": name, "config": config, "scaling": scaling}
+
+
+def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The values that PEFT's layers use but no tensor holds, by the name of the layer in the model.
+
+    Each is a dict with ``scaling`` (name of the adapter -> alpha / rank) and ``merged`` (names of the adapters that are
+    merged into the layer's weight now). Raises ConfigError if merged adapters keep further values that a checkpoint
+    does not hold, as those of DoRA do.
+    """
+    found = {}
+    for name, layer in _tuned_layers(model).items():
+        if layer.merged_adapters and _not_plain(layer):
+            raise ConfigError(
+                f"the adapters of {name} ({type(layer).__name__}) are merged into its weight, and keep values that a "
+                "checkpoint does not hold; call unmerge_adapter() before a checkpoint"
+            )
+        scaling = {adapter: float(value) for adapter, value in getattr(layer, "scaling", {}).items()}
+        found[name] = {"scaling": scaling, "merged": list(layer.merged_adapters)}
+    return found
+
+
+def check_settings(model: nn.Module, saved: Any) -> None:
+    """Raise CheckpointMismatchError if an adapter is scaled differently in the `adapter_settings` of a checkpoint."""
+    if not _are_settings(saved):
+        raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
+    for name, layer in _tuned_layers(model).items():
+        for adapter, there in saved[name]["scaling"].items() if name in saved else ():
+            here = getattr(layer, "scaling", {}).get(adapter)
+            if here is not None and float(here) != there:
+                raise CheckpointMismatchError(
+                    f"the checkpoint has adapter {adapter!r} of {name} with scaling {there}, this model has {here}: "
+                    "lora_alpha (or use_rslora) is another one; set it as in the run that wrote the checkpoint"
+                )
+
+
+def restore_merged(model: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Mark adapters as merged if the weights of the checkpoint contain them, else as not merged."""
+    for name, layer in _tuned_layers(model).items():
+        if name in saved:
+            layer.merged_adapters = list(saved[name]["merged"])
+
+
+def _are_settings(saved: Any) -> bool:
+    return isinstance(saved, dict) and all(
+        isinstance(layer, dict)
+        and isinstance(scaling := layer.get("scaling"), dict)
+        and all(isinstance(value, float) for value in scaling.values())
+        and isinstance(merged := layer.get("merged"), list)
+        and all(isinstance(adapter, str) for adapter in merged)
+        for layer in saved.values()
+    )
+
+
+def _tuned_layers(model: nn.Module) -> dict[str, Any]:
+    return {clean_name(n): layer for n, layer in adapted_layers(model).items() if hasattr(layer, "merged_adapters")}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

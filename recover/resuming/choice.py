@@ -49,11 +49,7 @@ Choice = tuple[Path, RecoverInfo]
 class ResumeChoice:
     """The choice of one run. `peek` and `choose` run in every process, the other methods in the leader.
 
-    Args:
-        config: its ``mode``, ``resume_path`` and mirror are used.
-        ft_spec: number of steps per epoch. A generation with another number is refused.
-        store: the local generations.
-        epochs_may_change: accept a generation with another number of steps per epoch.
+    A generation with another number of steps per epoch than ``ft_spec`` is refused, unless ``epochs_may_change``.
 
     Attributes:
         resume_path: the generation to go back to, or None.
@@ -82,11 +78,7 @@ class ResumeChoice:
         return found
 
     def choose(self, ranks: Ranks, mirror: Mirror | None) -> Choice | None:
-        """Choose and verify a generation. None if there is nothing and never was. All ranks take part.
-
-        Args:
-            ranks: they compare the bytes.
-            mirror: where the leader also looks.
+        """Choose and verify a generation. None if there is nothing and never was. All ranks compare the bytes.
 
         Raises:
             CheckpointCorruptError: there was something to resume, but no generation is usable.

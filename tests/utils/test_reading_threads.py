@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from holdfast.utils.cores import reading_threads
+from holdfast.utils.processes import reading_threads
 
 
 @pytest.mark.parametrize(

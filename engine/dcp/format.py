@@ -1,0 +1,376 @@
+"""The bytes of a DCP folder, as torch writes them: archives of tensors in ``.distcp`` files, and ``.metadata``.
+
+Archives: a ``.distcp`` file is a sequence of archives of `torch.save` (zip, not compressed). The bytes around the
+values are the same for all tensors of a shape and a dtype. Torch makes them once without values (`skip_data`). So
+tensors are written and found in a file without building or parsing an archive, whatever format this version of torch
+uses. Zip's CRC32 of the values, and the id that torch derives from it, stay as torch leaves them when it skips the
+data. ``torch.load`` looks at neither, and files have digests.
+
+``.metadata``: torch unpickles it as it is, which can run any code. Here a restricted unpickler makes only the few types
+that torch itself writes there, and any other type is an error that names it. Torch's loader also ignores parts of a
+tensor that no chunk covers. Here the chunks of a tensor must tile it exactly, the bytes of each chunk must be in a
+file, and each file must exist and be long enough. The result, a `FolderLayout`, is kept in arrays, without a Python
+object for each of the chunks that a thousand ranks have written.
+"""
+
+import copyreg
+import gc
+import math
+import os
+import pickle
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path, PurePath
+from reprlib import repr as brief
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import skip_data
+from torch.utils.serialization import config as serialization_config
+
+from ...utils.compat.torch_private import StorageInfo
+from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from ...utils.plain_values import DAMAGE
+from ..memory.tensors import Box
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The archive of a contiguous CPU tensor: the bytes before and after its values. Others have another prefix."""
+
+    prefix: bytes
+    data_bytes: int
+    suffix: bytes
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of the whole archive."""
+        return len(self.prefix) + self.data_bytes + len(self.suffix)
+
+
+_SETTINGS = {"save.storage_alignment": 64, "save.compute_crc32": True}
+"""Torch's defaults. A user may have set others, but all ranks must agree, because rank 0 plans where each writes."""
+
+
+@lru_cache(maxsize=4096)
+def archive_of(shape: tuple[int, ...], dtype: torch.dtype) -> Archive:
+    """The archive of a CPU tensor of this shape and dtype, whatever torch's settings are. About 0.1 ms.
+
+    Takes no memory: the storage is never touched. `torch.empty` would fill it in deterministic mode.
+    """
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="cpu")
+    strides = torch.empty(shape, device="meta").stride()
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    sink = _Sink()
+    with skip_data(), cast(Any, serialization_config).patch(_SETTINGS):
+        torch.save(tensor, cast(IO[bytes], sink))
+    return Archive(b"".join(sink.prefix), sink.data_bytes, b"".join(sink.suffix))
+
+
+class _Sink:
+    """A file that keeps the bytes before and after the one range that is skipped."""
+
+    def __init__(self) -> None:
+        self.prefix: list[bytes] = []
+        self.suffix: list[bytes] = []
+        self.data_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        (self.suffix if self.data_bytes else self.prefix).append(bytes(data))
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        self.data_bytes += offset
+
+    def flush(self) -> None:
+        """Called by torch."""
+
+
+class Overlap(NamedTuple):
+    """The intersection of a box and a chunk."""
+
+    chunk: int  # number of the chunk
+    chunk_sizes: tuple[int, ...]  # shape of the whole chunk
+    in_chunk: Box  # the intersection, relative to the chunk
+    offsets: tuple[int, ...]  # first index of the intersection in the box
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The boxes (``[n, dims]`` int64) in which a tensor is stored. They tile it. Tensors cut alike share them."""
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+    def overlaps(self, box: Box) -> list[Overlap]:
+        """The intersections of ``box`` with all chunks. An empty list for an empty box."""
+        if 0 in box.sizes:
+            return []
+        first, size = np.array(box.offsets, np.int64), np.array(box.sizes, np.int64)
+        begins = np.maximum(self.offsets, first)
+        ends = np.minimum(self.offsets + self.sizes, first + size)
+        found = []
+        for chunk in np.flatnonzero((begins < ends).all(1)):
+            begin, sizes = begins[chunk], ends[chunk] - begins[chunk]
+            arrays = self.sizes[chunk], begin - self.offsets[chunk], sizes, begin - first
+            whole, at, common, offsets = (tuple(array.tolist()) for array in arrays)
+            found.append(Overlap(int(chunk), whole, Box(at, common), offsets))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a folder. The arrays are ``[n]`` int64, for its ``n`` chunks."""
+
+    shape: torch.Size  # of the whole tensor
+    dtype: torch.dtype
+    chunks: Chunks
+    files: np.ndarray  # position of each chunk's file in `FolderLayout.files`
+    begins: np.ndarray  # first byte of each chunk's archive in the file
+    lengths: np.ndarray  # bytes of each chunk's archive
+
+
+@dataclass(frozen=True, eq=False)
+class FolderLayout:
+    """Everything that a folder stores."""
+
+    files: dict[str, int]  # name of each data file -> the bytes that it must have at least
+    tensors: dict[str, StoredTensor]  # by full name
+    objects: dict[str, StorageInfo]  # file and range of the archive of each value that is no tensor
+
+    def names(self) -> set[str]:
+        """Full names of tensors and objects."""
+        return self.tensors.keys() | self.objects.keys()
+
+
+class Destination(NamedTuple):
+    """A box of a stored tensor, and the tensor that receives it: of any device and strides, with the stored dtype."""
+
+    box: Box
+    tensor: torch.Tensor
+
+    def like(self) -> "Destination":
+        """The same box with fresh host memory."""
+        return Destination(self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu"))
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
+        if name not in _ALLOWED.get(module, ()):
+            raise CheckpointCorruptError(f"it asks for {module}.{name}, which no checkpoint needs; it was not run")
+        found = super().find_class(module, name)
+        return _StoredProperties if found is TensorProperties else found
+
+
+_N_PROPERTIES = 5
+"""Number of fields of a tensor's properties that every supported version of torch reads."""
+
+
+class _StoredProperties(TensorProperties):
+    """Reads the properties that torch 2.15 stores (with strides) on older versions too."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:_N_PROPERTIES])
+
+
+def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """The fields of a tensor's properties that ``.metadata`` keeps.
+
+    torch 2.15 adds strides. They are left out because they differ between the shards of a tensor, because torch before
+    2.15 cannot read them, and because files hold contiguous values.
+    """
+    return properties.__getstate__()[:_N_PROPERTIES]
+
+
+def pickle_metadata(metadata: Metadata) -> bytes:
+    """The bytes of ``.metadata``, which every supported version of torch reads."""
+    stream = BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    make, its_type, *_ = properties.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return make, its_type, stored_properties(properties)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable Python's cyclic garbage collector in all threads during the block.
+
+    It runs more often as objects pile up: unpickling the ``.metadata`` of 1,024 ranks (160,000 chunks) takes five times
+    as long with it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def read_layout(path: PathLike) -> FolderLayout:
+    """Read the layout of a DCP folder, and check it against itself and against the files.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
+        CheckpointCorruptError: the metadata is damaged or asks for a forbidden type, the chunks of a tensor do not tile
+            it, or a file is missing or short.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"checkpoint folder {folder} does not exist")
+    if not (folder / ".metadata").is_file():
+        found = sorted(entry.name for entry in folder.iterdir())[:8]
+        raise CheckpointNotFoundError(f"{folder} is not a DCP checkpoint: no .metadata, only {found}")
+    data = (folder / ".metadata").read_bytes()
+    try:
+        layout = parse_metadata(data)
+        _check_files(folder, layout)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
+    except DAMAGE as error:
+        raise CheckpointCorruptError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
+    return layout
+
+
+@lru_cache(maxsize=4)
+def parse_metadata(data: bytes) -> FolderLayout:
+    """Parse the bytes of ``.metadata``. The result is cached, because the checks before a restore need it too."""
+    with no_collection():
+        metadata = _MetadataUnpickler(BytesIO(data)).load()
+        if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:
+            raise CheckpointCorruptError("it describes no tensors")
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            name, begin, length = info.relative_path, info.offset, info.length
+            if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
+                raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
+            if not (type(begin) is type(length) is int) or begin < 0 or length < 0:
+                raise CheckpointCorruptError(f"it places something at {begin} of {name}, {length} bytes long")
+            if info.transform_descriptors:
+                raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
+            ends[name] = max(ends.get(name, 0), begin + length)
+        files = {name: number for number, name in enumerate(ends)}
+        chunks: dict[Any, Chunks] = {}
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, StorageInfo] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(name, str):
+                raise CheckpointCorruptError(f"it has an entry under {brief(name)}; expected a name")
+            if isinstance(entry, TensorStorageMetadata):
+                tensors[name] = _stored_tensor(name, entry, metadata.storage_data, files, chunks)
+            elif isinstance(entry, BytesStorageMetadata):
+                objects[name] = _stored_at(metadata.storage_data, name)
+            else:
+                raise CheckpointCorruptError(f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes")
+        return FolderLayout(ends, tensors, objects)
+
+
+def _stored_tensor(
+    name: str,
+    entry: TensorStorageMetadata,
+    stored: Mapping[MetadataIndex, StorageInfo],
+    files: Mapping[str, int],
+    chunks: dict[Any, Chunks],
+) -> StoredTensor:
+    shape, dtype = entry.size, entry.properties.dtype
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, torch.Size):
+        raise CheckpointCorruptError(f"{name!r} has dtype {brief(dtype)} and size {brief(shape)}")
+    cut = shape, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    if cut not in chunks:
+        chunks[cut] = check_coverage(name, entry)
+    # Each chunk has its bytes in a file, so no metadata can announce a tensor larger than the folder.
+    infos = [_stored_at(stored, name, c.offsets, math.prod(c.sizes) * dtype.itemsize) for c in entry.chunks]
+    places = [[files[info.relative_path], info.offset, info.length] for info in infos]
+    return StoredTensor(shape, dtype, chunks[cut], *np.array(places, np.int64).reshape(-1, 3).T.copy())
+
+
+def _stored_at(
+    stored: Mapping[MetadataIndex, StorageInfo], name: str, offsets: torch.Size | None = None, n_bytes: int = 0
+) -> StorageInfo:
+    info, at = stored.get(MetadataIndex(name, offsets)), list(offsets or ())
+    if info is None:
+        raise CheckpointCorruptError(f"no file holds {name!r} at {at}")
+    if info.length < n_bytes:
+        raise CheckpointCorruptError(f"{name!r} at {at} has {info.length} bytes in a file; it needs {n_bytes}")
+    return info
+
+
+def check_coverage(name: str, entry: TensorStorageMetadata) -> Chunks:
+    """The chunks of a tensor, which must tile it: in bounds, disjoint, and with as many elements as the tensor.
+
+    Raises CheckpointCorruptError, which names a chunk, if they do not.
+    """
+    if not all(isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks):
+        raise CheckpointCorruptError(f"{name!r} has a chunk whose place is not given as torch.Size")
+    shape, cut = tuple(entry.size), (len(entry.chunks), len(entry.size))
+    begins = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(cut)
+    sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(cut)
+    ends = begins + sizes
+    outside = ((begins < 0) | (ends < begins) | (ends > np.array(shape, np.int64))).any(1)
+    if outside.any():
+        at = outside.argmax()
+        raise CheckpointCorruptError(f"{name!r} has a chunk from {begins[at]} to {ends[at]}, outside of {list(shape)}")
+    volumes = [math.prod(chunk.sizes) for chunk in entry.chunks]
+    if sum(volumes) != math.prod(shape):
+        raise CheckpointCorruptError(f"the chunks of {name!r} do not cover it: {sum(volumes)} elements, not {shape}")
+    filled = np.array(volumes) > 0
+    if shape and (clash := _overlap(begins[filled], ends[filled])):
+        raise CheckpointCorruptError(f"the chunks of {name!r} that begin at {clash[0]} and {clash[1]} overlap")
+    return Chunks(begins, sizes)
+
+
+def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]] | None:
+    """First indices of two boxes (rows of ``[n, dims]``) that overlap. A sweep along one dimension."""
+    along = max(range(begins.shape[1]), key=lambda dim: len(np.unique(begins[:, dim])))  # most cuts, fewest neighbours
+    order = np.argsort(begins[:, along], kind="stable")
+    begins, ends = begins[order], ends[order]
+    stops = np.searchsorted(begins[:, along], ends[:, along])  # of each box: the first that begins behind it
+    for at in np.flatnonzero(stops > np.arange(len(stops)) + 1):
+        others = slice(at + 1, stops[at])
+        common = ((begins[others] < ends[at]) & (begins[at] < ends[others])).all(1)
+        if common.any():
+            return begins[at].tolist(), begins[others][common.argmax()].tolist()
+    return None
+
+
+def _check_files(folder: Path, layout: FolderLayout) -> None:
+    for name, end in layout.files.items():
+        try:
+            status = os.stat(folder / name)
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"the folder is incomplete: {name} is missing") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size < end:
+            raise CheckpointCorruptError(f"{name} has {status.st_size} bytes; it needs {end}")
