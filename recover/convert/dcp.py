@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from ...engine.dcp.archive import read_archives, read_object
+from ...engine.dcp.archive import read_object
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
-from ...engine.dcp.metadata import Destination, FolderLayout, read_layout
-from ...engine.dcp.reader import TensorReader
+from ...engine.dcp.metadata import FolderLayout, read_layout
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
-from ...engine.memory.lazy_tensor import LazyTensor
-from ...engine.memory.tensors import Box
 from ...utils.config import require_choice
 from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.manifest import MANIFEST_NAME
@@ -25,6 +22,7 @@ from ...utils.safe_json import unpack_json
 from ..info import INFO_NAME, RecoverInfo
 from .adapters import LeftOut, StoredAdapters
 from .checkpoint import Architecture, Checkpoint, ReadOptions
+from .stored_tensors import stored_tensor
 from .weights import store_once, strip_module
 
 _OPTIM = f"{ROOT}.optim."
@@ -118,7 +116,9 @@ def _optimizer_state(folder: Path, layout: FolderLayout) -> dict[str, dict[str, 
     for name in (*layout.tensors, *layout.objects):  # as stored: `names` is a set, whose order differs by process
         if name.startswith(prefix):
             of, _, key = name.removeprefix(prefix).rpartition(".")
-            stored = _lazy(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+            stored = (
+                stored_tensor(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+            )
             state.setdefault(of, {})[key] = stored
     return state
 
@@ -187,7 +187,7 @@ def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None
         prefix = name.removesuffix(BASE)
         if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
             tensors = ((one, layout.tensors[one].shape[0]) for one in (name, *shares))
-            description, *values = (_lazy(folder, layout, one).rows(0, length) for one, length in tensors)
+            description, *values = (stored_tensor(folder, layout, one).rows(0, length) for one, length in tensors)
             root = Root(prefix.removesuffix("."), f"{prefix}model.", None)
             return root, LeftOut(unpack_json(description, BASE), base_fingerprint(values))
     return None
@@ -197,7 +197,7 @@ def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Arch
     canonical = f"{ROOT}.model."
     names = {name: root.canonical(name) for name in layout.tensors}
     tensors = {
-        own.removeprefix(canonical): _lazy(folder, layout, name)
+        own.removeprefix(canonical): stored_tensor(folder, layout, name)
         for name, own in names.items()
         if own.startswith(canonical)
     }
@@ -205,40 +205,21 @@ def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Arch
     return Checkpoint("DCP", model, aliases=aliases, architecture=architecture, ranks=max(1, len(layout.files)))
 
 
-def _lazy(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
-    stored = layout.tensors[name]
-    shape = tuple(stored.shape)
-
-    def read(first: int, last: int) -> torch.Tensor:
-        sizes = (last - first, *shape[1:]) if shape else ()
-        values = torch.empty(sizes, dtype=stored.dtype)
-        where = {name: Destination(Box((first, *[0] * (len(shape) - 1)) if shape else (), sizes), values)}
-        reader = TensorReader(folder, layout, where)
-        if reader.names:
-            reader.read()
-        else:
-            read_archives(folder, layout, where)
-        return values
-
-    planned = torch.empty(shape, dtype=stored.dtype, device="meta")
-    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}).names:
-        return LazyTensor(shape, stored.dtype, read)
-    return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
-
-
 def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
     """A plain value, stored as an object or as a tensor of one element. None if there is none."""
     if name in layout.objects:
         return read_object(folder, layout, name)
     if name in layout.tensors and layout.tensors[name].shape.numel() == 1:
-        return _lazy(folder, layout, name).rows(0, 1).item()
+        return stored_tensor(folder, layout, name).rows(0, 1).item()
     return None
 
 
 def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
     """Add the contents that Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
     packed = {
-        key: unpack_json(_lazy(folder, layout, f"{ROOT}.{key}").rows(0, layout.tensors[f"{ROOT}.{key}"].shape[0]), key)
+        key: unpack_json(
+            stored_tensor(folder, layout, f"{ROOT}.{key}").rows(0, layout.tensors[f"{ROOT}.{key}"].shape[0]), key
+        )
         for key in ("param_groups", "optim_plain", "optim_local", "scheduler")
         if f"{ROOT}.{key}" in layout.tensors
     }
@@ -253,7 +234,7 @@ def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
     for name in sorted(layout.tensors):
         if name.startswith(f"{ROOT}.rng."):
             rank, _, generator = name.removeprefix(f"{ROOT}.rng.").partition(".")
-            tensor = _lazy(folder, layout, name)
+            tensor = stored_tensor(folder, layout, name)
             ranks.setdefault(rank, {})[generator] = torch.cat([values for _, values in tensor.blocks()])
     found.rng = list(ranks.values())
     if f"{ROOT}.counters" in layout.tensors:

@@ -11,7 +11,8 @@ from pathlib import Path
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .dcp import read_weights
-from .weights import read_bin, read_model_folder, read_safetensors, store_once, strip_module
+from .stored_tensors import read_safetensors
+from .weights import read_bin, read_model_folder, store_once, strip_module
 
 _TRAINER = "trainer_state.json"
 _SHARDED = "pytorch_model_fsdp_0"

@@ -21,6 +21,7 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.safe_torch import map_plain
 from .checkpoint import Architecture
+from .stored_tensors import slot_tensor
 
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 _ARRAYS: Sequence[Any] = (
@@ -66,12 +67,6 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if local.numel() and first.setdefault(key, name) != name:
             found[name] = first[key]
     return found
-
-
-def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
-    """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
-    reader = files.enter_context(WeightReader(folder))
-    return {name: _of_slot(reader, slot) for name, slot in reader.layout().items()}
 
 
 def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
@@ -136,21 +131,11 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for (_, a), (_, b) in pairs)
 
 
-def _of_slot(reader: WeightReader, slot: TensorSlot) -> LazyTensor:
-    def rows(first: int, last: int) -> torch.Tensor:
-        values = torch.empty((last - first, *slot.shape[1:]) if slot.shape else (), dtype=slot.dtype)
-        reader.read(slot, first * tensor.row_elements if slot.shape else 0, values)
-        return values
-
-    tensor = LazyTensor(slot.shape, slot.dtype, rows)
-    return tensor
-
-
 def _filled(
     reader: WeightReader, architecture: Architecture, slots: Mapping[str, TensorSlot], key: str, fill: FileTensor
 ) -> LazyTensor:
     """Source of a tensor of the model: one tensor of the folder as it is, or pieces of several."""
-    parts = {source: _of_slot(reader, slots[source]) for source in fill.sources}
+    parts = {source: slot_tensor(reader, slots[source]) for source in fill.sources}
     (only, *more) = fill.spans or (None,)
     whole = only is not None and not more and only.contiguous and only.offset == 0
     if only is not None and whole and parts[only.source].numel == only.numel:
