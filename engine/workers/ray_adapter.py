@@ -19,7 +19,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from ...utils.collective_errors import collective_broke
+from ...utils.distributed import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
 from ...utils.processes import ProcessId
 from .actor import RankActor, device_index

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from .folders import Folder, LocalFolder
+from .folders import Folder
 from .output import json_option, number_text, print_json, print_table
 from .runs import is_url, local_path, read_generation
 
@@ -47,7 +47,7 @@ def diff_command(ctx: click.Context, a: str, b: str, engine: str | None, exit_co
 def _read(text: str, read: Callable[[Folder], T]) -> T:
     path = local_path(text)
     if not is_url(text) and (path / "config.json").is_file():
-        return read(LocalFolder(path))
+        return read(Folder(path))
     return read_generation(text, read)
 
 

@@ -1,7 +1,7 @@
 """``holdfast rm``, ``pin``, ``unpin`` and ``resume-from``: choose which generations stay, and which one resumes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import remove_folder
-from ...utils.folder_lock import FolderLock
 from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
-from .attempts import no_job_option, require_unused, use_of
-from .folders import LocalFolder
+from .attempts import locked, no_job_option, require_unused, use_of
+from .folders import Folder
 from .output import NARROWEST, json_option, print_json, size_text
 from .runs import Run, find_generation, find_step, generation_argument, is_url
 from .verify import find_damage
@@ -52,19 +51,25 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
     """
     found = [find_step(text) for text in generations]
     steps = {root: [step for store, step in found if store.root == root] for root in {store.root for store, _ in found}}
-    judge = _Judge(quick)
+    damage_of = (lambda path: None) if quick else cache(_damage_of)  # reads every byte once
     for root, gone in steps.items():
         if force:
             require_unused(root.parent, no_job)
-        _check(GenerationStore(root), gone, force, judge)
+        _check(GenerationStore(root), gone, force, damage_of)
     sizes = [_bytes(store, step) for store, step in found]
     if not yes:
         names = ", ".join(str(store.path_of(step)) for store, step in found)
         click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
     for store, step in found:
-        with _locked(store.root.parent) as free:
+        with ExitStack() as stack:
+            may_force = force
+            if (store.root.parent / LOCK_NAME).exists():  # else a copy of a run's folder
+                try:
+                    stack.enter_context(locked(store.root.parent))
+                except FolderInUseError:
+                    may_force = False
             # Check again: it may have been pinned, or become the newest, while the user was asked.
-            _check(store, [step], force and free, judge)
+            _check(store, [step], may_force, damage_of)
             remove_folder(store.path_of(step))
     removed = [str(store.path_of(step)) for store, step in found]
     if as_json:
@@ -104,21 +109,7 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
         click.echo(f"{done} {', '.join(paths)}")
 
 
-class _Judge:
-    """Finds damage by names and sizes of files and, unless ``quick``, by comparing every byte once."""
-
-    def __init__(self, quick: bool) -> None:
-        self._damage_of = (lambda path: None) if quick else cache(_damage_of)
-
-    def __call__(self, store: GenerationStore, path: Path) -> str | None:
-        try:
-            store.inspect(path)
-        except CheckpointError as error:
-            return str(error)
-        return self._damage_of(path)
-
-
-def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge) -> None:
+def _check(store: GenerationStore, steps: list[int], force: bool, damage_of: Callable[[Path], str | None]) -> None:
     """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound generation would go."""
     if pinned := sorted(store.pins().intersection(steps)):
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
@@ -126,7 +117,11 @@ def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge)
         return
     damage: list[str] = []
     for generation in store.generations():  # newest first
-        problem = judge(store, generation.path)
+        try:
+            store.inspect(generation.path)
+            problem = damage_of(generation.path)
+        except CheckpointError as error:
+            problem = str(error)
         if problem is None and generation.step not in steps:
             return
         if problem is None:
@@ -139,7 +134,7 @@ def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge)
 
 
 def _damage_of(path: Path) -> str | None:
-    folder = LocalFolder(path)
+    folder = Folder(path)
     return next(iter(find_damage(folder, folder.manifest()["files"])), None)
 
 
@@ -148,24 +143,6 @@ def _bytes(store: GenerationStore, step: int) -> int:
         return stored_bytes(store.path_of(step))
     except CheckpointError:
         return 0
-
-
-@contextmanager
-def _locked(trial_root: Path) -> Iterator[bool]:
-    """Hold the lock of a run during the block. Yields False if a job holds it."""
-    lock = FolderLock(trial_root / LOCK_NAME)
-    if not lock.path.exists():  # a copy of a run's folder
-        yield True
-        return
-    try:
-        lock.acquire(0.0)
-    except FolderInUseError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 @click.command("resume-from", short_help="Show how to go back to a generation.")

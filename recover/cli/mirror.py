@@ -1,18 +1,15 @@
 """``holdfast mirror``: list, make and fetch copies of generations at a URL."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
-from ...utils.folder_lock import FolderLock
 from ...utils.manifest import require_outside_commits
-from ..storage.generations import LOCK_NAME, Generation, GenerationStore, stored_bytes
-from .attempts import no_job_option, require_unused
+from ..storage.generations import Generation, GenerationStore, stored_bytes
+from .attempts import locked, no_job_option, require_unused
 from .folders import open_mirror
 from .output import json_option, print_json, print_table, seconds_text, size_text
 from .runs import Run, holds_run, is_url, local_path, run_argument
@@ -82,7 +79,8 @@ def mirror_push(
         raise CheckpointNotFoundError(f"{store.root} has no generation yet")
     with ExitStack() as stack:
         if there.url == place.recorded_mirror():
-            stack.enter_context(_locked(place.trial_root, no_job))
+            require_unused(place.trial_root, no_job)
+            stack.enter_context(locked(place.trial_root))
         for step in wanted:  # check all before the first is copied
             _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
@@ -107,30 +105,14 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
     if step is None or step not in there.traces():
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
-    with _locked(store.root.parent, no_job):
+    require_unused(store.root.parent, no_job)
+    with locked(store.root.parent):
         generation = there.fetch(step, store)
-    _tell(
-        [_report(generation, stored_bytes(generation.path), time.monotonic() - started)],
-        "fetched",
-        str(store.root),
-        as_json,
-    )
-
-
-@contextmanager
-def _locked(trial_root: Path, no_job: bool) -> Iterator[None]:
-    """Hold the lock of a run during the block. Raises at once if a job holds it or may use the run."""
-    require_unused(trial_root, no_job)
-    lock = FolderLock(trial_root / LOCK_NAME)
-    lock.acquire(0.0)
-    try:
-        yield
-    finally:
-        lock.release()
+    done = _report(generation, stored_bytes(generation.path), time.monotonic() - started)
+    _tell([done], "fetched", str(store.root), as_json)
 
 
 def _refuse_run_folder(there: "Mirror") -> None:
-    """Raise `ConfigError` if the URL is a folder on this machine in which a run or a generation keeps its own files."""
     if is_url(there.url):
         return
     folder = local_path(there.url)
@@ -143,7 +125,6 @@ def _refuse_run_folder(there: "Mirror") -> None:
 
 
 def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
-    """Raise `ConfigError` if the mirror has a different generation of the same step."""
     try:
         other = there.has_other(generation)
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME
 from ..storage.generations import LOCK_NAME, TRACKER_NAME, GenerationStore
 from ..storage.journal import last_start
-from .folders import Folder, LocalFolder, UrlFolder, open_mirror
+from .folders import Folder, UrlFolder, open_mirror
 
 if TYPE_CHECKING:
     from ..storage.mirror import Mirror
@@ -102,7 +102,7 @@ class Run:
             raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
         if self.store is None:
             return UrlFolder(f"{self._mirror.url}/global_step_{step}")
-        return LocalFolder(self.store.path_of(step))
+        return Folder(self.store.path_of(step))
 
     def newest(self) -> Folder:
         """The newest generation. Raises `CheckpointNotFoundError` if there is none."""
@@ -127,7 +127,7 @@ def find_generation(text: str) -> Folder:
     if not _is_generation(text):
         return Run(text).newest()
     if not is_url(text):
-        return LocalFolder(local_path(text))
+        return Folder(local_path(text))
     folder = UrlFolder(text.rstrip("/"))
     if not folder.sizes():
         raise CheckpointNotFoundError(f"there is nothing at {folder.where}")

@@ -16,7 +16,7 @@ from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigErro
 from ...utils.manifest import MANIFEST_NAME
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
-from .folders import Folder, LocalFolder, UrlFolder
+from .folders import Folder, UrlFolder
 from .output import DAMAGED, json_option, print_json, print_table, size_text
 from .runs import Run, is_url, local_path, names_generation, read_generation
 
@@ -70,7 +70,7 @@ def _export(where: str) -> Folder | None:
         folder: Folder = UrlFolder(where.rstrip("/"))
         return folder if folder.has(CONFIG) else None
     path = local_path(where)
-    return LocalFolder(path) if (path / CONFIG).is_file() else None
+    return Folder(path) if (path / CONFIG).is_file() else None
 
 
 def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:

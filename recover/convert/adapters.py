@@ -44,13 +44,7 @@ class LeftOut:
 
 
 class StoredAdapters:
-    """The plain LoRA adapters of a checkpoint.
-
-    Args:
-        where: the checkpoint, for messages.
-        model: tensors of the model in the checkpoint.
-        left_out: description of the missing base.
-    """
+    """The plain LoRA adapters of a checkpoint: ``where`` it is, the tensors of its ``model``, and the missing base."""
 
     def __init__(self, where: Path, model: Mapping[str, LazyTensor], left_out: LeftOut) -> None:
         self.where, self.left_out = where, left_out
@@ -95,12 +89,8 @@ class StoredAdapters:
         }
 
     def merged(self, architecture: Architecture, files: ExitStack) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-        """All weights with the adapters added, under the names of the architecture, and the aliases of tied weights.
-
-        Args:
-            architecture: architecture of the base, whose weights are in its folder.
-            files: closes the files that are opened.
-        """
+        """All weights of the base in the folder of ``architecture`` with the adapters added, and the aliases of tied
+        weights. ``files`` closes the files that are opened."""
         base = architecture.folder
         found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
         modules = dict(architecture.model.named_modules())
@@ -144,16 +134,10 @@ class StoredAdapters:
 
 
 def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:
-    """Write a PEFT folder. It appears only after it was read back and compared with its source.
+    """Write the adapters of the generation ``source``, which is verified byte by byte, as a PEFT folder.
 
-    Args:
-        source: generation that holds the adapters. Every byte is verified.
-        adapters: the adapters of ``source``.
-        target: folder to create.
-        dtype: one of `EXPORT_DTYPES`. None leaves the dtypes unchanged.
-
-    Returns:
-        the duration in seconds.
+    The folder appears only after it was read back and compared. ``dtype`` is one of `EXPORT_DTYPES`, or None to leave
+    the dtypes unchanged. Returns the duration in seconds.
     """
     began = time.monotonic()
     verify_folder(source)

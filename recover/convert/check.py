@@ -1,7 +1,6 @@
 """Read a target back with the reader of its format, and compare every tensor with what was read from the source."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import xxhash
@@ -82,13 +81,9 @@ def compare(what: str, source: Checkpoint, written: dict[str, str], target: Chec
 def compare_plain(what: str, source: Checkpoint, target: Checkpoint) -> None:
     """Compare the hyperparameters and, if ``target`` can hold one, the schedule. Raises as `compare`."""
     for before, after in zip(plain_groups(source), plain_groups(target), strict=True):
-        if not _included(before, after):
+        if not before.items() <= after.items():
             raise CheckpointCorruptError(f"{what}: a parameter group reads {after}; the source has {before}")
     if target.scheduler is not None and target.scheduler != source.scheduler:
         raise CheckpointCorruptError(
             f"{what}: the schedule reads {target.scheduler}; the source has {source.scheduler}"
         )
-
-
-def _included(some: dict[str, Any], more: dict[str, Any]) -> bool:
-    return all(key in more and more[key] == value for key, value in some.items())

@@ -94,13 +94,8 @@ def _dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
                 plain.setdefault(name, {})[key] = value
     steps = optimizer_steps(checkpoint)
     counters = {"version": 0, "optimizer_steps": steps, "skipped_steps": 0, "steps_since_schedule": 0}
-    packed = {
-        "param_groups": plain_groups(checkpoint),
-        "optim_plain": plain,
-        "scheduler": checkpoint.scheduler,
-        "counters": counters,
-    }
-    for key, value in packed.items():
+    packed = {"param_groups": plain_groups(checkpoint), "optim_plain": plain, "scheduler": checkpoint.scheduler}
+    for key, value in (packed | {"counters": counters}).items():
         if value:
             yield Entry((ROOT, key), LazyTensor.of(pack_json(value, key)))
     for rank, state in enumerate(checkpoint.rng):
@@ -134,13 +129,9 @@ Commit = Callable[[Iterable[FileEntry], Mapping[str, Any]], Path]
 
 @contextmanager
 def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
-    """Lock a run, and yield a staging folder and the function that commits it.
+    """Lock the folder of a run, and yield a staging folder for a step and the function that commits it.
 
     If the block fails, the staging folder is removed, and a new lock file too.
-
-    Args:
-        run: folder of the run, ``<fileroot>/<experiment>/<trial>``.
-        step: step of the generation.
 
     Raises:
         FolderInUseError: a job uses the run.
@@ -179,10 +170,8 @@ def last_step(checkpoints: Mapping[str, Checkpoint], step: int | None, epoch_ste
     first = next(iter(checkpoints.values()))
     how = "as given" if step is not None else "as the source says"
     if step is None and (step := first.step) is None:
-        step, how = (
-            optimizer_steps(first) - 1,
-            "by the optimizer's updates; give step= (--step) if a step makes several",
-        )
+        step = optimizer_steps(first) - 1
+        how = "by the optimizer's updates; give step= (--step) if a step makes several"
     if step < 0:
         raise ConfigError("how many steps were trained is not known: give step= (--step), the last one counted from 0")
     return StepInfo.at(step, epoch_steps or first.epoch_steps or step + 1), how

@@ -24,7 +24,7 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState, check_rng
 from .checkpoint import Architecture, Checkpoint, ReadOptions
-from .weights import read_file, shared_names
+from .weights import read_file, same_values, shared_names
 
 _MODEL = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _ENGINES = ("actor", "critic", "ref")
@@ -204,9 +204,7 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
 def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
     """Assemble a tensor from the parts of all ranks: DTensors on a mesh, or the same plain tensor everywhere.
 
-    Args:
-        name: name of the tensor, for messages.
-        parts: in the order of the ranks in the file names.
+    ``name`` is for messages. ``parts`` are in the order of the ranks in the file names.
 
     Raises:
         CheckpointCorruptError: a part belongs to another rank, or does not have the size that FSDP cuts.
@@ -222,18 +220,13 @@ def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
             ) from error
     if sharded:
         raise CheckpointCorruptError(f"{name} is a DTensor on some ranks only")
-    if any(not _equal(first, part) for part in parts[1:]):
+    whole = LazyTensor.of(first)
+    if not all(same_values(whole, LazyTensor.of(part)) for part in parts[1:]):
         raise CheckpointMismatchError(
             f"{name} is a plain tensor {list(first.shape)} that differs by rank: flat shards, as FSDP1 keeps them, "
             "say nothing of which parameter they are of. Save it with FSDP2, or as a full state dict"
         )
-    return LazyTensor.of(first)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+    return whole
 
 
 def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:

@@ -2,7 +2,6 @@
 
 import codecs
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -96,9 +95,8 @@ def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack
 
 def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Remove the prefix ``module.`` of DistributedDataParallel, if all names have it."""
-    if not tensors or not all(name.startswith("module.") for name in tensors):
-        return dict(tensors)
-    return {re.sub(r"^module\.", "", name): tensor for name, tensor in tensors.items()}
+    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def store_once(
@@ -136,25 +134,23 @@ def _filled(
 ) -> LazyTensor:
     """Source of a tensor of the model: one tensor of the folder as it is, or pieces of several."""
     parts = {source: slot_tensor(reader, slots[source]) for source in fill.sources}
-    (only, *more) = fill.spans or (None,)
-    whole = only is not None and not more and only.contiguous and only.offset == 0
-    if only is not None and whole and parts[only.source].numel == only.numel:
-        part = parts[only.source]
-        if part.shape == fill.shape:
+    dtype = next(iter(parts.values())).dtype
+    if fill.spans is not None and len(fill.spans) == 1:
+        (span,) = fill.spans
+        part = parts[span.source]
+        if span.contiguous and span.offset == 0 and part.numel == span.numel and part.shape == fill.shape:
             return part
-    return LazyTensor.read_at_once(
-        fill.shape, next(iter(parts.values())).dtype, lambda: _assemble(parts, architecture, key, fill)
-    )
 
+    def assemble() -> torch.Tensor:
+        whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
+        if fill.spans is None:
+            shapes = {name: part.shape for name, part in parts.items()}
+            elements = loaded_elements(architecture.model, shapes, [key])[key]
+            return torch.cat(list(whole.values()))[elements]
+        found = torch.empty(fill.numel, dtype=dtype)
+        for span in fill.spans:
+            values = whole[span.source].as_strided(span.shape, span.stride, span.offset)
+            found[span.at : span.at + span.numel] = values.reshape(-1)
+        return found.view(fill.shape)
 
-def _assemble(parts: Mapping[str, LazyTensor], architecture: Architecture, key: str, fill: FileTensor) -> torch.Tensor:
-    whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
-    if fill.spans is None:
-        shapes = {name: part.shape for name, part in parts.items()}
-        elements = loaded_elements(architecture.model, shapes, [key])[key]
-        return torch.cat(list(whole.values()))[elements]
-    found = torch.empty(fill.numel, dtype=next(iter(whole.values())).dtype)
-    for span in fill.spans:
-        values = whole[span.source].as_strided(span.shape, span.stride, span.offset)
-        found[span.at : span.at + span.numel] = values.reshape(-1)
-    return found.view(fill.shape)
+    return LazyTensor.read_at_once(fill.shape, dtype, assemble)
