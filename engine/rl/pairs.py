@@ -14,7 +14,7 @@ from ..api import Batch, LossFn, TrainEngine
 from ..config import MicroBatchSpec
 from ..training.batch import validate_batch
 from .advantages import check_groups
-from .losses import Stats, by_sequence
+from .losses import by_sequence
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token
 
 
@@ -96,12 +96,9 @@ class PairStats(TokenStats):
     """Statistics averaged over the pairs that count, on all ranks."""
 
     def add_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, micro_batch: Batch) -> None:
-        """Add the ``[n]`` scores of a micro-batch: ``chosen``, ``rejected``, ``margin`` and ``accuracy``.
-
-        ``accuracy`` is the share of pairs whose chosen answer has the higher score.
-        """
-        seen: Stats = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}
-        seen["accuracy"] = (chosen > rejected).float()
+        """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a positive ``margin``."""
+        margin = chosen - rejected
+        seen = {"chosen": chosen, "rejected": rejected, "margin": margin, "accuracy": (chosen > rejected).float()}
         self.add(seen, micro_batch["pair_counts"][::2])
 
     def of_ranks(self, engine: TrainEngine) -> dict[str, float]:

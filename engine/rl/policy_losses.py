@@ -28,18 +28,14 @@ from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient.
-
-    ``log_ratio`` is ``log r`` at the configured level, and ``advantages`` is A. ``picked`` are the tokens that the
-    covariance losses treat differently (see `picked_tokens`), None for other losses.
-    """
+    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient."""
 
     logprobs: torch.Tensor
-    log_ratio: torch.Tensor
-    advantages: torch.Tensor
+    log_ratio: torch.Tensor  # ``log r`` at the configured level
+    advantages: torch.Tensor  # A
     mask: torch.Tensor
     cu_seqlens: torch.Tensor
-    picked: torch.Tensor | None = None
+    picked: torch.Tensor | None = None  # tokens of `picked_tokens`, for the covariance losses alone
 
 
 def policy_inputs(

@@ -129,29 +129,25 @@ def train_minibatches(
     weights = {str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)}
     own = {"n_tokens": float(sum(sequence_lengths(batch))), "n_seqs": float(len(batch["input_ids"]))}
     totals = engine.all_reduce_stats({**weights, **own})
-    counts = {"n_tokens": totals["n_tokens"], "n_seqs": totals["n_seqs"]}
-    counts["n_loss_tokens"] = sum(totals[key] for key in weights)
+    counts = {key: totals[key] for key in own} | {"n_loss_tokens": sum(totals[key] for key in weights)}
     if not counts["n_loss_tokens"]:
         raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
 
-    trained = [(totals[str(i)], minibatch) for i, minibatch in enumerate(minibatches) if totals[str(i)]]
-    results = []
-    for _, minibatch in trained:
-        ready = minibatch if prepare is None else prepare(minibatch)
-        results.append(engine.train_batch(ready, loss_fn, loss_weight_fn))
-    loss = sum(weight * result["loss"] for (weight, _), result in zip(trained, results, strict=True))
-    return {"loss": loss / counts["n_loss_tokens"], **_summarise(results), **counts}
-
-
-def _summarise(results: list[dict[str, float]]) -> dict[str, float]:
+    results, loss = [], 0.0
+    for i, minibatch in enumerate(minibatches):
+        if totals[str(i)]:
+            results.append(engine.train_batch(prepare(minibatch) if prepare else minibatch, loss_fn, loss_weight_fn))
+            loss += totals[str(i)] * results[-1]["loss"]
     applied = [result for result in results if not result["update_skipped"]] or results[-1:]
     n_skipped = sum(float(result["update_skipped"]) for result in results)
     return {
+        "loss": loss / counts["n_loss_tokens"],
         "grad_norm": sum(result["grad_norm"] for result in applied) / len(applied),
         "lr": results[-1]["lr"],
         "n_updates": float(len(results)),
         "update_skipped": n_skipped,
         "update_successful": 1.0 - n_skipped / len(results),
+        **counts,
     }
 
 

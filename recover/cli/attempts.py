@@ -63,21 +63,18 @@ class AttemptRecord:
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
         """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
-        begins = "" if self.loaded else "before it had loaded: "
-        given_up = f"; given up: {self.given_up}" if self.given_up else ""
         if self.ended is None and is_last and in_use is not False:
             goes_on = "goes on" if self.loaded else "begins: its workers start, or it loads"
             return goes_on if in_use else f"{goes_on}, or was killed: the lock of the run cannot tell"
-        return begins + self._ending() + given_up
-
-    def _ending(self) -> str:
+        ending = "the handler was closed" if self.closed else "the process ended without closing the handler"
         if self.ended is None:
-            return "killed, or its machine was lost: nothing was noted"
-        if self.stop is not None:
-            return f"stopped as asked: {self.stop}"
-        if self.error is not None:
-            return self.error
-        return "the handler was closed" if self.closed else "the process ended without closing the handler"
+            ending = "killed, or its machine was lost: nothing was noted"
+        elif self.stop is not None:
+            ending = f"stopped as asked: {self.stop}"
+        elif self.error is not None:
+            ending = self.error
+        begins = "" if self.loaded else "before it had loaded: "
+        return begins + ending + (f"; given up: {self.given_up}" if self.given_up else "")
 
 
 def read_attempts(trial_root: Path) -> list[AttemptRecord]:

@@ -3,7 +3,7 @@
 torch is imported when the work begins, so that ``--help`` appears at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -60,14 +60,12 @@ def export_command(generation: str, target: Path, as_json: bool, **options: Any)
     """
     where, seconds = read_generation(generation, partial(_export, target=target, **options))
     files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
-    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
+    seconds = round(seconds, 3)
     if as_json:
-        print_json(report)
+        print_json({"to": str(target), "bytes": sum(files), "files": len(files), "seconds": seconds})
     else:
-        click.echo(
-            f"exported {where} to {target}: {size_text(report['bytes'])} in {report['files']} files, "
-            f"{seconds_text(report['seconds'])}"
-        )
+        size, took = size_text(sum(files)), seconds_text(seconds)
+        click.echo(f"exported {where} to {target}: {size} in {len(files)} files, {took}")
 
 
 def _export(
@@ -80,8 +78,10 @@ def _export(
     base: Path | None,
 ) -> tuple[str, float]:
     """Export one generation. Return its path or URL, and the seconds that the export took."""
+    from ...engine.hf.dtypes import base_dtype
     from ..convert import convert
     from ..convert.adapters import write_peft
+    from ..convert.checkpoint import Architecture
     from ..convert.dcp import engine_folder, stored_adapters
 
     if not is_free(target):
@@ -99,37 +99,26 @@ def _export(
             seconds = write_peft(path, stored, target, dtype)
         else:
             model = config or (_config_of(folder.path) if stored is None else stored.base_folder(base))
+            # As the run itself exports: in the dtype of the folder that its model was made from.
+            dtype = dtype or str(base_dtype(Architecture.read(model).model, model)).removeprefix("torch.")
             given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
-            seconds = convert(path, target, to="hf", dtype=dtype or _own_dtype(model), **given).seconds
+            seconds = convert(path, target, to="hf", dtype=dtype, **given).seconds
     return folder.where, seconds
 
 
 def _config_of(path: Path | None) -> Path:
     """The newest folder of the same run that has a ``config.json``."""
-    trial = None if path is None else path.absolute().parent.parent
-    found = [] if trial is None else list(_exports(trial))
-    if not found:
-        where = "the generation" if trial is None else f"hf/, weights/ or base_model/ of {trial}"
-        raise CheckpointNotFoundError(
-            f"there is no config.json in {where}; name a folder that has the model's with --config, as the one that "
-            "the run was started from"
-        )
-    return found[0]
-
-
-def _exports(trial: Path) -> Iterator[Path]:
-    for kind in ("hf", "weights"):
-        exports = [path.parent for path in trial.glob(f"{kind}/[!.]*/config.json")]
-        yield from sorted(exports, key=lambda export: (len(export.name), export.name), reverse=True)
-    yield from (path.parent for path in trial.glob("base_model/config.json"))
-
-
-def _own_dtype(base: Path) -> str:
-    """The dtype that the run itself exports: the dtype of the folder that its model was made from."""
-    from ...engine.hf.dtypes import base_dtype
-    from ..convert.checkpoint import Architecture
-
-    return str(base_dtype(Architecture.read(base).model, base)).removeprefix("torch.")
+    where = "the generation"
+    if path is not None:
+        trial = path.absolute().parent.parent
+        where = f"hf/, weights/ or base_model/ of {trial}"
+        for pattern in ("hf/[!.]*/config.json", "weights/[!.]*/config.json", "base_model/config.json"):
+            if found := [config.parent for config in trial.glob(pattern)]:
+                return max(found, key=lambda export: (len(export.name), export.name))
+    raise CheckpointNotFoundError(
+        f"there is no config.json in {where}; name a folder that has the model's with --config, as the one that the "
+        "run was started from"
+    )
 
 
 @click.command("convert", short_help="Convert a checkpoint from or to another trainer.")

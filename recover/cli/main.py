@@ -61,20 +61,16 @@ class _Commands(click.Group):
         try:
             code = super().main(args, *rest, **options)
         except click.Abort:  # Ctrl-C
-            code = _say("aborted", INTERRUPTED)
+            code = INTERRUPTED
+            click.echo("aborted", err=True)
         except click.ClickException as error:
-            error.show()
             code = FAILED
-        except CheckpointCorruptError as error:
-            code = _say(f"damaged: {error}", DAMAGED)
+            error.show()
         except (HoldfastError, OSError) as error:
-            code = _say(f"error: {error}", FAILED)
+            damaged = isinstance(error, CheckpointCorruptError)
+            code = DAMAGED if damaged else FAILED
+            click.echo(f"{'damaged' if damaged else 'error'}: {error}", err=True)
         sys.exit(code if isinstance(code, int) else 0)
-
-
-def _say(message: str, code: int) -> int:
-    click.echo(message, err=True)
-    return code
 
 
 @click.group(
