@@ -53,8 +53,6 @@ def _read(text: str, read: Callable[[Folder], T]) -> T:
 
 def _row(one: "Difference") -> list[str]:
     what = f"{one.kind}: {one.note}" if one.note else one.kind
-    if one.kind == "bits":
-        return [one.name, what, f"{one.elements} of {one.of}", "", ""]
-    if one.kind != "values":
-        return [one.name, what, "", "", ""]
-    return [one.name, what, f"{one.elements} of {one.of}", number_text(one.largest), f"{one.relative:.3g}"]
+    count = f"{one.elements} of {one.of}" if one.kind in ("bits", "values") else ""
+    sizes = [number_text(one.largest), f"{one.relative:.3g}"] if one.kind == "values" else ["", ""]
+    return [one.name, what, count, *sizes]

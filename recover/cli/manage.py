@@ -14,7 +14,7 @@ from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
 from .attempts import locked, no_job_option, require_unused, use_of
 from .folders import Folder
 from .output import NARROWEST, json_option, print_json, size_text
-from .runs import Run, find_generation, find_step, generation_argument, is_url
+from .runs import Run, find_generation, find_step, generation_argument
 from .verify import find_damage
 
 _THEN = (
@@ -56,10 +56,10 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
         if force:
             require_unused(root.parent, no_job)
         _check(GenerationStore(root), gone, force, damage_of)
-    sizes = [_bytes(store, step) for store, step in found]
+    removed = [str(store.path_of(step)) for store, step in found]
+    n_bytes = sum(_bytes(store, step) for store, step in found)
     if not yes:
-        names = ", ".join(str(store.path_of(step)) for store, step in found)
-        click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
+        click.confirm(f"Delete {', '.join(removed)} ({size_text(n_bytes)})?", abort=True, err=True)
     for store, step in found:
         with ExitStack() as stack:
             may_force = force
@@ -71,11 +71,10 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
             # Check again: it may have been pinned, or become the newest, while the user was asked.
             _check(store, [step], may_force, damage_of)
             remove_folder(store.path_of(step))
-    removed = [str(store.path_of(step)) for store, step in found]
     if as_json:
-        print_json({"removed": removed, "bytes": sum(sizes)})
+        print_json({"removed": removed, "bytes": n_bytes})
     else:
-        click.echo(f"deleted {', '.join(removed)}: {size_text(sum(sizes))}")
+        click.echo(f"deleted {', '.join(removed)}: {size_text(n_bytes)}")
 
 
 @click.command("pin", short_help="Keep generations for good.")
@@ -157,23 +156,17 @@ def resume_from_command(generation: str, as_json: bool) -> None:
     if problems := find_damage(folder, folder.manifest()["files"]):
         raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
     step = folder.info().last_step_info.global_step
-    newer: list[int] = []
-    mirror = first = None
-    if is_url(folder.where):
-        root = folder.where.rpartition("/")[0]
+    newer, mirror, first, in_use = [], None, None, False
+    if folder.path is None:
         setting = f"recover.resume_path=RUN/recover/{folder.name}"
-        first = f"holdfast mirror pull {root} RUN --step {step}"
+        first = f"holdfast mirror pull {folder.where.rpartition('/')[0]} RUN --step {step}"
     else:
-        assert folder.path is not None
-        run = Run(str(folder.path.parent))
+        setting, run = f"recover.resume_path={folder.path.absolute()}", Run(str(folder.path.parent))
         newer = [other for other in run.steps() if other > step]
-        mirror = run.recorded_mirror()
-        setting = f"recover.resume_path={folder.path.absolute()}"
-    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
-    in_use = False if first is not None else use_of(run.trial_root).known
-    found |= {"mirror": mirror, "setting": setting, "first": first, "in_use": in_use}
+        mirror, in_use = run.recorded_mirror(), use_of(run.trial_root).known
     if as_json:
-        print_json(found)
+        found = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer, "mirror": mirror}
+        print_json(found | {"setting": setting, "first": first, "in_use": in_use})
         return
     click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
     if first is None and not newer and mirror is None:

@@ -1,7 +1,8 @@
 """``holdfast mirror``: list, make and fetch copies of generations at a URL."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +24,7 @@ _to = click.option("--url", help="URL of the copies.  [default: the mirror in th
 
 
 @click.group("mirror", short_help="List, make and fetch copies of generations at a URL.")
-def mirror_group() -> None:
+def mirror_command() -> None:
     """List, make and fetch copies of generations at an fsspec URL, for the case that the folder of a run is lost.
 
     A run with recover.mirror_url makes its copies by itself, and fetches them when it starts. These commands do the
@@ -31,7 +32,7 @@ def mirror_group() -> None:
     """
 
 
-@mirror_group.command("ls")
+@mirror_command.command("ls")
 @run_argument
 @_to
 @json_option
@@ -52,7 +53,7 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
         print_table(("step>", "copy", "here"), cells, there.url)
 
 
-@mirror_group.command("push")
+@mirror_command.command("push")
 @run_argument
 @_to
 @click.option("--step", "steps", type=int, multiple=True, help="Step to copy. Can be given several times.  [default: "
@@ -87,7 +88,7 @@ def mirror_push(
     _tell(done, "copied", there.url, as_json)
 
 
-@mirror_group.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
+@mirror_command.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
 @click.option("--step", type=int, help="Step to fetch.  [default: the newest sound one]")
@@ -125,12 +126,8 @@ def _refuse_run_folder(there: "Mirror") -> None:
 
 
 def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
-    try:
+    with _unless_gone(generation, there):
         other = there.has_other(generation)
-    except FileNotFoundError:
-        if generation.path.is_dir():
-            raise
-        raise _gone(generation, there) from None
     if other:
         raise ConfigError(
             f"{there.url} has a copy of step {generation.step} that is of another generation than {generation.path}: "
@@ -141,26 +138,29 @@ def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
 
 def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
     started = time.monotonic()
-    try:
+    with _unless_gone(generation, there):
         n_bytes = stored_bytes(generation.path)
         there.submit(generation)
         there.wait(_LONGEST_S)
         if there.last_error is not None:
             raise MirrorError(f"no copy of {generation.path} at {there.url}: {there.last_error}")
-    except CheckpointCorruptError:
-        if generation.path.is_dir():
-            raise
-        raise _gone(generation, there) from None
-    if not generation.path.is_dir() and generation.step not in there.steps():
-        raise _gone(generation, there)
+        if not generation.path.is_dir() and generation.step not in there.steps():
+            raise FileNotFoundError(generation.path)
     return _report(generation, n_bytes, time.monotonic() - started)
 
 
-def _gone(generation: Generation, there: "Mirror") -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for as "
-        "long as it takes"
-    )
+@contextmanager
+def _unless_gone(generation: Generation, there: "Mirror") -> Iterator[None]:
+    """Raise `CheckpointNotFoundError` if the block fails because the run has removed the generation."""
+    try:
+        yield
+    except (FileNotFoundError, CheckpointCorruptError):
+        if generation.path.is_dir():
+            raise
+        raise CheckpointNotFoundError(
+            f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for "
+            "as long as it takes"
+        ) from None
 
 
 def _report(generation: Generation, n_bytes: int, seconds: float) -> dict[str, Any]:

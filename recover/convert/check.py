@@ -9,7 +9,7 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointCorruptError
 from .checkpoint import Checkpoint
-from .targets import plain_groups
+from .writers import plain_groups
 
 
 class Digests:
@@ -20,7 +20,7 @@ class Digests:
         self._advance = advance
 
     def seen(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Add a block, see `targets.Seen`."""
+        """Add a block, see `writers.Seen`."""
         if not name.startswith(("model.", "optim.state.")):
             return
         digest = self._digests.get(name)

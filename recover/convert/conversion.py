@@ -31,7 +31,7 @@ from ..saving.write import manifest_facts
 from . import dcp, hugging_face, verl
 from .check import Digests, compare, compare_plain, require_all_written, tensors_of
 from .checkpoint import Checkpoint, ReadOptions
-from .targets import (
+from .writers import (
     Seen,
     last_step,
     staged_generation,
