@@ -57,10 +57,14 @@ class LoaderNotes:
         source = inner_sampler(loader)
         # Weak: in a cycle of references, persistent workers are not told to end, and torch waits 5 s for each.
         self._loader = weakref.proxy(getattr(loader, "base_dataloader", loader))
-        self._sources = [*_samplers(source), self._loader, *_streams(loader.dataset)]
+        self._sources, dataset = [*_samplers(source), self._loader], loader.dataset
+        while isinstance(dataset, IterableDataset):
+            self._sources.append(dataset)
+            dataset = getattr(dataset, "dataset", None)
         self._persistent = bool(getattr(loader, "persistent_workers", False))
         self._numbered = not getattr(loader, "num_workers", 0)  # workers are asked ahead, and draw elsewhere
-        self._share = _share(loader)
+        # Number of the sampler's batches in one batch of the loader. With accelerate's dispatching it covers all ranks.
+        self._share = loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
         self._begin: Moment = {}
         self._workers: Moment = {}  # when a persistent loader drew the seed of its workers
         self._order: Moment = {}  # when the sampler was first asked
@@ -115,13 +119,12 @@ class LoaderNotes:
         )
 
     def resume(self, state: dict[str, Any], given: int, go_on: Callable[[], None], *, skip: bool = False) -> None:
-        """Make the next iteration continue an epoch after ``given`` batches.
+        """Make the next iteration continue an epoch after ``given`` batches, from the result of `state_dict`.
 
         Sets the generators of the process to the start of the epoch.
 
         Args:
-            state: result of `state_dict`.
-            given: number of batches of the epoch that were trained on.
+            state, given: of the snapshot.
             go_on: restores the generators of the process to the snapshot. It is called once, at the first batch that
                 was not fetched before the snapshot, or by `settle`.
             skip: whether to skip ``given`` batches here. Otherwise the host reads and drops them.
@@ -251,17 +254,6 @@ def _samplers(source: Any) -> Iterator[Any]:
     while source is not None:
         yield source
         source = inner_sampler(source)
-
-
-def _streams(dataset: Any) -> Iterator[Any]:
-    while isinstance(dataset, IterableDataset):
-        yield dataset
-        dataset = getattr(dataset, "dataset", None)
-
-
-def _share(loader: Any) -> int:
-    """Number of the sampler's batches in one batch of the loader. With accelerate's dispatching it covers all ranks."""
-    return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 
 def _plain_bytes(indices: Any) -> bytes | None:

@@ -108,9 +108,7 @@ def drop_group(group: dist.ProcessGroup | None) -> None:
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
     """Gather the ``numbers`` of all ranks in rank order, in one collective of a small tensor.
 
-    Args:
-        numbers: the same count on every rank. They travel as float64, so integers are exact up to 2**53.
-        group: ranks that take part.
+    Every rank has the same count. They travel as float64, so integers are exact up to 2**53.
     """
     if get_world_size(group) == 1:
         return [[float(number) for number in numbers]]

@@ -1,6 +1,5 @@
 """The policy of PPO and GRPO: log-probabilities, advantages, update."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -96,7 +95,12 @@ class PPOActor:
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
         result, config, loss_mask = {**batch}, self.config, loss_mask_of(batch)
-        rewards, sum_over_ranks = self._shape_rewards(batch["rewards"], loss_mask), self.engine.all_reduce_stats
+        rewards, sum_over_ranks = batch["rewards"].float(), self.engine.all_reduce_stats
+        if config.overlong_reward_penalty:
+            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
+            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
+            rewards = rewards + overlong_penalty(loss_mask, *sizes)
+        rewards = self._scale(rewards)
         gae = partial(gae_advantages, loss_mask=loss_mask, discount=config.discount, gae_lambda=config.gae_lambda)
         kl_rewards: torch.Tensor | None = None
         if config.kl_ctl:
@@ -226,14 +230,6 @@ class PPOActor:
     def _recomputes(self) -> bool:
         return self.config.recompute_logprob or self.config.use_decoupled_loss
 
-    def _shape_rewards(self, rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-        config, rewards = self.config, rewards.float()
-        if config.overlong_reward_penalty:
-            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
-            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
-            rewards = rewards + overlong_penalty(loss_mask, *sizes)
-        return self._scale(rewards)
-
     def _scale(self, rewards: torch.Tensor) -> torch.Tensor:
         limit = self.config.reward_clip
         return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(-limit, limit)
@@ -255,13 +251,12 @@ class PPOActor:
         if "kl_rewards" not in batch:
             return {}
         mask, used = loss_mask_of(batch), self.kl_ctl.value
-        if self.config.kl_target is None:
-            return {"kl_ctl": used}
-        kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
-        means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
-        own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
-        sums = self.engine.all_reduce_stats(own)
-        self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
+        if self.config.kl_target is not None:
+            kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
+            means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
+            own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
+            sums = self.engine.all_reduce_stats(own)
+            self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
         return {"kl_ctl": used}
 
     def _sampled(self, batch: Batch) -> str:
@@ -290,31 +285,27 @@ class PPOActor:
         self._validate_truncated(batch)
 
     def _validate_truncated(self, batch: Batch) -> None:
-        shape, nothing = batch["rewards"].shape, torch.tensor(math.nan)
-        key = "bootstrap_truncated" if self.config.bootstrap_truncated else "mask_truncated_completions"
-        if getattr(self.config, key) and batch.get("truncated", nothing).shape != shape:
+        shape, bootstraps = batch["rewards"].shape, self.config.bootstrap_truncated
+        key = "bootstrap_truncated" if bootstraps else "mask_truncated_completions"
+        if getattr(self.config, key) and ("truncated" not in batch or batch["truncated"].shape != shape):
             raise BatchError(
                 f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each answer was cut off"
             )
-        if not self.config.bootstrap_truncated:
-            return
-        if "values" not in batch:
+        if bootstraps and "values" not in batch:
             raise BatchError("bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out")
-        last_values = batch.get("last_values", nothing)
-        if last_values.shape != shape or not bool(torch.isfinite(last_values[batch["truncated"].bool()]).all()):
+        if bootstraps and not _is_finite(batch, "last_values", batch["truncated"]):
             raise BatchError(
                 "the batch has no finite 'last_values' of shape [batch], which bootstrap_truncated needs; the critic's "
                 "with_values gives them"
             )
 
     def _validate_estimator(self, batch: Batch) -> None:
-        name, rewards = self.config.adv_estimator, batch["rewards"]
+        name = self.config.adv_estimator
         if name != "grpo" and "values" in batch:
             raise BatchError(f"the batch has 'values', which are for GAE, but adv_estimator is {name!r}; leave one out")
         if name in OVER_GROUPS:
-            check_groups(len(rewards), self.config.group_size)
-        baselines = batch.get("reward_baselines", torch.tensor(math.nan))
-        if name == "remax" and (baselines.shape != rewards.shape or not bool(torch.isfinite(baselines.float()).all())):
+            check_groups(len(batch["rewards"]), self.config.group_size)
+        if name == "remax" and not _is_finite(batch, "reward_baselines"):
             raise BatchError(
                 "the batch has no finite 'reward_baselines' of shape [batch], which adv_estimator 'remax' needs: the "
                 "reward of the greedy answer to each prompt"
@@ -333,6 +324,13 @@ class PPOActor:
         if self.config.kl_loss_coef or self.config.kl_target is not None or "ref_logp" in batch:
             hint = "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
             require_per_token(batch, "ref_logp", mask, hint)
+
+
+def _is_finite(batch: Batch, key: str, rows: torch.Tensor | None = None) -> bool:
+    """Whether the batch has ``[B]`` numbers under ``key``, finite in ``rows`` (by default in all)."""
+    if key not in batch or batch[key].shape != batch["rewards"].shape:
+        return False
+    return bool(torch.isfinite(batch[key].float() if rows is None else batch[key].float()[rows.bool()]).all())
 
 
 def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,7 @@ from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_toke
 
 
 def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
-    """Return the spec with a ``granularity`` that keeps pairs together: 2 instead of 1, else unchanged.
-
-    Raises:
-        ConfigError: it is odd and not 1.
-    """
+    """Return the spec with a ``granularity`` of 2 instead of 1. `ConfigError` if it is another odd number."""
     if spec.granularity == 1:
         return replace(spec, granularity=2)
     if spec.granularity % 2:
@@ -67,11 +63,7 @@ def mean_over_pairs(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
 
 
 def of_pairs(values: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``.
-
-    Raises:
-        BatchError: the micro-batch contains half a pair.
-    """
+    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``. `BatchError` if half a pair is in."""
     pairs = micro_batch["pairs"]
     if len(pairs) % 2 or not torch.equal(pairs[::2], pairs[1::2]):
         raise BatchError(

@@ -180,11 +180,10 @@ def picked_tokens(
 
 def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
     """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
-    pair = torch.stack([inputs.advantages, inputs.logprobs]).double()  # 0 outside the mask
-    own = {"A": pair[0].sum().item(), "log p": pair[1].sum().item(), "tokens": float(inputs.mask.sum())}
-    sums = sum_over_ranks(own)
-    means = [sums[name] / sums["tokens"] for name in ("A", "log p")]
-    return ((pair[0] - means[0]) * (pair[1] - means[1])).float(), int(sums["tokens"])
+    a, log_p = inputs.advantages.double(), inputs.logprobs.double()  # 0 outside the mask
+    sums = sum_over_ranks({"A": a.sum().item(), "log p": log_p.sum().item(), "tokens": float(inputs.mask.sum())})
+    covariances = (a - sums["A"] / sums["tokens"]) * (log_p - sums["log p"] / sums["tokens"])
+    return covariances.float(), int(sums["tokens"])
 
 
 def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:

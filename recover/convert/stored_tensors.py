@@ -31,6 +31,11 @@ def stored_tensor(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
     return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
 
 
+def read_whole(tensor: LazyTensor) -> torch.Tensor:
+    """All values of a tensor with at least one dimension."""
+    return torch.cat([values for _, values in tensor.blocks()])
+
+
 def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
     """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
     reader = files.enter_context(WeightReader(folder))

@@ -27,7 +27,6 @@ from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .weights import read_file, same_values, shared_names
 
 _MODEL = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_ENGINES = ("actor", "critic", "ref")
 _CUDA_STATE_BYTES = 16
 
 
@@ -44,12 +43,12 @@ def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
 def _workers(folder: Path) -> dict[str, Path]:
     if _ranks(folder):
         return {"default": folder}
-    return {name: folder / name for name in _ENGINES if (folder / name).is_dir() and _ranks(folder / name)}
+    return {name: folder / name for name in ("actor", "critic", "ref") if _ranks(folder / name)}
 
 
 def _ranks(folder: Path) -> list[tuple[int, int]]:
-    """World size and rank of every model file."""
-    found = (_MODEL.fullmatch(path.name) for path in folder.iterdir())
+    """World size and rank of every model file. None of a folder that does not exist."""
+    found = (_MODEL.fullmatch(path.name) for path in folder.glob("*"))
     return sorted((int(match[1]), int(match[2])) for match in found if match)
 
 
@@ -83,11 +82,12 @@ def _world_size(folder: Path) -> int:
     sizes = sorted({size for size, _ in ranks})
     if len(sizes) > 1:
         raise ConfigError(f"{folder} holds the files of runs on {sizes} ranks; move those away that are not meant")
-    if missing := sorted(set(range(sizes[0])) - {rank for _, rank in ranks}):
+    (size,) = sizes
+    if missing := sorted(set(range(size)) - {rank for _, rank in ranks}):
         raise CheckpointCorruptError(
-            f"{folder} is incomplete: the model files of ranks {missing} of {sizes[0]} are missing"
+            f"{folder} is incomplete: the model files of ranks {missing} of {size} are missing"
         )
-    return sizes[0]
+    return size
 
 
 def _files(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
@@ -115,19 +115,15 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
     _require_alike(folder, states)
     groups = states[0]["param_groups"]
     names = _names(what, groups, found)
-    if strangers := [number for number in states[0]["state"] if number not in names]:
-        raise CheckpointMismatchError(
-            f"{what} has state for parameter {strangers[0]!r}, which is in none of its groups"
-        )
-    state = {
-        names[number]: {
-            key: from_ranks(f"optimizer state {number}.{key}", [state["state"][number][key] for state in states])
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in entries.items()
-        }
-        for number, entries in states[0]["state"].items()
-    }
+    state: dict[str, dict[str, Any]] = {}
+    for number, entries in states[0]["state"].items():
+        if number not in names:
+            raise CheckpointMismatchError(f"{what} has state for parameter {number!r}, which is in none of its groups")
+        state[names[number]] = assembled = dict(entries)
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                parts = [each["state"][number][key] for each in states]
+                assembled[key] = from_ranks(f"optimizer state {number}.{key}", parts)
     named = [_plain(group) | {"params": [names[number] for number in group["params"]]} for group in groups]
     found.set_optimizer(what, state, named)
 
@@ -146,8 +142,7 @@ def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) ->
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a group as plain values. A learning rate may be stored as a tensor."""
-    return {
+    return {  # a learning rate may be stored as a tensor
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in group.items()
         if key not in ("params", "param_names")
@@ -155,7 +150,6 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
-    """Check that each rank's file holds an optimizer with the same entries."""
     for rank, state in enumerate(states):
         if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
             raise CheckpointCorruptError(
@@ -267,9 +261,8 @@ def _cuts(length: int, count: int) -> list[int]:
 
 def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]) -> None:
     """Refuse a part of another tensor than on rank 0, or of another rank according to its mesh."""
-    if (part.shape, part.placements) != (first.shape, first.placements) or not torch.equal(
-        part.device_mesh.mesh, first.device_mesh.mesh
-    ):
+    same_mesh = torch.equal(part.device_mesh.mesh, first.device_mesh.mesh)
+    if (part.shape, part.placements) != (first.shape, first.placements) or not same_mesh:
         raise CheckpointCorruptError(f"ranks 0 and {rank} do not have parts of the same tensor {name}")
     own = part.device_mesh.get_coordinate()
     if own is not None and tuple(own) != coordinate:
@@ -279,9 +272,7 @@ def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate
         )
 
 
-def _from_blocks(
-    shape: tuple[int, ...], dtype: torch.dtype, blocks: Mapping[tuple[int, ...], torch.Tensor]
-) -> LazyTensor:
+def _from_blocks(shape: tuple[int, ...], dtype: torch.dtype, blocks: dict[tuple[int, ...], torch.Tensor]) -> LazyTensor:
     """A tensor of adjacent blocks, given by their first indices."""
 
     def rows(first: int, last: int) -> torch.Tensor:
