@@ -116,12 +116,7 @@ class RecoverableLoader:
         if restored is not None and self._is_over:
             self._exhaust(restored)
             restored = None
-        if restored is None:
-            self._set_epoch()
-            self._notes.begin_epoch()
-            yield from self._count(iter(self.loader))
-        else:
-            yield from self._rest(restored)
+        yield from self._rest(restored)
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,29 +145,25 @@ class RecoverableLoader:
         self._restored = state_dict
         self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
 
-    def _rest(self, restored: dict[str, Any]) -> Iterator[Any]:
+    def _rest(self, restored: dict[str, Any] | None) -> Iterator[Any]:
+        """Yield the batches that are left of a restored epoch, or all of a new one."""
         notes, given = self._notes, self._given
         self._set_epoch()
-        if not given:
-            notes.restore_sources(restored["notes"])
+        if restored is not None and given:
+            now = capture_rng()
+            notes.resume(restored["notes"], given, lambda: restore_rng(now), skip=notes.can_skip)
+        else:
+            if restored is not None:
+                notes.restore_sources(restored["notes"])
             notes.begin_epoch()
-            yield from self._count(iter(self.loader))
-            return
-        now = capture_rng()
-        notes.resume(restored["notes"], given, lambda: restore_rng(now), skip=notes.can_skip)
-        batches = iter(self.loader)
-        if not notes.can_skip:
-            for _ in range(given):
-                next(batches, None)
-        yield from self._count(batches)
-
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._batches = batches
-        for batch in batches:
-            self._notes.settle()
+        self._batches = iter(self.loader)
+        for _ in range(0 if notes.can_skip else given):
+            next(self._batches, None)
+        for batch in self._batches:
+            notes.settle()
             self._given += 1
             yield batch
-        self._notes.settle()
+        notes.settle()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
         """Finish an epoch that was saved after its last batch, so that the samplers make their final draws."""

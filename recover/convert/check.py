@@ -53,14 +53,10 @@ def require_all_written(what: str, source: Checkpoint, written: dict[str, str], 
 
 
 def compare(what: str, source: Checkpoint, written: dict[str, str], target: Checkpoint, digests: Digests) -> None:
-    """Raise `CheckpointCorruptError` unless ``target`` holds the same tensors as ``source``.
+    """Raise `CheckpointCorruptError` unless ``target``, as it was read back, holds the same tensors as ``source``.
 
-    Args:
-        what: name of the target for messages.
-        source: the converted checkpoint, which knows the aliases of tied tensors.
-        written: name -> digest of each tensor, taken from ``source`` while the target was written.
-        target: the target as it was read back.
-        digests: an empty `Digests` for the tensors of the target.
+    ``written`` are the digests by name that were taken from ``source`` while the target was written. ``digests`` is an
+    empty `Digests` for the target.
     """
     for name, tensor in tensors_of(target):
         for first, values in tensor.blocks():

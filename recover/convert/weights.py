@@ -102,11 +102,7 @@ def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 def store_once(
     tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Tied tensors under their first names, and their aliases.
-
-    Args:
-        tensors: all tensors that were found.
-        aliases: alias of a tied tensor of the model -> its first name.
+    """Tied tensors under their first names, and the pairs of ``aliases`` (alias -> first name) that occur.
 
     Raises:
         CheckpointMismatchError: the copies of a tied tensor have different values.

@@ -39,7 +39,7 @@ _TORCH_DEFAULTS = {
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
     """Write a folder in the format of `save_dcp`, for `load_dcp` and `RecoverHandler` at any world size."""
-    return write_entries(folder, _dcp_entries(checkpoint), _below(ROOT, seen))
+    return write_entries(folder, _dcp_entries(checkpoint), _below_root(seen))
 
 
 def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
@@ -47,7 +47,7 @@ def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEn
 
     AReaL's loader asks for each hyperparameter by name, and for tied tensors under every name.
     """
-    return write_entries(folder, _areal_entries(checkpoint), _below(ROOT, seen))
+    return write_entries(folder, _areal_entries(checkpoint), _below_root(seen))
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, seen: Seen) -> None:
@@ -77,8 +77,8 @@ def optimizer_steps(checkpoint: Checkpoint) -> int:
     return max((int(step.rows(0, 1)) if isinstance(step, LazyTensor) else int(step) for step in counts), default=0)
 
 
-def _below(root: str, seen: Seen) -> Seen:
-    return lambda name, *block: seen(name.removeprefix(f"{root}."), *block)
+def _below_root(seen: Seen) -> Seen:
+    return lambda name, *block: seen(name.removeprefix(f"{ROOT}."), *block)
 
 
 def _dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
@@ -114,14 +114,12 @@ def _areal_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
             yield Entry((ROOT, "optim", "param_groups", number, key), value)
 
 
-_LOCK_WAIT_S = 1.0
 _ANEW = {
     "data": "the dataloader starts at its beginning: put it to its place yourself, or train on other samples",
     "generators": "random generators stay as the script seeded them",
     "schedule": "the learning-rate schedule starts anew, from the rates that were saved",
     "epochs": "the steps of an epoch are not known: the place in the epoch is counted by those of the new run",
 }
-
 
 Commit = Callable[[Iterable[FileEntry], Mapping[str, Any]], Path]
 """Called with the files of a generation and the facts for its manifest. Returns the folder of the generation."""
@@ -139,7 +137,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
     """
     store, lock = GenerationStore(run / "recover"), FolderLock(run / LOCK_NAME)
     had_lock = lock.path.exists()
-    lock.acquire(_LOCK_WAIT_S)
+    lock.acquire(timeout_s=1.0)
 
     def commit(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Path:
         lock.confirm()
@@ -210,9 +208,9 @@ def write_generation(
         facts[name] = _facts(checkpoint, sampler)
     rng: dict[str, str] = {}
     for rank, state in enumerate(first.rng):
-        data = pack_plain("generators", {"rng": state, "user": {}})
-        entries.append(write_process(staging, rank_state_name(rank), data))
-        rng[Path(rank_state_name(rank)).stem] = rng_digest(state)
+        name, data = rank_state_name(rank), pack_plain("generators", {"rng": state, "user": {}})
+        entries.append(write_process(staging, name, data))
+        rng[Path(name).stem] = rng_digest(state)
     converted = {"from": first.format, **lacks}
     info = RecoverInfo(last, uuid.uuid4().hex, first.ranks, engines=facts, rng=rng, converted=converted)
     entries.append(write_entry(staging, INFO_NAME, info.to_json()))
