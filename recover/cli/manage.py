@@ -118,9 +118,10 @@ def _check(store: GenerationStore, steps: list[int], force: bool, damage_of: Cal
     for generation in store.generations():  # newest first
         try:
             store.inspect(generation.path)
-            problem = damage_of(generation.path)
         except CheckpointError as error:
             problem = str(error)
+        else:
+            problem = damage_of(generation.path)
         if problem is None and generation.step not in steps:
             return
         if problem is None:
